@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.rounding import FACTOR, Results, Rounding, assert_alike, assert_rounding_alone, excess
+from tools.rounding import (
+    SAFETY_FACTOR,
+    Results,
+    RoundingMode,
+    assert_close_in_rounding,
+    assert_within_rounding,
+    compute_excess,
+)
 
 TERMS = 1000
 
@@ -37,7 +44,7 @@ def _in_order(dtype: torch.dtype, order: Tensor) -> Results:
 def test_sums_in_any_order_are_rounding(order: str, dtype: torch.dtype) -> None:
     orders = {"forwards": torch.arange(TERMS), "backwards": torch.arange(TERMS).flip(0)}
     orders["shuffled"] = torch.randperm(TERMS)
-    assert_rounding_alone(_in_order(dtype, orders[order]), lambda: _products(dtype), dtype)
+    assert_within_rounding(_in_order(dtype, orders[order]), lambda: _products(dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -45,28 +52,28 @@ def test_sums_in_a_half_type_are_not_rounding(dtype: torch.dtype) -> None:
     found = _in_order(dtype, torch.arange(TERMS))
     half = {name: x.to(dtype).float() for name, x in found.items()}
     with pytest.raises(AssertionError, match="times what rounding in torch"):
-        assert_rounding_alone(half, lambda: _products(dtype), dtype)
+        assert_within_rounding(half, lambda: _products(dtype), dtype)
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, 1e-2])
 def test_one_wrong_element_is_not_rounding(fault: float) -> None:
     found = {name: x.clone() for name, x in _products(torch.float32).items()}
     found["products"][3, 4] += fault
-    assert excess(found, lambda: _products(torch.float32), torch.float32)["products"] > FACTOR
+    assert compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"] > SAFETY_FACTOR
 
 
 def test_results_of_other_names_or_shapes_are_refused() -> None:
     found = dict(_products(torch.float32))
     with pytest.raises(AssertionError, match="sum"):
-        excess({"products": found["products"]}, lambda: found, torch.float32)
+        compute_excess({"products": found["products"]}, lambda: found, torch.float32)
     with pytest.raises(AssertionError, match="products"):
-        excess(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
+        compute_excess(found | {"products": found["products"].T[:3]}, lambda: found, torch.float32)
 
 
 def test_what_must_be_exact_has_no_tolerance() -> None:
     zero = {"zero": torch.zeros(3, dtype=torch.float64)}
-    assert excess(zero, lambda: zero, torch.float32) == {"zero": 0.0}
-    assert excess({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {"zero": math.inf}
+    assert compute_excess(zero, lambda: zero, torch.float32) == {"zero": 0.0}
+    assert compute_excess({"zero": torch.tensor([0.0, 1e-30, 0.0])}, lambda: zero, torch.float32) == {"zero": math.inf}
 
 
 def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
@@ -75,16 +82,16 @@ def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
     def gradient() -> Tensor:
         return torch.autograd.grad(torch.softmax(x * 3, 0).log().sum(), x)[0]
 
-    with Rounding(torch.float32, 1):
+    with RoundingMode(torch.float32, 1):
         first = gradient()
-    with Rounding(torch.float32, 1):
+    with RoundingMode(torch.float32, 1):
         second = gradient()
     assert torch.equal(first, second)
     assert 0 < (first - gradient()).abs().max() < 1e-4
 
 
 def test_an_operation_without_a_rule_is_no_exact_one() -> None:
-    with Rounding(torch.float32, 0), pytest.raises(NotImplementedError, match=r"how aten\.erf"):
+    with RoundingMode(torch.float32, 0), pytest.raises(NotImplementedError, match=r"how aten\.erf"):
         torch.erf(torch.ones(2, dtype=torch.float64))
 
 
@@ -92,25 +99,25 @@ def test_an_operation_without_a_rule_is_no_exact_one() -> None:
 def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dtype) -> None:
     terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
     forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
-    assert_alike(forwards, backwards, TERMS)
+    assert_close_in_rounding(forwards, backwards, TERMS)
     with pytest.raises(AssertionError, match="1000 terms, 1 sums after one another give"):
-        assert_alike(forwards, terms[:, 1:].sum(1), TERMS)
+        assert_close_in_rounding(forwards, terms[:, 1:].sum(1), TERMS)
 
 
 @pytest.mark.parametrize(("first", "second"), [(math.inf, 1.0), (1.0, -math.inf), (math.nan, 1.0), (1.0, math.nan)])
 def test_what_is_not_finite_is_alike_only_where_it_is_equal(first: float, second: float) -> None:
     minus = torch.tensor([-math.inf, 2.0])
-    assert_alike(minus, minus.clone(), 1)
+    assert_close_in_rounding(minus, minus.clone(), 1)
     with pytest.raises(AssertionError):
-        assert_alike(torch.tensor([first]), torch.tensor([second]), 1)
+        assert_close_in_rounding(torch.tensor([first]), torch.tensor([second]), 1)
 
 
 def test_running_sums_and_gates_are_disturbed() -> None:
     x = torch.linspace(-1, 1, 9, dtype=torch.float64)
     compute = lambda: {"gates": x.sigmoid(), "count": x.sigmoid().cumsum(0)}  # noqa: E731
-    assert_rounding_alone({name: value.float() for name, value in compute().items()}, compute, torch.float32)
+    assert_within_rounding({name: value.float() for name, value in compute().items()}, compute, torch.float32)
     faulty = {"gates": x.float().sigmoid(), "count": x.sigmoid().float().cumsum(0) + 1e-5}
-    assert excess(faulty, compute, torch.float32)["count"] > FACTOR
+    assert compute_excess(faulty, compute, torch.float32)["count"] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -121,7 +128,7 @@ def test_what_rounds_every_result_is_told_from_what_rounds_factors_alone(dtype: 
         return {"found": (a * b + a).exp() / (1 + b * b)}
 
     found, exact = compute(a, b), lambda: compute(a.double(), b.double())
-    assert_rounding_alone(found, exact, dtype, throughout=True)
+    assert_within_rounding(found, exact, dtype, throughout=True)
     wide = {"found": compute(a.float(), b.float())["found"]}
-    assert excess(wide, exact, dtype)["found"] <= FACTOR
-    assert excess({"found": found["found"].float()}, exact, dtype)["found"] > FACTOR
+    assert compute_excess(wide, exact, dtype)["found"] <= SAFETY_FACTOR
+    assert compute_excess({"found": found["found"].float()}, exact, dtype)["found"] > SAFETY_FACTOR

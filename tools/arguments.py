@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import NoReturn
 
 
-class Parser(argparse.ArgumentParser):
+class ToolParser(argparse.ArgumentParser):
     """Errors without the usage: one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def int_at_least(least: int) -> Callable[[str], int]:
     """The type of a whole number with a lower bound."""
 
     def number(text: str) -> int:
@@ -31,7 +31,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
+def comma_separated(choices: Collection[str]) -> Callable[[str], list[str]]:
     """The type of names with commas between them."""
 
     def names(text: str) -> list[str]:
@@ -42,7 +42,7 @@ def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
     return names
 
 
-def device(text: str) -> str:
+def parse_device(text: str) -> str:
     """The type of a device: cpu, or cuda where there is a GPU."""
     import torch
 
@@ -53,7 +53,7 @@ def device(text: str) -> str:
     return text
 
 
-def output_file(text: str) -> Path:
+def parse_output_path(text: str) -> Path:
     """The type of a file to write: a long run should not find out at its end that it cannot."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
@@ -63,7 +63,7 @@ def output_file(text: str) -> Path:
     return path
 
 
-def tell_interrupts_in_a_line() -> None:
+def print_interrupts_in_one_line() -> None:
     """From here on Ctrl-C ends this process with one line instead of a traceback; call it before slow imports.
 
     Python then ends by the signal itself, so that a shell or a caller sees what happened.

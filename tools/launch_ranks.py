@@ -12,7 +12,7 @@ from typing import Any
 from megatron.distributed.launcher_environment import RankInfo
 
 
-def run(script: Path, folder: Path, world_size: int, job: Any) -> list[Any]:
+def run_ranks(script: Path, folder: Path, world_size: int, job: Any) -> list[Any]:
     """Start the script once per rank, with the job as FOLDER/job.json.
 
     Returns:
@@ -40,10 +40,10 @@ def run(script: Path, folder: Path, world_size: int, job: Any) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world_size)]
 
 
-def rank_main(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
-    """What such a script does: write `work(job, meet)`.
+def run_rank(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
+    """What such a script does: write `work(job, connect)`.
 
-    `meet()` meets the other ranks, anew each time, so that the next mesh is not the last one's; what was met before is
+    `connect()` meets the other ranks, anew each time, so that the next mesh is not the last one's; what was there is
     taken down, since every group of processes keeps threads.
     """
     import torch
@@ -54,7 +54,7 @@ def rank_main(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
     torch.set_num_threads(1)
     meetings = count()
 
-    def meet() -> RankInfo:
+    def connect() -> RankInfo:
         if torch.distributed.is_initialized():
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
@@ -62,5 +62,5 @@ def rank_main(work: Callable[[Any, Callable[[], RankInfo]], Any]) -> None:
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
         return RankInfo(rank, world)
 
-    found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), meet)
+    found = work(json.loads((folder / "job.json").read_text(encoding="utf-8")), connect)
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")

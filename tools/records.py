@@ -1,9 +1,10 @@
-"""Where, when and with what a record of docs/results was measured, told alike by every tool.
+"""Records of docs/results: the JSON file, the page beside it, and where, when and with what it was measured.
 
 Versions are asked of the installed packages, not of the packages themselves: a machine that lacks most of them can be
-stamped too, and nothing heavy is imported.
+described too, and nothing heavy is imported.
 """
 
+import json
 import os
 import platform
 import shlex
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "numpy", "deepspeed", "megatron-core")
 
 
-def stamp(script: str, device: str) -> dict[str, Any]:
+def collect_provenance(script: str, device: str) -> dict[str, Any]:
     """The head of a record.
 
     Args:
@@ -38,13 +39,31 @@ def stamp(script: str, device: str) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", Path(script).resolve().relative_to(ROOT).as_posix(), *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": describe_commit(),
         "machine": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), **versions(PACKAGES), **cuda},
+        "versions": {"python": platform.python_version(), **list_package_versions(PACKAGES), **cuda},
     }
 
 
-def versions(packages: tuple[str, ...]) -> dict[str, str]:
+def write_record(path: Path, record: dict[str, Any], page: str | None = None) -> None:
+    """Write a record as JSON and, if there is one, its page beside it, as .md."""
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if page is not None:
+        path.with_suffix(".md").write_text(page, encoding="utf-8")
+
+
+def format_provenance(provenance: dict[str, Any]) -> str:
+    """The last line of a page."""
+    versions = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    return f"{format_origin(provenance)} on {provenance['machine']}; {versions}."
+
+
+def format_origin(provenance: dict[str, Any]) -> str:
+    """When and by what a record was made, for one that is the same on every machine."""
+    return f"Recorded {provenance['date']} by `{provenance['command']}` at {provenance['commit']}"
+
+
+def list_package_versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Of those packages that are installed."""
     found = {}
     for package in packages:
@@ -55,7 +74,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
+def describe_commit() -> str | None:
     """Short name of the commit that is checked out."""
     command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
     try:

@@ -10,8 +10,9 @@ formula itself is evaluated in float64 with every operation disturbed by random 
 (Monte Carlo arithmetic: Parker, UCLA CSD-970002, 1997). The disturbances come from a seeded generator in float64, so
 the size that they give is the same on every machine, and correlations (a row's common denominator) are in it.
 
-`assert_rounding_alone` holds a result to FACTOR times that size, in the norm of its errors and in the largest of them.
-`assert_alike` holds two evaluations in one type, neither of them the truth, to the same model of rounding, by hand.
+`assert_within_rounding` holds a result to SAFETY_FACTOR times that size, in the norm of its errors and in the largest.
+`assert_close_in_rounding` holds two evaluations in one type, neither of them the truth, to the same model of rounding,
+by hand.
 """
 
 import math
@@ -24,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 Results = Mapping[str, Tensor]
-FACTOR = 4.0
+SAFETY_FACTOR = 4.0
 """Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
-DRAWS = 12
+NUM_DRAWS = 12
 """Over which that distance is a root mean square."""
-ELEMENTARY = 4.0
+ELEMENTARY_UNITS = 4.0
 """Units that an exponential or logarithm may be off: 2 ulp in PyTorch, NumPy and CUDA's approximate instructions."""
 
 
-class Rounding(TorchDispatchMode):
+class RoundingMode(TorchDispatchMode):
     """Disturbs every float64 operation within it as rounding in `dtype` would, autograd's backward pass included.
 
     Half types multiply as kernels do: a product's factors are rounded to the type, and everything else is float32,
@@ -75,24 +76,24 @@ class Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if packet in EXACT or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
+        if packet in EXACT_OPS or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
             return func(*args, **kwargs)
-        if packet in RULES:
-            found = RULES[packet](self, func, args, kwargs)
+        if packet in RULES_BY_OP:
+            found = RULES_BY_OP[packet](self, func, args, kwargs)
             return tree_map(self.factor, found) if self.throughout else found
         out = func(*args, **kwargs)
         if not out.is_floating_point():
             return out
-        if packet not in UNITS:
+        if packet not in UNITS_BY_OP:
             raise NotImplementedError(f"how {func} rounds is not in {__file__}")
-        disturbed = self.disturbed(out, UNITS[packet])
+        disturbed = self.disturbed(out, UNITS_BY_OP[packet])
         if self.throughout:
             disturbed = self.factor(disturbed)
         return out.copy_(disturbed) if func._schema.is_mutable else disturbed
 
 
 aten = torch.ops.aten
-EXACT = {
+EXACT_OPS = {
     *(aten.view, aten._unsafe_view, aten.expand, aten.permute, aten.transpose, aten.t, aten.slice, aten.select),
     *(aten.unsqueeze, aten.squeeze, aten.clone, aten.detach, aten.alias, aten._to_copy, aten.copy_, aten.where),
     *(aten.masked_fill, aten.index, aten.cat, aten.constant_pad_nd, aten.neg, aten.abs, aten.relu, aten.clamp),
@@ -102,44 +103,44 @@ EXACT = {
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
     *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select),
 }
-SIMPLE = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
-SIMPLE += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
-FUNCTIONS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
-UNITS = dict.fromkeys(SIMPLE, 1.0) | dict.fromkeys(FUNCTIONS, ELEMENTARY)
+ARITHMETIC_OPS = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
+ARITHMETIC_OPS += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
+ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
+UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
 """By how many units of roundoff an operation that works element by element is off."""
 
 
-def _sum(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _sum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, *rest = args
     out = func(x, *rest, **kwargs)
     return mode.summed(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
 
 
-def _cumsum(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, *rest = args
     return mode.summed(func(*args, **kwargs), func(torch.ones_like(x), *rest), func(x.abs(), *rest))
 
 
-def _product(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _product(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     a, b = (mode.factor(x) for x in args)
     out = mode.summed(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
     return mode.factor(out) if mode.stored else out
 
 
-def _addmm(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _addmm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     c, a, b = args
     a, b = mode.factor(a), mode.factor(b)
     return mode.summed(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
 
 
-def _convolution(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _convolution(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, weight, bias, *rest = args
     x, weight = mode.factor(x), mode.factor(weight)
     sizes = func(x.abs(), weight.abs(), None if bias is None else bias.abs(), *rest)
     return mode.summed(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
 
 
-def _convolution_backward(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
+def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
     gradient, x, weight, *rest = args
     narrow, x, weight = mode.factor(gradient), mode.factor(x), mode.factor(weight)
     found = list(func(narrow, x, weight, *rest))
@@ -154,7 +155,7 @@ def _convolution_backward(mode: Rounding, func: Any, args: Sequence[Any], kwargs
     )
 
 
-def _index_put(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     """Sums of the values with the same index."""
     x, indices, values, *accumulate = args
     if not (accumulate and accumulate[0]):
@@ -164,29 +165,29 @@ def _index_put(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> T
     return mode.summed(func(x, indices, values, True), counts, func(zero, indices, values.abs(), True))
 
 
-def _softmax(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     """The exponent is rounded in its own size, base 2 and the subtraction included; a row shares its denominator."""
     x, dim, *rest = args
     exact = func(x, dim, *rest)
     out = func(mode.disturbed(x, 2), dim, *rest)
     common = torch.logsumexp(x, dim, keepdim=True).abs() + math.sqrt(x.shape[dim])
-    return mode.disturbed(out * (1 + common * mode.noise(common)), ELEMENTARY).where(exact > 0, 0)
+    return mode.disturbed(out * (1 + common * mode.noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
 
 
-def _softmax_backward(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     gradient, p, dim, *_ = args
     terms = gradient * p
     mean = mode.summed(terms.sum(dim, keepdim=True), p.shape[dim], terms.abs().sum(dim, keepdim=True))
     return mode.disturbed(p * mode.disturbed(gradient - mean))
 
 
-def _logsumexp(mode: Rounding, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, dim, *rest = args
     out = func(mode.disturbed(x, 2), dim, *rest)
-    return mode.disturbed(out, ELEMENTARY) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY) * mode.noise(out)
+    return mode.disturbed(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.noise(out)
 
 
-RULES: dict[Any, Callable[[Rounding, Any, Sequence[Any], Any], Any]] = {
+RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] = {
     aten.sum: _sum,
     aten.cumsum: _cumsum,
     aten.mm: _product,
@@ -202,42 +203,42 @@ RULES: dict[Any, Callable[[Rounding, Any, Sequence[Any], Any], Any]] = {
 }
 
 
-def deviations(compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> list[dict[str, Tensor]]:
-    """Differences from `compute()` of DRAWS disturbed evaluations of it, which works in float64. `model` as `Rounding`
-    has it: stored, throughout."""
+def draw_deviations(compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> list[dict[str, Tensor]]:
+    """Differences from `compute()` of NUM_DRAWS disturbed evaluations of it, which works in float64. `model` as
+    `RoundingMode` has it: stored, throughout."""
     truth = compute()
     found = []
-    for seed in range(DRAWS):
-        with Rounding(dtype, seed, **model):
+    for seed in range(NUM_DRAWS):
+        with RoundingMode(dtype, seed, **model):
             drawn = compute()
         found.append({name: drawn[name].detach() - exact.detach() for name, exact in truth.items()})
     return found
 
 
-def sizes(error: Tensor) -> Tensor:
+def compute_error_sizes(error: Tensor) -> Tensor:
     """The two sizes of an error that are judged: its norm and its largest element."""
     if not error.numel():
         return torch.zeros(2, dtype=torch.float64)
     return torch.stack([torch.linalg.vector_norm(error), error.abs().max()]).double().cpu()
 
 
-def allowed(
+def estimate_rounding_sizes(
     kinds: Mapping[str, torch.dtype],
     truth: Results,
     compute: Callable[[], Results],
     dtype: torch.dtype,
     **model: bool,
 ) -> dict[str, Tensor]:
-    """The `sizes` of rounding errors: root mean squares over disturbed evaluations.
+    """The sizes (`compute_error_sizes`) of rounding errors: root mean squares over disturbed evaluations.
 
     Args:
         kinds: the type of each result, to which it is rounded once more.
         truth: `compute()`.
-        compute, dtype, model: as in `deviations`.
+        compute, dtype, model: as in `draw_deviations`.
     """
-    drawn = deviations(compute, dtype, **model)
+    drawn = draw_deviations(compute, dtype, **model)
     return {
-        name: torch.stack([sizes((exact + one[name]).to(kinds[name]).double() - exact) for one in drawn])
+        name: torch.stack([compute_error_sizes((exact + one[name]).to(kinds[name]).double() - exact) for one in drawn])
         .square()
         .mean(0)
         .sqrt()
@@ -245,53 +246,59 @@ def allowed(
     }
 
 
-def times(error: Tensor, size: Tensor) -> float:
+def compute_size_ratio(error: Tensor, size: Tensor) -> float:
     """By how much an error exceeds a size: the larger of norm and maximum; ∞ for NaN."""
-    ratios = [0.0 if mine == 0 else (mine / theirs).item() for mine, theirs in zip(sizes(error), size, strict=True)]
+    ratios = [
+        0.0 if mine == 0 else (mine / theirs).item()
+        for mine, theirs in zip(compute_error_sizes(error), size, strict=True)
+    ]
     return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
 
 
-def excess(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> dict[str, float]:
+def compute_excess(
+    found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool
+) -> dict[str, float]:
     """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
 
     Args:
         found: results in any type, on any device. Their own type's rounding is allowed once more.
         compute: the same results in float64, from the same inputs.
-        dtype, model: as in `Rounding`.
+        dtype, model: as in `RoundingMode`.
     """
     truth = {name: x.detach() for name, x in compute().items()}
     assert found.keys() == truth.keys(), f"{sorted(found)} against {sorted(truth)}"
     kinds = {name: x.dtype for name, x in found.items()}
-    size = allowed(kinds, truth, compute, dtype, **model)
+    size = estimate_rounding_sizes(kinds, truth, compute, dtype, **model)
     result = {}
     for name, exact in truth.items():
         assert found[name].shape == exact.shape, name
-        result[name] = times(found[name].detach().to(exact.device).double() - exact, size[name])
+        result[name] = compute_size_ratio(found[name].detach().to(exact.device).double() - exact, size[name])
     return result
 
 
-def assert_rounding_alone(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
-    """Every result's error is at most FACTOR times what rounding gives. Arguments as in `excess`."""
-    for name, ratio in excess(found, compute, dtype, **model).items():
-        assert ratio <= FACTOR, f"{name}: its error is {ratio:.3g} times what rounding in {dtype} gives"
+def assert_within_rounding(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
+    """Every result's error is at most SAFETY_FACTOR times what rounding gives. Arguments as in `compute_excess`."""
+    for name, ratio in compute_excess(found, compute, dtype, **model).items():
+        assert ratio <= SAFETY_FACTOR, f"{name}: its error is {ratio:.3g} times what rounding in {dtype} gives"
 
 
-def apart(terms: int, sums: int = 1, dtype: torch.dtype = torch.float32) -> float:
+def compute_tolerance(terms: int, sums: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """How far two evaluations of one formula in the same type may be apart, in units of the size of its terms.
 
     Each is off by √terms · u after a sum and by √sums times that after so many that follow on one another, whose errors
-    are independent; the difference of two is √2 times as large; FACTOR as above.
+    are independent; the difference of two is √2 times as large; SAFETY_FACTOR as above.
 
     Args:
         terms: of the longest of the sums.
         sums: how many follow on one another.
         dtype: that they are computed in.
     """
-    return FACTOR * math.sqrt(2 * terms * sums) * torch.finfo(dtype).eps / 2
+    return SAFETY_FACTOR * math.sqrt(2 * terms * sums) * torch.finfo(dtype).eps / 2
 
 
-def sums_of_gpt(width: int, layers: int) -> tuple[int, int]:
-    """Terms of the longest sum of a GPT's forward pass and how many follow on one another, for `apart`.
+def count_gpt_sums(width: int, layers: int) -> tuple[int, int]:
+    """Terms of the longest sum of a GPT's forward pass and how many follow on one another, for
+    `compute_tolerance`.
 
     The longest is that of the MLP's second matrix. In a layer eleven follow on one another: two norms, four matrices,
     scores, a processor's two convolutions, softmax, values; at the end come a norm and the output layer.
@@ -299,8 +306,8 @@ def sums_of_gpt(width: int, layers: int) -> tuple[int, int]:
     return 4 * width, 11 * layers + 2
 
 
-def assert_alike(ours: Tensor, reference: Tensor, terms: int, sums: int = 1, size: float = 1.0) -> None:
-    """Two evaluations in the type of `ours` are no further apart than `apart(terms, sums)`; what is infinite is equal.
+def assert_close_in_rounding(ours: Tensor, reference: Tensor, terms: int, sums: int = 1, size: float = 1.0) -> None:
+    """Two evaluations in the type of `ours` are within `compute_tolerance(terms, sums)`; infinities are equal.
 
     Args:
         size: of a sum's terms together, where the largest of all results is smaller.
@@ -309,6 +316,6 @@ def assert_alike(ours: Tensor, reference: Tensor, terms: int, sums: int = 1, siz
     finite = reference.isfinite()
     assert torch.equal(ours[~finite], reference[~finite]), "not infinite where the other is"
     if finite.any():
-        allowed = apart(terms, sums, ours.dtype) * max(reference[finite].abs().max().item(), size)
+        allowed = compute_tolerance(terms, sums, ours.dtype) * max(reference[finite].abs().max().item(), size)
         error = (ours[finite].double() - reference[finite].double()).abs().max().item()
         assert error <= allowed, f"{error:.3g} apart; {terms} terms, {sums} sums after one another give {allowed:.3g}"

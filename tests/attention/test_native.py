@@ -16,7 +16,7 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.position.registry import build_processor
 from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_alike
+from tools.rounding import assert_close_in_rounding
 
 compiled = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -62,7 +62,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
         strict=True,
     ):
         # Sums over a map of all heads, rows and columns, through two convolutions, there and back.
-        assert_alike(ours, reference, terms=2 * 4 * 21 * 21, sums=8)
+        assert_close_in_rounding(ours, reference, terms=2 * 4 * 21 * 21, sums=8)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
 from megatron.position.token_range import TokenRange
-from tools.rounding import assert_alike
+from tools.rounding import assert_close_in_rounding
 
 SHAPE = AttentionDims(2, 4, 8, 16, 16)
 
@@ -87,11 +87,13 @@ def test_logits_and_attention_against_loops() -> None:
                     bias = -n if h == 0 else math.sqrt(n)
                     dot = float(q[b, h, i].double() @ k[b, h, j].double()) / math.sqrt(d)
                     row.append(dot * weight + float(q[b, h, i, 0] + k[b, h, j, 0]) + bias)
-                assert_alike(ours[b, h, i], torch.tensor(row), length, 3)  # product, weight and sum of three
+                assert_close_in_rounding(
+                    ours[b, h, i], torch.tensor(row), length, 3
+                )  # product, weight and sum of three
                 top = max(row)
                 if top == -math.inf:
                     assert out[b, h, i].abs().max() == 0
                     continue
                 p = [math.exp(x - top) for x in row]
                 exact = sum(x / sum(p) * v[b, h, j] for j, x in enumerate(p))
-                assert_alike(out[b, h, i], exact, length, 5)
+                assert_close_in_rounding(out[b, h, i], exact, length, 5)

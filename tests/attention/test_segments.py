@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.attention.segments import build_segments
 from megatron.model.gpt import GPT
 from megatron.position import registry
-from tools.rounding import assert_alike
+from tools.rounding import assert_close_in_rounding
 
 LENGTH = 18
 LENGTHS = (18, 11, 14, 11, 1)
@@ -26,7 +26,7 @@ def padded() -> tuple[list[Tensor], Tensor, Tensor]:
 
 def assert_each_alike(found: Tensor, sequences: list[Tensor], alone: GPT) -> None:
     for row, sequence in zip(found, sequences, strict=True):
-        assert_alike(row[-sequence.shape[1] :], alone(sequence)[0], TERMS, SUMS)
+        assert_close_in_rounding(row[-sequence.shape[1] :], alone(sequence)[0], TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
@@ -56,7 +56,7 @@ def test_padded_on_the_right(encoding: str) -> None:
     batch = torch.cat([torch.nn.functional.pad(each, (0, LENGTH - each.shape[1]), value=7) for each in sequences])
     mask = torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]
     for row, sequence in zip(gpt(batch, attention_mask=mask), sequences, strict=True):
-        assert_alike(row[: sequence.shape[1]], gpt(sequence)[0], TERMS, SUMS)
+        assert_close_in_rounding(row[: sequence.shape[1]], gpt(sequence)[0], TERMS, SUMS)
 
 
 def test_gradients_come_from_the_tokens_alone() -> None:
@@ -66,7 +66,7 @@ def test_gradients_come_from_the_tokens_alone() -> None:
     gpt.zero_grad()
     sum((gpt(sequence) ** 2).sum() for sequence in sequences).backward()
     for a, parameter in zip(found, gpt.parameters(), strict=True):
-        assert_alike(a, parameter.grad, TERMS * sum(LENGTHS), 2 * SUMS)
+        assert_close_in_rounding(a, parameter.grad, TERMS * sum(LENGTHS), 2 * SUMS)
 
 
 def test_what_is_only_padding_is_nowhere() -> None:

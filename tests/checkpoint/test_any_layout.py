@@ -20,7 +20,7 @@ from tiny_runs import records, tiny_config, train_with_processes, write_corpora
 from megatron.checkpoint import layout, manifest, tensor_files
 from megatron.config.schema import Config
 from megatron.training.trainer import train
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 MODEL = {
     "num_layers": 3, "num_attention_heads": 4, "score_processor": "cdape", "activation": "swiglu", "train_iters": 4,
@@ -49,7 +49,7 @@ if ALL:
         },
         "tensor 4, ZeRO 0": {"num_gpus": 4, "model_parallel_size": 4},
     }  # fmt: skip
-TERMS, SUMS = sums_of_gpt(32, layers=3)
+TERMS, SUMS = count_gpt_sums(32, layers=3)
 NAMES = list(LAYOUTS)
 PAIRS = [
     (one, other)
@@ -84,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def apart_by(run: Path, unbroken: Path) -> float:
     """The largest difference of a loss, gradient norm or weight from the unbroken run's, in units of what rounding
     allows: each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all."""
-    limit = 4 * apart(TERMS, 2 * SUMS)
+    limit = 4 * compute_tolerance(TERMS, 2 * SUMS)
     ours, theirs = (list(records(each).values())[-2:] for each in (run, unbroken))
     found = [
         abs(mine[kind] / expected[kind] - 1) / limit

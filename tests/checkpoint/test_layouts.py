@@ -13,7 +13,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
 from megatron.training.trainer import train
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 MODEL = {
     "num_layers": 3, "score_processor": "cdape", "activation": "swiglu", "gradient_accumulation_steps": 2,
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipe_parallel_size": 2},
     "pipeline, bf16": {"pipe_parallel_size": 2, "precision": "bf16"},
 }
-TERMS, SUMS = sums_of_gpt(32, layers=3)
+TERMS, SUMS = count_gpt_sums(32, layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_weights_are_whole_and_those_of_one_process(runs: tuple[Path, list[str |
     ours, alone = weights(where / name), weights(where / "alone")
     assert ours.keys() == alone.keys()
     half = LAYOUTS[name].get("precision") == "bf16"
-    unit = apart(1, 2 * SUMS, torch.bfloat16) if half else apart(TERMS, 2 * SUMS)
+    unit = compute_tolerance(1, 2 * SUMS, torch.bfloat16) if half else compute_tolerance(TERMS, 2 * SUMS)
     # Each of four steps moves a weight by at most lr/eps = 1 of its gradient, which is clipped to 1 in all.
     for weight, expected in alone.items():
         torch.testing.assert_close(ours[weight], expected, rtol=0, atol=4 * unit, msg=weight)
@@ -84,5 +84,5 @@ def test_every_layout_takes_over_the_weights_of_one_process(
     runs: tuple[Path, list[str | None], Path], name: str
 ) -> None:
     where, _, _ = runs
-    unit = apart(1, SUMS, torch.bfloat16) if "bf16" in name else apart(TERMS, SUMS)
+    unit = compute_tolerance(1, SUMS, torch.bfloat16) if "bf16" in name else compute_tolerance(TERMS, SUMS)
     assert losses(where / f"{name}, finetuned") == pytest.approx(losses(where / "alone, finetuned"), rel=unit)

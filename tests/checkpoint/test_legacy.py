@@ -16,7 +16,7 @@ from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.config.schema import Config
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"
@@ -66,7 +66,7 @@ def test_a_run_of_format_2_goes_on_in_its_layout(corpus: Path, tmp_path: Path) -
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
     assert train_with_processes(tmp_path / "job", [going_on(corpus, run, TWO)]) == [None]
-    assert losses(run) == pytest.approx([NEXT_LOSS[TWO]], rel=apart(*sums_of_gpt(16, layers=1)))
+    assert losses(run) == pytest.approx([NEXT_LOSS[TWO]], rel=compute_tolerance(*count_gpt_sums(16, layers=1)))
 
 
 @pytest.mark.parametrize("stored", [ONE_PER_LAYER, TWO_PER_LAYER])
@@ -76,7 +76,7 @@ def test_runs_from_before_layers_called_their_encoding_position_go_on(
     run = tmp_path / "run"
     shutil.copytree(stored, run / "checkpoints" / stored.name)
     train(going_on(corpus, run, stored))
-    tolerance = 2**-7 if stored is ONE_PER_LAYER else apart(*sums_of_gpt(8, layers=2))
+    tolerance = 2**-7 if stored is ONE_PER_LAYER else compute_tolerance(*count_gpt_sums(8, layers=2))
     assert losses(run) == pytest.approx([NEXT_LOSS[stored]], rel=tolerance)
     weights = load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS)
     names = [name for name in weights if "r1" in name]

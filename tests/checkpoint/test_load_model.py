@@ -16,7 +16,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError
-from tools.rounding import apart
+from tools.rounding import compute_tolerance
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
             loss = loaded.model(batch["tokens"], labels=batch["labels"])
         total, count = total + float(loss.double().sum()), count + loss.numel()
     assert total / count == pytest.approx(
-        records(tmp_path, "valid")[4]["loss"], rel=apart(count)
+        records(tmp_path, "valid")[4]["loss"], rel=compute_tolerance(count)
     )  # the same losses, averaged
 
 

@@ -13,13 +13,13 @@ from tiny_runs import losses, records, tiny_config, write_corpora
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.local_launcher import train_on_this_machine
 from megatron.training.resolve_run import resolve_run
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 from .conftest import ROOT, until
 from .two_nodes import NAMES, TwoNodes, missing
 
 SECONDS = 240  # for what takes some ten: two processes import torch at once, beside other tests
-ROUNDING = apart(*sums_of_gpt(32, layers=2))
+ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 DEEPY = str(ROOT / "deepy.py")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--host", f"{NAMES[0]}:1,{NAMES[1]}:1", "-x", f"MASTER_ADDR={NAMES[0]}")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static")

@@ -12,11 +12,11 @@ from tiny_runs import losses, records, tiny_config, write_corpora
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.local_launcher import train_on_this_machine
 from megatron.training.resolve_run import resolve_run
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 from .conftest import ROOT, Slurm
 
-ROUNDING = apart(*sums_of_gpt(32, layers=2))
+ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 SECONDS = 240  # for what takes some ten: two processes import torch at once, beside other tests
 
 

@@ -9,7 +9,17 @@ from megatron.config.parallelism import resolve_mesh_shape
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.resolve_run import resolve_run
-from tools.docs.parallel_page import GPT2_VOCABULARY, GPUS, METHOD, MODELS, OVERLAYS, PAGE, ROOT, estimates, markdown
+from tools.docs.parallel_page import (
+    GPT2_VOCABULARY,
+    GPUS,
+    METHOD,
+    MODELS,
+    OVERLAYS,
+    PAGE,
+    ROOT,
+    list_estimates,
+    render_page,
+)
 
 ROW = re.compile(r"\| (\S+) \| `(a100_\w+)` \| (\d+) \| ([\d.]+) GiB \| (\d+) \| ([\d.]+) GiB \|")
 TEXT = (ROOT / PAGE).read_text(encoding="utf-8")
@@ -45,8 +55,8 @@ def test_what_the_table_names_fits(model: str, overlay: str, gpus: int, gib: flo
 
 def test_fewer_gpus_than_the_table_says_do_not_fit() -> None:
     for model, overlay, gpus, gib, _ in CASES:
-        assert all(fewer >= gpus for fewer, found in estimates(model, overlay) if found.fits(gib))
+        assert all(fewer >= gpus for fewer, found in list_estimates(model, overlay) if found.fits(gib))
 
 
 def test_the_page_is_the_generated_one() -> None:
-    assert markdown() == TEXT, "run: make docs"
+    assert render_page() == TEXT, "run: make docs"

@@ -15,20 +15,29 @@ from megatron.conversion.import_model import import_model
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.position.registry import list_encodings, list_processors
 from megatron.utils.errors import RunError, UserError
-from tools.export.cases import LAYERS, LENGTH, WIDTH, Case, gpt_of, places, shapes, write_run
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.export.cases import (
+    LAYERS,
+    LENGTH,
+    WIDTH,
+    ExportCase,
+    build_gpt,
+    list_architecture_cases,
+    list_position_cases,
+    write_run,
+)
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
-TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
+TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % 257
 PLAIN = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, **PLAIN}
 ROUND = [
     *(
-        Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
+        ExportCase(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
         for encoding, processor in zip(list_encodings(), cycle(["none", *list_processors()]), strict=False)
     ),
-    *list(places())[-6:],
-    *shapes(),
+    *list(list_position_cases())[-6:],
+    *list_architecture_cases(),
 ]
 NATIVE = {
     "GPTNeoXForCausalLM": {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.25}, "gpt_j_residual": True},
@@ -44,8 +53,8 @@ def logits(run: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", ROUND, ids=lambda case: case.title)
-def test_exported_and_imported(case: Case, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     assert torch.equal(logits(tmp_path / "again"), logits(run))
     again = open_run(tmp_path / "again")
@@ -54,8 +63,8 @@ def test_exported_and_imported(case: Case, tmp_path: Path) -> None:
 
 def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
     """A flipped bit in a weight is a number like any other, so only a checksum tells."""
-    case = next(iter(shapes()))
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    case = next(iter(list_architecture_cases()))
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "export", max_shard_size="30KB", log=lambda line: None)
     weights = sorted(target.glob("*.safetensors"))[-1]
     content = bytearray(weights.read_bytes())
@@ -73,8 +82,8 @@ def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_native(architecture: str, tmp_path: Path) -> None:
-    case = Case(architecture, {**NATIVE[architecture], "hidden_size": 48, "score_processor": "none"})
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    case = ExportCase(architecture, {**NATIVE[architecture], "hidden_size": 48, "score_processor": "none"})
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     lines: list[str] = []
     target = export_model(run, tmp_path / "native", native=True, max_shard_size="30KB", log=lines.append)
     assert json.loads((target / "config.json").read_text())["architectures"] == [architecture]
@@ -85,18 +94,18 @@ def test_native(architecture: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(target)
     assert type(model).__name__ == architecture
     with torch.inference_mode():
-        assert_alike(model(TOKENS).logits, logits(run), *sums_of_gpt(48, LAYERS))
+        assert_close_in_rounding(model(TOKENS).logits, logits(run), *count_gpt_sums(48, LAYERS))
     import_model(target, tmp_path / "again")
     assert torch.equal(logits(tmp_path / "again"), logits(run))
 
 
 def test_no_native_model(tmp_path: Path) -> None:
-    case = Case("cdape", {"pos_emb": "rotary", "score_processor": "cdape"})
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    case = ExportCase("cdape", {"pos_emb": "rotary", "score_processor": "cdape"})
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"--native: no model .*/run: score_processor is cdape; leave --native out"):
         export_model(run, tmp_path / "native", native=True)
-    case = Case("rmsnorm", {"pos_emb": "rotary", "norm": "rmsnorm"})
-    run = write_run(tmp_path / "other", case.config(), gpt_of(case, 257))
+    case = ExportCase("rmsnorm", {"pos_emb": "rotary", "norm": "rmsnorm"})
+    run = write_run(tmp_path / "other", case.config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"gpt_neox: norm is rmsnorm; .*, llama: activation is gelu"):
         export_model(run, tmp_path / "native", native=True)
     assert not (tmp_path / "native").exists()
@@ -105,8 +114,8 @@ def test_no_native_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
 def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
     tokenizer = open_tokenizers(write_tokenizers(tmp_path))[kind]
-    case = Case("alibi", {"pos_emb": "alibi"})
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, tokenizer.vocab_size), tokenizer)
+    case = ExportCase("alibi", {"pos_emb": "alibi"})
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, tokenizer.vocab_size), tokenizer)
     import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
     again = open_run(tmp_path / "again")
     assert again.tokenizer_name == tokenizer.name

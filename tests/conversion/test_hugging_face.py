@@ -14,9 +14,9 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read_config
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
-TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
+TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 ANGLES = 2 * LAYERS * 8
 """transformers computes angles in float32: at the last place each is off by up to LENGTH units, its root in a sum."""
 
@@ -40,8 +40,8 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
         steps = torch.cat([loaded.model(part, kv_cache=cache) for part in tokens.split([30, 1, 17], 1)], 1)
     reference = logits_of(theirs, tokens)
     assert reference.abs().max() > 1
-    assert_alike(ours, reference, TERMS, SUMS + ANGLES)
-    assert_alike(steps, reference, TERMS, SUMS + ANGLES)
+    assert_close_in_rounding(ours, reference, TERMS, SUMS + ANGLES)
+    assert_close_in_rounding(steps, reference, TERMS, SUMS + ANGLES)
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_what_is_compared_can_differ(tmp_path: Path) -> None:
         two = exact(tokens)
     for wrong in (one, two):
         with pytest.raises(AssertionError, match="apart"):
-            assert_alike(wrong, logits_of(theirs, tokens), TERMS, SUMS + ANGLES)
+            assert_close_in_rounding(wrong, logits_of(theirs, tokens), TERMS, SUMS + ANGLES)
 
 
 @pytest.mark.parametrize("how", ["shards", "torch", "torch shards", "base model", "half"])

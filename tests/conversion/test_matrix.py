@@ -4,25 +4,25 @@ import math
 from itertools import islice
 from pathlib import Path
 
-from tools.export.cases import methods, places, shapes
-from tools.export.compare import beyond_rounding, differences
+from tools.export.cases import list_architecture_cases, list_method_cases, list_position_cases
+from tools.export.compare import measure_differences, select_beyond_rounding
 
-EVERY_METHOD = list(methods())
+EVERY_METHOD = list(list_method_cases())
 
 
 def test_exports_equal_the_project(tmp_path: Path) -> None:
     """All in one test: the process that reads them imports transformers, which takes seconds."""
-    cases = [*EVERY_METHOD, *islice(places(), 0, None, 5), *shapes()]
-    assert not beyond_rounding(differences(cases, tmp_path))
+    cases = [*EVERY_METHOD, *islice(list_position_cases(), 0, None, 5), *list_architecture_cases()]
+    assert not select_beyond_rounding(measure_differences(cases, tmp_path))
 
 
 def test_what_is_no_number_is_beyond_rounding() -> None:
     fine, none, *_ = EVERY_METHOD
     found = {fine: {"1x whole": 0.0}, none: {"1x whole": 0.0, "4x whole": math.nan}}
-    assert list(beyond_rounding(found)) == [none.title]
+    assert list(select_beyond_rounding(found)) == [none.title]
 
 
 def test_every_method_is_among_them() -> None:
     pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in EVERY_METHOD}
     assert len(pairs) == len(EVERY_METHOD) == 66
-    assert any(case.config().position.randomized_positions for case in places())
+    assert any(case.config().position.randomized_positions for case in list_position_cases())

@@ -11,9 +11,9 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
-TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
+TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 SHAPE = {
     "num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": LENGTH,
     "max_position_embeddings": LENGTH, "intermediate_size": INNER,
@@ -104,7 +104,7 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     if name in ("cdape", "fire, cdape"):
         ours, reference = ours[:, :-1], reference[:, :-1]
     # The reference's angles are float32's; a kernel's powers and logarithms are a few units off.
-    assert_alike(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)
+    assert_close_in_rounding(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_is_compared_can_differ(tmp_path: Path) -> None:
         gpt.decoder.layers[0].self_attention.linear_proj.bias.mul_(0.5)
         wrong = gpt(tokens)
     with pytest.raises(AssertionError, match="apart"):
-        assert_alike(wrong, theirs.logits(tokens), TERMS, SUMS + 2 * LAYERS * 8)
+        assert_close_in_rounding(wrong, theirs.logits(tokens), TERMS, SUMS + 2 * LAYERS * 8)
 
 
 def test_an_encoding_whose_files_are_not_known_is_refused(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from megatron.conversion.export_model import export_model
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.reports.records import RESULTS_FILE
 from megatron.utils.errors import RunError, UserError
-from tools.export.cases import Case, gpt_of, write_run
+from tools.export.cases import ExportCase, build_gpt, write_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    case = Case("fire", {"pos_emb": "fire", "pos_emb_per_layer": True, "no_weight_tying": True})
-    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.config(), gpt_of(case, 257))
+    case = ExportCase("fire", {"pos_emb": "fire", "pos_emb_per_layer": True, "no_weight_tying": True})
+    return write_run(tmp_path_factory.mktemp("runs") / "fire", case.config(), build_gpt(case, 257))
 
 
 def test_weights_are_the_same_bytes_under_other_names(run: Path, tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_targets_that_are_something_else(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
-    case = Case("alibi", {"pos_emb": "alibi"})
-    run = write_run(tmp_path / "run", case.config(), gpt_of(case, 257))
+    case = ExportCase("alibi", {"pos_emb": "alibi"})
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     checkpoint = layout.resolve_checkpoint_path(run)
     manifest.write_manifest(
         checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / name for name in manifest.MODEL_FILES])

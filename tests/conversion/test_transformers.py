@@ -9,12 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.export_model import export_model
 from megatron.model.gpt import GPT
-from tools.export.cases import LAYERS, WIDTH, Case, gpt_of, write_run
-from tools.rounding import apart, assert_alike, sums_of_gpt
+from tools.export.cases import LAYERS, WIDTH, ExportCase, build_gpt, write_run
+from tools.rounding import assert_close_in_rounding, compute_tolerance, count_gpt_sums
 
 VOCABULARY = 257
-TERMS, SUMS = sums_of_gpt(WIDTH, LAYERS)
-CASE = Case("cdape", {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 8}})
+TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
+CASE = ExportCase(
+    "cdape", {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 8}}
+)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7], [1, 1, 2, 3, 5]]
 
 
@@ -31,7 +33,7 @@ def transformers() -> Any:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT, Path]:
     """The project's model, and its export in shards of a few kilobytes."""
     folder = tmp_path_factory.mktemp("run")
-    gpt = gpt_of(CASE, VOCABULARY)
+    gpt = build_gpt(CASE, VOCABULARY)
     run = write_run(folder / "run", CASE.config(), gpt)
     return gpt, export_model(run, folder / "export", max_shard_size="20KB", log=lambda line: None)
 
@@ -110,7 +112,7 @@ def test_the_loss_is_the_project_s(model: Any, exported: tuple[GPT, Path]) -> No
     tokens = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = exported[0](tokens[:, :-1], tokens[:, 1:]).mean()
-        assert_alike(model(tokens, labels=tokens).loss, expected, TERMS, SUMS)
+        assert_close_in_rounding(model(tokens, labels=tokens).loss, expected, TERMS, SUMS)
 
 
 def test_gradients_with_and_without_recomputation(transformers: Any, exported: tuple[GPT, Path]) -> None:
@@ -127,7 +129,7 @@ def test_gradients_with_and_without_recomputation(transformers: Any, exported: t
     # What moves nothing (a constant on all logits of a row) is held to a hundredth of the model's largest gradient.
     largest = max(grad.abs().max().item() for grad in found[0].values())
     for name, grad in found[0].items():
-        assert_alike(found[1][name], grad, TERMS, 2 * SUMS, size=largest / 100)
+        assert_close_in_rounding(found[1][name], grad, TERMS, 2 * SUMS, size=largest / 100)
 
 
 def test_bfloat16(transformers: Any, exported: tuple[GPT, Path]) -> None:
@@ -137,7 +139,7 @@ def test_bfloat16(transformers: Any, exported: tuple[GPT, Path]) -> None:
     with torch.no_grad():
         found, expected = model(tokens).logits.float(), gpt(tokens)
     difference = (found - expected).abs().max() / expected.abs().max()
-    assert 0 < difference < apart(TERMS, SUMS, torch.bfloat16)
+    assert 0 < difference < compute_tolerance(TERMS, SUMS, torch.bfloat16)
 
 
 def test_device_map_with_layers_on_disk(transformers: Any, exported: tuple[GPT, Path], tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_device_map_with_layers_on_disk(transformers: Any, exported: tuple[GPT, 
     model = load(transformers, folder, device_map=places, offload_folder=tmp_path)
     tokens = torch.tensor([PROMPTS[0]])
     with torch.no_grad():
-        assert_alike(model(tokens).logits, gpt(tokens), TERMS, SUMS)
+        assert_close_in_rounding(model(tokens).logits, gpt(tokens), TERMS, SUMS)
 
 
 def test_saved_and_loaded_again(transformers: Any, model: Any, tmp_path: Path) -> None:
@@ -216,13 +218,13 @@ def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, t
     """transformers keeps code by the name of the model's folder, and every training calls its own `model` at times."""
     tokens, models = torch.tensor([PROMPTS[0]]), {}
     for place, keys in {"a": {"pos_emb": "kerple_log"}, "b": {"pos_emb": "rotary"}, "c": {"pos_emb": "alibi"}}.items():
-        case = Case(place, keys)
-        gpt = gpt_of(case, VOCABULARY)
+        case = ExportCase(place, keys)
+        gpt = build_gpt(case, VOCABULARY)
         run = write_run(tmp_path / place / "run", case.config(), gpt)
         models[place] = gpt, load(transformers, export_model(run, tmp_path / place / "model", log=lambda line: None))
     with torch.no_grad():
         for gpt, model in models.values():
-            assert_alike(model(tokens).logits, gpt(tokens), TERMS, SUMS)
+            assert_close_in_rounding(model(tokens).logits, gpt(tokens), TERMS, SUMS)
     modules = [type(model).__module__ for _, model in models.values()]
     assert len({*modules}) == 3
 
@@ -231,8 +233,8 @@ def test_exports_in_folders_of_one_name_keep_their_own_code(transformers: Any, t
 def test_a_padded_row_is_what_it_is_alone_where_positions_are_drawn(
     transformers: Any, tmp_path: Path, side: str
 ) -> None:
-    case = Case("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
-    gpt = gpt_of(case, VOCABULARY)
+    case = ExportCase("randomized", {"pos_emb": "rotary", "randomized_positions": 64})
+    gpt = build_gpt(case, VOCABULARY)
     folder = export_model(write_run(tmp_path / "run", case.config(), gpt), tmp_path / "export", log=lambda line: None)
     model = load(transformers, folder)
     longest = max(map(len, PROMPTS)) + 2
@@ -247,5 +249,5 @@ def test_a_padded_row_is_what_it_is_alone_where_positions_are_drawn(
         ours = gpt(tokens, attention_mask=mask.bool())
         for row, (start, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
             alone = gpt(torch.tensor([prompt]))[0]
-            assert_alike(found[row, start : start + len(prompt)], alone, TERMS, SUMS)
-            assert_alike(ours[row, start : start + len(prompt)], alone, TERMS, SUMS)
+            assert_close_in_rounding(found[row, start : start + len(prompt)], alone, TERMS, SUMS)
+            assert_close_in_rounding(ours[row, start : start + len(prompt)], alone, TERMS, SUMS)

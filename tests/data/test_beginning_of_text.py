@@ -21,7 +21,7 @@ from megatron.generation.text_generator import TextGenerator
 from megatron.options.commands import GenerationOptions
 from megatron.options.data import CorpusOptions, DataOptions
 from megatron.utils.errors import UserError
-from tools.export.cases import Case, gpt_of
+from tools.export.cases import ExportCase, build_gpt
 
 TEXTS = ["the then there", "Grüße, 東京!", "def encode(text):"]
 
@@ -123,7 +123,7 @@ def test_prompts_and_tasks_begin_as_the_text_does(published: tuple[str, Path]) -
     style, folder = published
     tokenizer = resolve_tokenizer(source(folder), None, None, None)
     begin = [] if STYLES[style] is None else [STYLES[style]]
-    gpt = gpt_of(Case("none", {"pos_emb": "none"}), tokenizer.vocab_size)
+    gpt = build_gpt(ExportCase("none", {"pos_emb": "none"}), tokenizer.vocab_size)
     writer = TextGenerator(gpt, tokenizer, GenerationOptions())
     assert writer.encode("the") == [*begin, *tokenizer.encode("the")]
     assert writer.encode("") == (begin or [tokenizer.eod])

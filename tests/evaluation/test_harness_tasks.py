@@ -24,7 +24,7 @@ from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.reports import plots
 from megatron.reports.records import Record, read_records
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 
@@ -37,7 +37,7 @@ QUESTIONS = [
     {"q": "trailing  ", "choices": ["x", "yy"], "gold": 0},
     {"q": "mid", "choices": ["dle", "night", "day"], "gold": 1},
 ]
-ROUNDING = apart(*sums_of_gpt(16, layers=1))  # of a token's logarithm of probability
+ROUNDING = compute_tolerance(*count_gpt_sums(16, layers=1))  # of a token's logarithm of probability
 TASK = """\
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/{data}.jsonl}}, cache_dir: {folder}/cache}}

@@ -14,11 +14,11 @@ from megatron.evaluation.perplexity import compute_window_losses
 from megatron.evaluation.protocols import choose_default_targets
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 from .conftest import BYTES, VOCABULARY, RunningMean, loaded, scored, tiny_gpt
 
-ROUNDING = apart(*sums_of_gpt(16, layers=2)) * math.log(VOCABULARY)
+ROUNDING = compute_tolerance(*count_gpt_sums(16, layers=2)) * math.log(VOCABULARY)
 TWENTY = Options(lengths=[8], targets=8, windows=20)
 STREAM = np.random.default_rng(0).integers(0, VOCABULARY, 203).astype(np.uint16)
 

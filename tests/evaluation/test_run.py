@@ -32,11 +32,11 @@ from megatron.options.evaluation import parse_lengths
 from megatron.reports import plots, records
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 from .conftest import scored
 
-ROUNDING = apart(*sums_of_gpt(16, layers=1))
+ROUNDING = compute_tolerance(*count_gpt_sums(16, layers=1))
 SHAPE = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
 DATA = [f"{split}_data_paths=[corpus/{split}_text_document]" for split in ("train", "valid", "test")]
 

@@ -21,13 +21,13 @@ from tiny_runs import losses, records, tiny_config, train_with_processes, write_
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
 from megatron.training.trainer import train
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Forward passes differ by float32 rounding. Adam's first steps divide gradients by their own size, so an entry whose
 # true gradient is rounding noise moves by a whole learning rate in either direction: later losses are held less
 # tightly.
-FIRST, LATER = apart(*sums_of_gpt(32, layers=2)), 5e-3
+FIRST, LATER = compute_tolerance(*count_gpt_sums(32, layers=2)), 5e-3
 
 PATHS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 """Variables by which the libraries choose another path through the same processor."""

@@ -33,7 +33,7 @@ from megatron.position.registry import (
 )
 from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_rounding_alone
+from tools.rounding import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 ABLE = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
@@ -119,7 +119,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     found = results(TritonBackend(Unused()), built, (q[:, :, start:], k, v), query, key, window)
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
-    assert_rounding_alone(found, lambda: results(EagerBackend(), exact, qkv, query, key, window), torch.float32)
+    assert_within_rounding(found, lambda: results(EagerBackend(), exact, qkv, query, key, window), torch.float32)
 
 
 def test_a_bias_that_the_processor_alone_sees(device: str) -> None:

@@ -19,10 +19,10 @@ from megatron.launch.local_launcher import train_on_this_machine
 from megatron.launch.ssh_launcher import Host
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDING = apart(*sums_of_gpt(32, layers=2))
+ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
     *("train_data_paths=[nowhere]", "train_micro_batch_size_per_gpu=2", "hostfile=hosts", "device=cpu"),

@@ -12,10 +12,10 @@ from megatron.model.parameter_groups import parameter_groups
 from megatron.options.model import ModelOptions, PositionOptions, padded_vocab_size
 from megatron.utils.errors import UserError
 from tools.bench.plain_gpt import PlainGPT
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 61
-TERMS, SUMS = sums_of_gpt(24, layers=2)
+TERMS, SUMS = count_gpt_sums(24, layers=2)
 
 
 def options(**changes) -> ModelOptions:
@@ -62,16 +62,20 @@ def test_equals_a_plain_pytorch_gpt(method: str) -> None:
     plain = PlainGPT(2, 24, 3, 20, padded_vocab_size(options(), VOCABULARY), method)
     _copy_into_plain(gpt, plain)
     x = tokens()
-    assert_alike(gpt(x), plain(x), TERMS, SUMS)
+    assert_close_in_rounding(gpt(x), plain(x), TERMS, SUMS)
     labels = tokens()
     losses = F.cross_entropy(plain(x).transpose(1, 2), labels, reduction="none")
-    assert_alike(gpt(x, labels), losses, TERMS, SUMS)
+    assert_close_in_rounding(gpt(x, labels), losses, TERMS, SUMS)
     gpt(x, labels).mean().backward()
     losses.mean().backward()
-    assert_alike(gpt.embedding.word_embeddings.weight.grad, plain.embedding.weight.grad, TERMS, 2 * SUMS, size=0)
+    assert_close_in_rounding(
+        gpt.embedding.word_embeddings.weight.grad, plain.embedding.weight.grad, TERMS, 2 * SUMS, size=0
+    )
     if method == "kerple_log":  # one number from all entries of a head's map, in two layers
         terms = 2 * x.numel() * 20 / 2
-        assert_alike(gpt.position.r1.value.grad, plain.kerple.r1.grad.flatten(), int(terms), 2 * SUMS, size=0)
+        assert_close_in_rounding(
+            gpt.position.r1.value.grad, plain.kerple.r1.grad.flatten(), int(terms), 2 * SUMS, size=0
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -83,7 +87,7 @@ def test_parallel_residual(tied: bool) -> None:
     attention, bias1 = layer.self_attention(layer.input_layernorm(x), attention_mask=None)
     norm = layer.input_layernorm if tied else layer.pre_mlp_layernorm
     mlp, bias2 = layer.mlp(norm(x))
-    assert_alike(layer(x), x + attention + bias1 + mlp + bias2, terms=5)
+    assert_close_in_rounding(layer(x), x + attention + bias1 + mlp + bias2, terms=5)
     assert tied == (not any("pre_mlp_layernorm" in name for name, _ in gpt.named_parameters()))
 
 
@@ -91,8 +95,8 @@ def test_last_scores_only_the_end_and_equals_the_whole() -> None:
     gpt = build_model(options(), position("alibi"), VOCABULARY, seed=3)
     x, labels = tokens(), tokens()
     for last in (1, 5, 20, 30):
-        assert_alike(gpt(x, num_logits=last), gpt(x)[:, -last:], TERMS, SUMS)
-        assert_alike(gpt(x, labels, num_logits=last), gpt(x, labels)[:, -last:], TERMS, SUMS)
+        assert_close_in_rounding(gpt(x, num_logits=last), gpt(x)[:, -last:], TERMS, SUMS)
+        assert_close_in_rounding(gpt(x, labels, num_logits=last), gpt(x, labels)[:, -last:], TERMS, SUMS)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -114,7 +118,7 @@ def test_the_top_layer_gives_what_is_scored(method: str, processor: str, keys: d
         mask[0, :3], mask[1, :17] = False, False
     some, all_ = (gpt(x, num_logits=last, attention_mask=mask)[:, -6:] for last in (6, None))
     seen = slice(None) if mask is None else mask[:, -6:]
-    assert_alike(some[seen], all_[seen], TERMS, SUMS)
+    assert_close_in_rounding(some[seen], all_[seen], TERMS, SUMS)
     shapes: list[torch.Size] = []
     hooks = [layer.mlp.register_forward_hook(lambda _, x, __: shapes.append(x[0].shape)) for layer in gpt.local_layers]
     gpt(x, num_logits=6, attention_mask=mask)
@@ -126,8 +130,8 @@ def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
     gpt = build_model(options(), position("kerple_log", "cdape"), VOCABULARY, seed=3)
     x = tokens()
     cache = gpt.new_kv_cache(20)
-    assert_alike(gpt(x[:, :12], num_logits=1, kv_cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
-    assert_alike(gpt(x[:, 12:], num_logits=2, kv_cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
+    assert_close_in_rounding(gpt(x[:, :12], num_logits=1, kv_cache=cache), gpt(x[:, :12])[:, -1:], TERMS, SUMS)
+    assert_close_in_rounding(gpt(x[:, 12:], num_logits=2, kv_cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -152,7 +156,7 @@ def test_backends_agree_in_the_model(backend: str, processor: str) -> None:
     reference = build_model(options(), position("none", processor), VOCABULARY, seed=3, backend="eager")
     other = "sdpa" if processor == "none" and backend == "eager" else backend
     gpt = build_model(options(attention_chunk_rows=7), position("none", processor), VOCABULARY, seed=3, backend=other)
-    assert_alike(gpt(x, labels), reference(x, labels), TERMS, SUMS)
+    assert_close_in_rounding(gpt(x, labels), reference(x, labels), TERMS, SUMS)
 
 
 def test_dropout_only_in_training() -> None:

@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 40, 32, 4, 18
-TERMS, SUMS = sums_of_gpt(WIDTH, layers=2)
+TERMS, SUMS = count_gpt_sums(WIDTH, layers=2)
 METHODS = [("rotary", "none"), ("kerple_log", "cdape"), ("cope", "none"), ("transformer_xl", "dape"), ("none", "none")]
 
 
@@ -57,13 +57,13 @@ def twins(groups: int, method: tuple[str, str], **keys: object) -> tuple[GPT, GP
 def test_grouped_queries_share_keys_and_values(method: tuple[str, str], groups: int) -> None:
     grouped, full = twins(groups, method)
     x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH))
-    assert_alike(grouped(x), full(x), TERMS, SUMS)
+    assert_close_in_rounding(grouped(x), full(x), TERMS, SUMS)
     for gpt in (grouped, full):
         gpt(x, labels).mean().backward()
     largest = max(p.grad.abs().max().item() for p in full.parameters())
     for (name, ours), theirs in zip(grouped.named_parameters(), full.parameters(), strict=True):
         wanted = together(theirs.grad, groups) if "linear_qkv" in name else theirs.grad
-        assert_alike(ours.grad, wanted, TERMS, 2 * SUMS, size=largest / 100)
+        assert_close_in_rounding(ours.grad, wanted, TERMS, 2 * SUMS, size=largest / 100)
     assert full.num_parameters() > grouped.num_parameters()
 
 
@@ -71,7 +71,7 @@ def test_grouped_queries_share_keys_and_values(method: tuple[str, str], groups: 
 def test_every_backend(backend: str) -> None:
     grouped, full = twins(2, ("rotary", "none"), attention_backend=backend)
     x = torch.randint(VOCABULARY, (2, LENGTH))
-    assert_alike(grouped(x), full(x), TERMS, SUMS)
+    assert_close_in_rounding(grouped(x), full(x), TERMS, SUMS)
 
 
 @torch.inference_mode()
@@ -83,8 +83,8 @@ def test_the_cache_holds_the_groups_alone() -> None:
         torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 1, 9], 1)], 1)
         for gpt, cache in zip((grouped, full), caches, strict=True)
     )
-    assert_alike(ours, theirs, TERMS, SUMS)
-    assert_alike(ours, grouped(x), TERMS, SUMS)
+    assert_close_in_rounding(ours, theirs, TERMS, SUMS)
+    assert_close_in_rounding(ours, grouped(x), TERMS, SUMS)
     heads = [cache._stored[0][0].shape[1] for cache in caches]
     assert heads == [2, HEADS]
 

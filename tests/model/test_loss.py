@@ -9,10 +9,10 @@ from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions, count_scored_at_once
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY, LENGTH, WIDTH = 300, 40, 16
-TERMS, SUMS = sums_of_gpt(WIDTH, layers=1)
+TERMS, SUMS = count_gpt_sums(WIDTH, layers=1)
 TOKENS, LABELS = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
@@ -40,7 +40,7 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(together: int, unt
         grads = torch.autograd.grad((losses * torch.linspace(0, 2, LENGTH)).sum(), list(model.parameters()))
         found.append([losses.detach(), *grads])
     for whole, pieces in zip(*found, strict=True):
-        assert_alike(pieces, whole, max(TERMS, 2 * LENGTH), 2 * SUMS, size=0.0)
+        assert_close_in_rounding(pieces, whole, max(TERMS, 2 * LENGTH), 2 * SUMS, size=0.0)
 
 
 def test_no_logits_are_kept_for_the_backward_pass() -> None:

@@ -10,7 +10,7 @@ from position_methods import ALL
 from tensor_parallel_cases import gradients
 
 from megatron.distributed.process_groups import single_process
-from tools.rounding import assert_alike, sums_of_gpt
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SWIGLU = {"activation": "swiglu", "no_weight_tying": True, "gpt_j_residual": True}
@@ -52,7 +52,7 @@ REFUSED = {
 }
 # Gradients come after as many sums again. They are compared with the largest of their tensor or, where they cancel to
 # nothing (a constant added to all logits of a row), with a hundredth of the model's largest.
-TERMS, SUMS = sums_of_gpt(32, layers=2)
+TERMS, SUMS = count_gpt_sums(32, layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +83,14 @@ def test_two_ranks_compute_what_one_does(two_ranks: list[dict[str, Any]], name: 
     for rank in both:
         assert rank["parameters"] == one["parameters"]
         assert rank["flops"] == one["flops"]
-        assert_alike(rank["losses"], one["losses"], TERMS, SUMS)
-        assert_alike(rank["logits"], one["logits"], TERMS, SUMS)
+        assert_close_in_rounding(rank["losses"], one["losses"], TERMS, SUMS)
+        assert_close_in_rounding(rank["logits"], one["logits"], TERMS, SUMS)
     assert list(both[0]["gradients"]) == list(one["gradients"])
     largest = max(gradient.abs().max().item() for gradient, *_ in one["gradients"].values())
     for parameter, (gradient, *_) in one["gradients"].items():
         dim, stride = both[0]["gradients"][parameter][1:]
         ours = joined([rank["gradients"][parameter][0] for rank in both], dim, stride)
-        assert_alike(ours, gradient, TERMS, 2 * SUMS, size=largest / 100)
+        assert_close_in_rounding(ours, gradient, TERMS, 2 * SUMS, size=largest / 100)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
-from tools.rounding import assert_alike
+from tools.rounding import assert_close_in_rounding
 
 N = 300
 n = np.arange(N, dtype=np.float64)
@@ -221,7 +221,9 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
                 inner = p["weight1.value"][:, 0] * x + p["bias1.value"]
                 hidden = torch.where(inner > 0, inner, slope * inner)
                 exact = p["weight2.value"] @ hidden + p["bias2.value"]
-                assert_alike(bias[:, r, j], exact, terms=7, sums=4)  # two logarithms, their ratio, two layers
+                assert_close_in_rounding(
+                    bias[:, r, j], exact, terms=7, sums=4
+                )  # two logarithms, their ratio, two layers
 
 
 def test_cope_against_a_loop() -> None:
@@ -241,7 +243,9 @@ def test_cope_against_a_loop() -> None:
                 low = min(math.floor(p), 3)
                 vector = e[low] * (1 - (p - low)) + e[low + 1] * (p - low)
                 exact = float(q[0, h, i].double() @ vector) / 2
-                assert_alike(ours[0, h, i, j], torch.tensor(exact), terms=11, sums=4)  # q·k, gates, q·e, share
+                assert_close_in_rounding(
+                    ours[0, h, i, j], torch.tensor(exact), terms=11, sums=4
+                )  # q·k, gates, q·e, share
 
 
 def test_cope_starts_without_effect() -> None:
@@ -273,7 +277,7 @@ def test_transformer_xl_against_a_loop() -> None:
                 qi, kj = q[0, h, i].double(), k[0, h, j].double()
                 size = (u[h].abs() @ kj.abs() + (qi.abs() + v[h].abs()) @ (w[h].abs() @ r.abs())).item() / 2
                 exact = (u[h] @ kj + (qi + v[h]) @ (w[h] @ r)) / 2
-                assert_alike(ours[0, h, i, j], exact, terms=8, sums=3, size=size)
+                assert_close_in_rounding(ours[0, h, i, j], exact, terms=8, sums=3, size=size)
 
 
 def _yarn_or_llama3(scaling: str, m: int, half: int, base: float, options: dict[str, float]) -> float:

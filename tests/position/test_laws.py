@@ -18,7 +18,7 @@ from megatron.position import registry
 from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
-from tools.rounding import FACTOR, assert_alike, assert_rounding_alone, excess
+from tools.rounding import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_excess
 
 # The longest sum of these shapes is CDAPE's second convolution, and at most five follow on one another: turned keys,
 # scores, two convolutions, values. Values and scores are of order one.
@@ -87,7 +87,7 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
         e,
         p,
     )
-    assert_alike(rows, whole[:, :, start:stop], TERMS, SUMS)
+    assert_close_in_rounding(rows, whole[:, :, start:stop], TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in RELATIVE if pair in MAPPED])
@@ -98,7 +98,7 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
     q, k, v = random_qkv(length)
     here = output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p)
     there = output(q, k, v, TokenRange(offset, length), TokenRange(offset, length), e, p)
-    assert_alike(here, there, TERMS, SUMS)
+    assert_close_in_rounding(here, there, TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -131,9 +131,9 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
     q, k, v = random_qkv(length, dtype=torch.float64)
     span = TokenRange(0, length)
     rows = AttentionInputs(q, k, v, span, span, e, p, window=window)
-    assert_alike(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
+    assert_close_in_rounding(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
     if SdpaBackend().unsupported_reason(e, p) is None:
-        assert_alike(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
+        assert_close_in_rounding(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -149,7 +149,7 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
     whole = output(q, k, v, TokenRange(0, length, run), TokenRange(0, length, run), e, p)
     if e.takes_positions:
         moved = TokenRange(start, length)
-        assert_alike(whole, output(q, k, v, moved, moved, e, p), TERMS, SUMS)
+        assert_close_in_rounding(whole, output(q, k, v, moved, moved, e, p), TERMS, SUMS)
     drawn = sample_positions(length, length + spread, seed=data.draw(st.integers(0, 2**31)))
     span = TokenRange(0, length, drawn)
     ours = output(q, k, v, span, span, e, p)
@@ -166,7 +166,7 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
         exact = EagerBackend()(
             AttentionInputs(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
         )
-        assert_alike(ours, exact[:, :, drawn.values], TERMS, SUMS)
+        assert_close_in_rounding(ours, exact[:, :, drawn.values], TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -185,7 +185,7 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
         grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
     for eager, chunked in zip(*results, strict=True):
-        assert_alike(eager, chunked, 2 * length * length, 2 * SUMS)
+        assert_close_in_rounding(eager, chunked, 2 * length * length, 2 * SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in ALL if pair[1] != "none"])
@@ -196,11 +196,11 @@ def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str
     span = TokenRange(0, 11)
     for some in (slice(0, 1), slice(1, 3)):
         ours = compute_logits(AttentionInputs(q, k, k, span, span, e, p, heads=some))
-        assert_alike(ours, compute_logits(AttentionInputs(q, k, k, span, span, e, p))[:, some], TERMS, SUMS)
+        assert_close_in_rounding(ours, compute_logits(AttentionInputs(q, k, k, span, span, e, p))[:, some], TERMS, SUMS)
         own_q, own_k = q[:, some], k[:, some]
         plain = compute_logits(AttentionInputs(own_q, own_k, own_k, span, span, e, heads=some))
         whole = compute_logits(AttentionInputs(q, k, k, span, span, e))[:, some]
-        assert_alike(plain, whole, TERMS, SUMS)
+        assert_close_in_rounding(plain, whole, TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
@@ -228,7 +228,7 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
         grads = torch.autograd.grad((out * seed).sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
     for eager, chunked in zip(*results, strict=True):
-        assert_alike(eager, chunked, 2 * length * length, 2 * SUMS)  # the most that any gradient sums
+        assert_close_in_rounding(eager, chunked, 2 * length * length, 2 * SUMS)  # the most that any gradient sums
 
 
 def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[AttentionInputs, Callable[[], Tensor]]:
@@ -246,7 +246,7 @@ def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, process
     """Its products' factors and results are rounded to it; bias, softmax and all sums are in float32 and more."""
     rows, exact = _bfloat16(encoding, processor)
     found = {"eager": EagerBackend()(rows), "chunked": ChunkedBackend(11)(rows)}
-    assert_rounding_alone(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
+    assert_within_rounding(found, lambda: dict.fromkeys(found, exact()), torch.bfloat16, stored=True)
 
 
 def _without_far_keys(rows: AttentionInputs) -> Tensor:
@@ -267,8 +267,8 @@ def _with_a_nan(rows: AttentionInputs) -> Tensor:
 @torch.no_grad()
 def test_a_fault_in_bfloat16_is_more_than_rounding(faulty: Callable[[AttentionInputs], Tensor], processor: str) -> None:
     rows, exact = _bfloat16("kerple_log", processor)
-    errors = excess({"output": faulty(rows)}, lambda: {"output": exact()}, torch.bfloat16, stored=True)
-    assert errors["output"] > FACTOR
+    errors = compute_excess({"output": faulty(rows)}, lambda: {"output": exact()}, torch.bfloat16, stored=True)
+    assert errors["output"] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -6,10 +6,10 @@ from megatron.distributed.process_groups import single_process
 from megatron.model import build
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
-from tools.rounding import sums_of_gpt
+from tools.rounding import count_gpt_sums
 
 VOCABULARY = 40
-TERMS, SUMS = sums_of_gpt(24, layers=2)
+TERMS, SUMS = count_gpt_sums(24, layers=2)
 """Of the rounding of `small_gpt`, for `tools.rounding`."""
 
 

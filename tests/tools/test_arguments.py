@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tools.arguments import Parser, at_least, device, output_file, some_of
+from tools.arguments import ToolParser, comma_separated, int_at_least, parse_device, parse_output_path
 
 
-def parser() -> Parser:
-    made = Parser()
-    made.add_argument("--rounds", type=at_least(2))
-    made.add_argument("--shapes", type=some_of({"small": 1, "large": 2}))
-    made.add_argument("--device", type=device)
-    made.add_argument("--json", type=output_file)
+def parser() -> ToolParser:
+    made = ToolParser()
+    made.add_argument("--rounds", type=int_at_least(2))
+    made.add_argument("--shapes", type=comma_separated({"small": 1, "large": 2}))
+    made.add_argument("--device", type=parse_device)
+    made.add_argument("--json", type=parse_output_path)
     return made
 
 

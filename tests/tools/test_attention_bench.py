@@ -13,20 +13,20 @@ from torch import Tensor
 from kernels.cdape_attention import cpu
 from tools.bench import attention as attention_bench
 from tools.bench import error_gate
-from tools.bench.attention_peers import Attention, Problem, peers
-from tools.bench.error_gate import PARTS, gate
-from tools.bench.timing import Timing, quartiles, resident_growth
-from tools.rounding import apart
+from tools.bench.attention_peers import Attention, AttentionProblem, build_peers
+from tools.bench.error_gate import RESULT_PARTS, judge_peers
+from tools.bench.timing import Timing, compute_quartiles, measure_memory_growth
+from tools.rounding import compute_tolerance
 
 Run = Callable[..., int | str | None]
 TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")
 # A gradient sums over the scores of 12 rows; four sums (scores, two convolutions, values) and four on the way back.
-ROUNDING = apart(12 * 12, 2 * 4)
-PROBLEM = Problem("cdape", 1, 2, 8, 12, width=4)
+ROUNDING = compute_tolerance(12 * 12, 2 * 4)
+PROBLEM = AttentionProblem("cdape", 1, 2, 8, 12, width=4)
 
 
 def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return peers(PROBLEM)["eager"](q, k, v)
+    return build_peers(PROBLEM)["eager"](q, k, v)
 
 
 def off_by_a_percent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -38,10 +38,10 @@ def without_dv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def parameters_frozen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    frozen = Problem("cdape", 1, 2, 8, 12, width=4)
+    frozen = AttentionProblem("cdape", 1, 2, 8, 12, width=4)
     for parameter in frozen.parameters():
         parameter.requires_grad_(False)
-    return peers(frozen)["eager"](q, k, v)
+    return build_peers(frozen)["eager"](q, k, v)
 
 
 def nan_in_dk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
     """Peers beside those of the problem; memory costs a process each and is left out."""
     added: dict[str, Attention] = {}
     for module in (attention_bench, error_gate):
-        monkeypatch.setattr(module, "peers", lambda problem: {**peers(problem), **added})
-    monkeypatch.setattr(attention_bench, "resident_growth", lambda problem, name: 1.0)
+        monkeypatch.setattr(module, "build_peers", lambda problem: {**build_peers(problem), **added})
+    monkeypatch.setattr(attention_bench, "measure_memory_growth", lambda problem, name: 1.0)
     return added
 
 
@@ -103,15 +103,15 @@ def test_a_run_writes_every_field_and_table_and_plot(command: Run, tmp_path: Pat
 
 
 def test_quartiles_lie_between_the_values_however_few() -> None:
-    assert quartiles([7.0]) == [7, 7, 7]
-    assert quartiles([100.0, 2.0]) == [26.5, 51, 75.5]
-    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2, 3, 4]
+    assert compute_quartiles([7.0]) == [7, 7, 7]
+    assert compute_quartiles([100.0, 2.0]) == [26.5, 51, 75.5]
+    assert compute_quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == [2, 3, 4]
 
 
 def test_memory_on_a_cpu_is_at_least_that_of_the_maps() -> None:
     """Eager's backward pass has the logits' probabilities and their gradient at once, float32 [H, T, T] each."""
-    problem = Problem("biased_attention", 1, 2, 8, 1024)
-    assert resident_growth(problem, "eager") >= 2 * 4 * 2 * 1024 * 1024 / 1e6
+    problem = AttentionProblem("biased_attention", 1, 2, 8, 1024)
+    assert measure_memory_growth(problem, "eager") >= 2 * 4 * 2 * 1024 * 1024 / 1e6
 
 
 WRONG = [off_by_a_percent, without_dv, parameters_frozen, nan_in_dk, one_wrong_row]
@@ -120,7 +120,7 @@ WRONG = [off_by_a_percent, without_dv, parameters_frozen, nan_in_dk, one_wrong_r
 @pytest.mark.parametrize("wrong", [*WRONG, out_of_memory], ids=lambda peer: peer.__name__)
 def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None:
     extra["right"], extra["wrong"] = right, wrong
-    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    records = {record["peer"]: record for record in attention_bench.benchmark_problem(PROBLEM, 2, None, lambda _: None)}
     refused = records.pop("wrong")
     assert [refused[key] for key in ("ms", "ratio", "peak_memory_mb")] == [None] * 3
     assert refused["refusal"]
@@ -133,14 +133,14 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
 
 def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output() -> None:
     """In bfloat16 eager's own gradients of parameters err by a percent: an output that errs more is refused."""
-    problem, (output, parameters) = replace(PROBLEM, dtype=torch.bfloat16), PARTS
-    eager = peers(problem)["eager"]
+    problem, (output, parameters) = replace(PROBLEM, dtype=torch.bfloat16), RESULT_PARTS
+    eager = build_peers(problem)["eager"]
 
     def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found = eager(q, k, v)
         return found + 0.05 * torch.cat([found[:, :1], 0 * found[:, 1:]], dim=1).detach()
 
-    verdicts = gate(problem, {"eager": eager, "wrong": wrong})
+    verdicts = judge_peers(problem, {"eager": eager, "wrong": wrong})
     assert verdicts["eager"].refusal is None
     assert verdicts["eager"].errors[parameters] > 0.005
     assert verdicts["wrong"].refusal is not None
@@ -158,8 +158,10 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
         return q + k + v
 
     extra["wrong"] = wrong
-    monkeypatch.setattr(attention_bench, "JUDGED_UP_TO", {"cpu": 6})
-    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, wanted, lambda _: None)}
+    monkeypatch.setattr(attention_bench, "MAX_GATE_LENGTH", {"cpu": 6})
+    records = {
+        record["peer"]: record for record in attention_bench.benchmark_problem(PROBLEM, 2, wanted, lambda _: None)
+    }
     assert sorted(records) == sorted(wanted)
     assert {record["judged_at"] for record in records.values()} == {6}
     assert {record["T"] for record in records.values()} == {12}
@@ -172,11 +174,11 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
 def test_a_peer_that_is_too_large_to_time_leaves_the_others(
     extra: dict[str, Attention], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = peers(replace(PROBLEM, length=6))["eager"]
+    short = build_peers(replace(PROBLEM, length=6))["eager"]
     extra["grows"] = lambda q, k, v: (short if q.shape[2] == 6 else out_of_memory)(q, k, v)
-    monkeypatch.setattr(attention_bench, "JUDGED_UP_TO", {"cpu": 6})
-    monkeypatch.setattr(error_gate.Gate, "_excess", lambda *_: 0.0)
-    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    monkeypatch.setattr(attention_bench, "MAX_GATE_LENGTH", {"cpu": 6})
+    monkeypatch.setattr(error_gate.ErrorGate, "_excess", lambda *_: 0.0)
+    records = {record["peer"]: record for record in attention_bench.benchmark_problem(PROBLEM, 2, None, lambda _: None)}
     assert records["grows"]["ms"] is None
     assert records["grows"]["refusal"].startswith("OutOfMemoryError: CUDA out of memory. Tried")
     assert records["eager"]["ms"]
@@ -184,7 +186,7 @@ def test_a_peer_that_is_too_large_to_time_leaves_the_others(
 
 def test_ours_wrong_is_no_measure_for_others(extra: dict[str, Attention]) -> None:
     extra["triton"] = off_by_a_percent
-    records = {record["peer"]: record for record in attention_bench.bench(PROBLEM, 2, None, lambda _: None)}
+    records = {record["peer"]: record for record in attention_bench.benchmark_problem(PROBLEM, 2, None, lambda _: None)}
     assert records["triton"]["ms"] is None
     assert {record["ratio_to"] for record in records.values()} == {"native" if "native" in records else "chunked"}
 
@@ -193,7 +195,7 @@ def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatc
     """Dynamo gives up after eight versions of a function; FlexAttention, learned and frozen, has two per length."""
     resets: list[int] = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    attention_bench.bench(PROBLEM, 2, ["appendix"], lambda _: None)
+    attention_bench.benchmark_problem(PROBLEM, 2, ["appendix"], lambda _: None)
     assert resets == [1]
 
 
@@ -219,12 +221,12 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
     """Ctrl-C at a length, after so many clocked passes there."""
     clock, taken = attention_bench.clock, iter(range(99))
 
-    def interrupted(problem: Problem, *rest: Any) -> Timing:
+    def interrupted(problem: AttentionProblem, *rest: Any) -> Timing:
         if problem.length == length and next(taken) == after:
             raise KeyboardInterrupt
         return clock(problem, *rest)
 
-    monkeypatch.setattr(attention_bench, "clock", interrupted)
+    monkeypatch.setattr(attention_bench, "time_passes", interrupted)
 
 
 @pytest.mark.usefixtures("extra")
@@ -246,7 +248,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(
 @pytest.mark.usefixtures("extra")
 def test_cut_before_a_round_counts_the_pass_that_warmed_up_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt(monkeypatch, PROBLEM.length, 1)
-    first, last = attention_bench.bench(PROBLEM, 2, ["eager", "chunked"], lambda _: None)
+    first, last = attention_bench.benchmark_problem(PROBLEM, 2, ["eager", "chunked"], lambda _: None)
     assert (first["rounds"], last["rounds"]) == (1, 0)
     assert first["ms"]
     assert last["ms"] is None
@@ -274,7 +276,7 @@ def test_judges_and_peers_compute_float32_in_full() -> None:
     try:
         for switch in switches:
             switch.allow_tf32 = True
-        gate(PROBLEM, {"right": right})
+        judge_peers(PROBLEM, {"right": right})
         assert [switch.allow_tf32 for switch in switches] == [False, False]
     finally:
         for switch, value in zip(switches, before, strict=True):
@@ -309,8 +311,8 @@ def test_a_gpu_is_rehearsed(
 def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
     floors = {"flash", "flash cudnn"}
     problem = replace(PROBLEM, device="cuda")
-    assert not floors & set(peers(problem))  # float32
-    assert floors < set(peers(replace(problem, dtype=torch.bfloat16)))
+    assert not floors & set(build_peers(problem))  # float32
+    assert floors < set(build_peers(replace(problem, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize(

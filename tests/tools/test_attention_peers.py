@@ -13,13 +13,21 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from tools.bench.attention_peers import COMPILER, FLOORS, FROZEN, Attention, Problem, compiled_peers, peers
-from tools.bench.error_gate import UNGATED, errors, gate, passes
+from tools.bench.attention_peers import (
+    BIASLESS_PEERS,
+    FROZEN_PEERS,
+    Attention,
+    AttentionProblem,
+    build_compiled_peers,
+    build_peers,
+    compile_whole,
+)
+from tools.bench.error_gate import UNCHECKED_PARTS, compute_errors, judge_peers, run_forward_backward
 
-REHEARSAL = partial(COMPILER, backend="aot_eager")
+REHEARSAL = partial(compile_whole, backend="aot_eager")
 PROBLEMS = {
-    "biased_attention": Problem("biased_attention", 2, 3, 16, 24),
-    "cdape": Problem("cdape", 2, 3, 16, 24, width=5, kernel_size=3),
+    "biased_attention": AttentionProblem("biased_attention", 2, 3, 16, 24),
+    "cdape": AttentionProblem("cdape", 2, 3, 16, 24, width=5, kernel_size=3),
 }
 # Float64 rounds at 2^-53; gradients of parameters are sums of B·T·T = 1152 terms, which partly cancel.
 EXACT = 2.0**-53 * 2**14
@@ -34,28 +42,28 @@ def _compiled_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def every_peer(problem: Problem) -> dict[str, Attention]:
-    return {**peers(problem), **compiled_peers(problem, REHEARSAL)}
+def every_peer(problem: AttentionProblem) -> dict[str, Attention]:
+    return {**build_peers(problem), **build_compiled_peers(problem, REHEARSAL)}
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_peers_equal_the_reference_in_float64(name: str) -> None:
     problem = PROBLEMS[name].in_float64()
     found = every_peer(problem)
-    expected = passes(problem, found["eager"])
+    expected = run_forward_backward(problem, found["eager"])
     assert len(expected) == (6 if name == "biased_attention" else 10)
-    for peer in sorted(set(found) - set(FLOORS)):
-        computed = passes(problem, found[peer])
-        for part, value in errors(problem, computed, expected).items():
-            assert value < EXACT or part in UNGATED.get(peer, ()), (peer, part)
-        if peer in FROZEN:
+    for peer in sorted(set(found) - set(BIASLESS_PEERS)):
+        computed = run_forward_backward(problem, found[peer])
+        for part, value in compute_errors(problem, computed, expected).items():
+            assert value < EXACT or part in UNCHECKED_PARTS.get(peer, ()), (peer, part)
+        if peer in FROZEN_PEERS:
             assert not any(gradient.any() for gradient in computed[-len(problem.parameters()) :])
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_peers_pass_the_gate_in_the_type_of_gpus(name: str) -> None:
     problem = replace(PROBLEMS[name], dtype=torch.bfloat16)
-    verdicts = gate(problem, every_peer(problem))
+    verdicts = judge_peers(problem, every_peer(problem))
     assert {peer: verdict.refusal for peer, verdict in verdicts.items() if verdict.refusal} == {}
     assert {peer for peer, verdict in verdicts.items() if verdict.error is None} == {"flash"}
 
@@ -74,13 +82,13 @@ def functions(node: Any) -> set[str]:
 def test_no_peer_is_slow_by_the_bias_it_is_given(op: str, name: str) -> None:
     """An indexed table's gradient adds T²/2 elements to one address, which on a GPU takes longer than the attention."""
     problem = PROBLEMS[op]
-    run = functions(peers(problem)[name](*problem.inputs()).grad_fn)
+    run = functions(build_peers(problem)[name](*problem.inputs()).grad_fn)
     assert any("Log1P" in function for function in run)
     assert not [function for function in run if any(word in function for word in ("Index", "Gather", "Scatter"))]
 
 
 def test_the_exact_problem_has_the_numbers_as_the_type_rounds_them() -> None:
-    problem = Problem("cdape", 1, 2, 16, 8, width=4, dtype=torch.bfloat16)
+    problem = AttentionProblem("cdape", 1, 2, 16, 8, width=4, dtype=torch.bfloat16)
     exact = problem.in_float64()
     for ours, theirs in zip(
         [*problem.inputs(), problem.output_gradient(), *problem.parameters()],
@@ -105,4 +113,4 @@ def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.M
     monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
     for interpreted in (False, True):
         monkeypatch.setattr("tools.bench.attention_peers.interpreted", lambda here=interpreted: here)
-        assert ("triton" in peers(PROBLEMS["biased_attention"])) == interpreted
+        assert ("triton" in build_peers(PROBLEMS["biased_attention"])) == interpreted

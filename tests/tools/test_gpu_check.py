@@ -24,9 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = Part("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
 BAD = Part("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"))
 HALF = Part("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
-ALL = [*gpu_parts.parts(), *gpu_parts.rehearsal()]
+ALL = [*gpu_parts.list_parts(), *gpu_parts.list_rehearsal_parts()]
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
-TOOLS = {"tools/bench/attention.py": attention_bench.parse, "tools/bench/train_step.py": train_step.parse}
+TOOLS = {
+    "tools/bench/attention.py": attention_bench.parse_arguments,
+    "tools/bench/train_step.py": train_step.parse_arguments,
+}
 
 
 @pytest.mark.parametrize("part", ALL, ids=[f"{part.name}-{place}" for place, part in enumerate(ALL)])
@@ -49,7 +52,7 @@ def test_the_tool_takes_a_parts_words(
 
 
 def test_the_rehearsals_choice_of_tests_is_not_empty() -> None:
-    command = next(part.command for part in gpu_parts.rehearsal() if part.name == "tests")
+    command = next(part.command for part in gpu_parts.list_rehearsal_parts() if part.name == "tests")
     wanted = command[command.index("-k") + 1].split(" or ")
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests/kernels").rglob("test_*.py"))
     for word in wanted:
@@ -57,20 +60,22 @@ def test_the_rehearsals_choice_of_tests_is_not_empty() -> None:
 
 
 def test_a_rehearsal_has_every_part_in_the_same_order() -> None:
-    names, rehearsed = ([part.name for part in parts] for parts in (gpu_parts.parts(), gpu_parts.rehearsal()))
+    names, rehearsed = (
+        [part.name for part in parts] for parts in (gpu_parts.list_parts(), gpu_parts.list_rehearsal_parts())
+    )
     assert len(set(names)) == len(names)
     assert names == rehearsed
 
 
 def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() -> None:
-    parts = gpu_parts.parts()
+    parts = gpu_parts.list_parts()
     first = parts[: [part.name for part in parts].index("tests")]
     assert [part.name for part in first] == [
         "correct_bias", "correct_cdape", "step_350m", "cdape", "cdape_compiled", "bias", "flex", "memory", "long",
         "long_layer",
     ]  # fmt: skip
-    assert sum(part.seconds for part in first[:5]) < gpu_check.TOTAL - 5 * gpu_check.GRACE
-    assert gpu_check.TOTAL < 8 * 60  # what the help and the Makefile promise
+    assert sum(part.seconds for part in first[:5]) < gpu_check.MAX_TOTAL_SECONDS - 5 * gpu_check.GRACE_SECONDS
+    assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # what the help and the Makefile promise
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def check(parts: list[Part], path: Path) -> tuple[int, dict[str, Any]]:
-    code = gpu_check.check(parts, path, rehearsal=True)
+    code = gpu_check.run_parts(parts, path, rehearsal=True)
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -119,10 +124,10 @@ def test_all_well_is_exit_code_0(tmp_path: Path) -> None:
 def test_a_part_that_does_not_end_is_killed_with_all_it_started(
     at_work: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu_check, "GRACE", 0.1)
+    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 0.1)
     shell = f"trap '' INT; sleep 600 & echo $! > '{at_work}.pid'; mv '{at_work}.pid' '{at_work}'; wait; wait"
     hanging = Part("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
-    assert gpu_check.run(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
+    assert gpu_check.run_part(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
     child = Path("/proc") / at_work.read_text().strip() / "cmdline"
     for _ in range(500):  # gone, or dead and not yet buried
         if not child.exists() or not child.read_bytes():
@@ -146,20 +151,22 @@ def test_a_part_that_is_cut_is_asked_to_write_what_it_has(at_work: Path, tmp_pat
 
 def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[float] = []
-    monkeypatch.setattr(gpu_check, "_finish", lambda command, environment, seconds: (given.append(seconds), (0, ""))[1])
+    monkeypatch.setattr(
+        gpu_check, "_run_command", lambda command, environment, seconds: (given.append(seconds), (0, ""))[1]
+    )
     sleeper = Part("sleeper", 60, ("-c", ""))
-    grace = gpu_check.GRACE
+    grace = gpu_check.GRACE_SECONDS
     for left in (float("inf"), 1000.0, grace + 5.0):
-        gpu_check.run(sleeper, tmp_path, {}, left=left)
+        gpu_check.run_part(sleeper, tmp_path, {}, left=left)
     assert given == [60, 60, 5]
-    assert gpu_check.run(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time was left"
+    assert gpu_check.run_part(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time was left"
     assert len(given) == 3
 
 
 def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "TOTAL", gpu_check.GRACE)
-    monkeypatch.setattr(gpu_check, "stamp", lambda script, device: {**STAMP, "machine": device})
-    assert gpu_check.check([GOOD], tmp_path / "a.json", rehearsal=False) == 1
+    monkeypatch.setattr(gpu_check, "MAX_TOTAL_SECONDS", gpu_check.GRACE_SECONDS)
+    monkeypatch.setattr(gpu_check, "collect_provenance", lambda script, device: {**STAMP, "machine": device})
+    assert gpu_check.run_parts([GOOD], tmp_path / "a.json", rehearsal=False) == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert result["machine"] == "cuda"
     assert result["parts"]["good"]["exit"] == "not run: no time was left"
@@ -170,10 +177,10 @@ def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     finding = Part("finds", 30, ("-c", "import carried_package, tools.records; print(carried_package, tools.records)"))
-    assert gpu_check.run(finding, tmp_path, gpu_check.surroundings(rehearsal=True))["exit"] == 0
+    assert gpu_check.run_part(finding, tmp_path, gpu_check.build_environment(rehearsal=True))["exit"] == 0
     monkeypatch.delenv("PYTHONPATH")
-    assert gpu_check.surroundings(rehearsal=False)["PYTHONPATH"] == str(ROOT)
-    assert gpu_check.surroundings(rehearsal=True)["TRITON_INTERPRET"] == "1"
+    assert gpu_check.build_environment(rehearsal=False)["PYTHONPATH"] == str(ROOT)
+    assert gpu_check.build_environment(rehearsal=True)["TRITON_INTERPRET"] == "1"
 
 
 def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -190,7 +197,7 @@ def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert code == 1
     assert result["parts"]["step_350m"] == {"exit": "not run: needs megatron-core, pydantic", "seconds": 0.0}
     assert result["parts"]["good"]["exit"] == 0
-    command = gpu_parts.tests(90).command
+    command = gpu_parts.build_test_part(90).command
     ignored = ROOT / command[command.index("--ignore") + 1]
     assert "build_model" in ignored.read_text(encoding="utf-8")
     needing = {path for path in (ROOT / "tests/kernels").rglob("*.py") if "import build_model" in path.read_text()}
@@ -245,7 +252,7 @@ def test_ctrl_c_while_a_part_starts_does_not_leave_it_running(monkeypatch: pytes
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.run(Part("slow", 60, ("-c", "import time; time.sleep(60)")), tmp_path, {})
+        gpu_check.run_part(Part("slow", 60, ("-c", "import time; time.sleep(60)")), tmp_path, {})
     assert started[0].returncode == -signal.SIGKILL
 
 
@@ -266,7 +273,7 @@ def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: 
 
 def test_a_rehearsal_does_not_write_over_a_record(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(gpu_check, "check", lambda chosen, path, rehearsal: written.append(path) or 0)
+    monkeypatch.setattr(gpu_check, "run_parts", lambda chosen, path, rehearsal: written.append(path) or 0)
     assert command(gpu_check, "--rehearse") == 0
     assert gpu_check.RECORD not in written
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

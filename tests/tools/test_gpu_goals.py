@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tools.gpu import parts as gpu_parts
-from tools.gpu.goals import GOALS, page, verdicts
+from tools.gpu.goals import GOALS, judge_goals, render_page
 
 HEAD = {
     "date": "2026-11-21", "command": "python tools/gpu/check.py", "commit": "1234567", "machine": "NVIDIA H200",
@@ -66,11 +66,11 @@ def measured() -> dict[str, Any]:
 
 
 def test_every_goal_reads_a_part_that_is_run() -> None:
-    assert {goal.part for goal in GOALS} <= {part.name for part in gpu_parts.parts()}
+    assert {goal.part for goal in GOALS} <= {part.name for part in gpu_parts.list_parts()}
 
 
 def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> None:
-    rows = verdicts({**HEAD, "parts": measured()})
+    rows = judge_goals({**HEAD, "parts": measured()})
     assert len(rows) == sum(len(goal.levels) for goal in GOALS)
     found = [(told.split(" ")[0], wanted, met) for _, told, wanted, met in rows]
     assert found == [
@@ -99,7 +99,7 @@ def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> 
 
 
 def test_the_page_is_whole_and_readable() -> None:
-    made = page({**HEAD, "parts": measured()})
+    made = render_page({**HEAD, "parts": measured()})
     assert made.startswith("# GPU check\n\n2026-11-21, NVIDIA H200; torch 2.11.0; `python tools/gpu/check.py`.")
     assert "rehearsal" not in made
     assert "* correct_cdape: triton at T = 2048 in float32: errs by 1 in output \\| dq" in made
@@ -109,7 +109,7 @@ def test_the_page_is_whole_and_readable() -> None:
     for block in made.split("\n\n"):
         if block.startswith("|"):
             assert len({line.replace("\\|", "").count("|") for line in block.splitlines()}) == 1
-    assert "A rehearsal on a CPU" in page({**HEAD, "rehearsal": True, "parts": {}})
+    assert "A rehearsal on a CPU" in render_page({**HEAD, "rehearsal": True, "parts": {}})
 
 
 def test_nothing_is_met_by_what_did_not_run() -> None:
@@ -119,9 +119,9 @@ def test_nothing_is_met_by_what_did_not_run() -> None:
         {goal.part: part(end=-11, output="Fatal Python error") for goal in GOALS},
         {goal.part: {"exit": "cut after 5 s, killed", "seconds": 5.0} for goal in GOALS},
     ):
-        rows = verdicts({**HEAD, "parts": parts})
+        rows = judge_goals({**HEAD, "parts": parts})
         assert all(row[1] == "—" and row[3].startswith("not measured: ") for row in rows)
-        page({**HEAD, "parts": parts})
+        render_page({**HEAD, "parts": parts})
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_nothing_is_met_by_what_did_not_run() -> None:
 )
 def test_the_smaller_size_does_not_stand_for_the_larger_one(name: str, cut: dict[str, Any]) -> None:
     """B = 1 is not micro-batch 32, 2,048 not 8,192: where a part was cut in between, the second has no number."""
-    rows = [row for row in verdicts({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
+    rows = [row for row in judge_goals({**HEAD, "parts": {name: cut}}) if row[3] != "not measured: not run"]
     states = [row[3].split(":")[0] for row in rows]
     assert states[-1] == "not measured"
     assert states[0] == ("not measured" if name == "memory" else "met")
@@ -145,12 +145,12 @@ def test_a_gate_or_tests_that_ended_early_are_not_met(end: int | str) -> None:
     counts = {"tests": 5, "failures": 0, "errors": 0, "skipped": 0}
     parts = {"correct_cdape": part(kernel("triton", None, None), end=end),
              "tests": {"exit": end, "seconds": 9.0, "counts": counts, "failed": []}}  # fmt: skip
-    rows = {row[0]: row[3] for row in verdicts({**HEAD, "parts": parts})}
+    rows = {row[0]: row[3] for row in judge_goals({**HEAD, "parts": parts})}
     assert rows["CDAPE kernels within the gate against float64"].startswith("not measured: 1 of 1 problems")
     assert rows["Kernel tests on the device"].startswith("not measured: 5 passed, 0 failed, 0 skipped so far")
 
 
 def test_the_page_says_where_to_read_on() -> None:
     linked = Path(__file__).parents[2] / "docs/gpu.md"
-    assert "[gpu.md](../gpu.md)" in page({**HEAD, "parts": {}})
+    assert "[gpu.md](../gpu.md)" in render_page({**HEAD, "parts": {}})
     assert linked.is_file()

@@ -23,7 +23,7 @@ FLOAT32 = 2.0**-23
 @pytest.fixture(scope="module")
 def page() -> str:
     state = torch.random.get_rng_state()
-    made = positions_page.markdown()
+    made = positions_page.render_page()
     assert torch.equal(torch.random.get_rng_state(), state)
     return made
 
@@ -80,11 +80,11 @@ def test_meanings_are_of_options_that_exist() -> None:
     options = {
         option for name in registry.list_processors() for option in registry.load_processor_class(name).options()
     }
-    assert set(positions_page.OPTIONS_OF_PROCESSORS) <= options
+    assert set(positions_page.PROCESSOR_OPTIONS) <= options
 
 
 def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> None:
-    expected = {position_plots.picture(name) for name in METHODS}
+    expected = {position_plots.get_picture_path(name) for name in METHODS}
     there = {path.relative_to(ROOT) for path in (ROOT / position_plots.FOLDER).iterdir()}
     assert there == expected
     assert sum((ROOT / path).stat().st_size for path in there) < 1.5e6
@@ -97,7 +97,7 @@ def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> 
 def test_same_pictures_every_time() -> None:
     """As the page is: every run of test_page_is_current makes it anew."""
     state = torch.random.get_rng_state()
-    first, second = (position_plots.png(panels.of_processor("cdape")) for _ in range(2))
+    first, second = (position_plots.draw_panels(panels.build_processor_panels("cdape")) for _ in range(2))
     assert first == second
     assert imread(io.BytesIO(first)).shape[0] > 100
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -124,11 +124,11 @@ def test_counts_and_traits(name: str, text: str, page: str) -> None:
 
 
 def _lines(name: str, panel: int = 0) -> dict[str, np.ndarray]:
-    found = panels.of_encoding(panels.build_encoding(name))[0][panel]
+    found = panels.build_encoding_panels(panels.build_encoding(name))[0][panel]
     return {label: values.double().numpy() for label, values in found.lines.items()}
 
 
-N = np.arange(panels.FAR, dtype=np.float64)
+N = np.arange(panels.MAX_DISTANCE, dtype=np.float64)
 
 
 def test_bias_curves_are_the_bias() -> None:
@@ -153,7 +153,7 @@ def test_sinusoidal_curve_is_the_mean_of_cosines() -> None:
 
 
 def test_without_hooks_every_visible_key_gets_the_same() -> None:
-    curves, square = panels.of_encoding(panels.build_encoding("none"))[0]
+    curves, square = panels.build_encoding_panels(panels.build_encoding("none"))[0]
     np.testing.assert_allclose(curves.lines["i = 511"], np.full(512, 1 / 512), rtol=4 * FLOAT32)
     row = square.values[9]
     np.testing.assert_allclose(row[:10], np.full(10, 0.1), rtol=4 * FLOAT32)
@@ -161,27 +161,27 @@ def test_without_hooks_every_visible_key_gets_the_same() -> None:
 
 
 def test_maps_are_the_curves_along_diagonals() -> None:
-    curves, first, _ = panels.of_encoding(panels.build_encoding("kerple_log"))[0]
+    curves, first, _ = panels.build_encoding_panels(panels.build_encoding("kerple_log"))[0]
     bias = curves.lines["head 1"].double().numpy()
-    i, j = np.tril_indices(panels.SIDE)
+    i, j = np.tril_indices(panels.MAP_SIZE)
     np.testing.assert_allclose(first.values.numpy()[i, j], np.exp(bias[i - j]), rtol=16 * FLOAT32)
 
 
 def test_a_term_that_starts_at_zero_is_woken_and_said_to_be() -> None:
     encoding = panels.build_encoding("cope")
-    shown, note = panels.of_encoding(encoding)
+    shown, note = panels.build_encoding_panels(encoding)
     assert "zero at the start" in note
     line = shown[0].lines["head 1"]
     # Gates of about 1/2 each reach the 63rd position near n = 126 and stay there.
     assert line[:100].unique().numel() == 100
     assert line[300:].unique().numel() == 1
-    assert panels.of_encoding(panels.build_encoding("transformer_xl"))[1] == ""
+    assert panels.build_encoding_panels(panels.build_encoding("transformer_xl"))[1] == ""
 
 
 @pytest.mark.parametrize(("options", "reach"), [({"kernel_size": 1}, 0), ({}, 2), ({"kernel_size": 7}, 6)])
 def test_reach_is_that_of_two_kernels(options: dict, reach: int) -> None:
-    processor = panels.seeded(lambda: registry.build_processor("cdape", panels.SHAPE, options, has_bias=False))
-    assert panels.reach_of(processor) == reach
+    processor = panels.build_seeded(lambda: registry.build_processor("cdape", panels.SHAPE, options, has_bias=False))
+    assert panels.measure_reach(processor) == reach
 
 
 class Everything(Encoding):
@@ -230,14 +230,14 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
         monkeypatch.setattr(registry, f"load_{kind}_class", lambda name, find=find: classes.get(name) or find(name))
         new = "everything" if kind == "encoding" else "doubled"
         monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))
-    page = positions_page.markdown()
+    page = positions_page.render_page()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
     assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
     assert "images/positions/everything.png" in section
     assert "| [`everything`](#everything) | `a \\| b` |" in page
     assert "each key by itself" in page.split("\n### doubled\n")[1]
-    shown, note = panels.of_encoding(panels.build_encoding("everything"))
-    assert [panel.title.split(",")[0] for panel in shown if isinstance(panel, panels.Curves)] == [
+    shown, note = panels.build_encoding_panels(panels.build_encoding("everything"))
+    assert [panel.title.split(",")[0] for panel in shown if isinstance(panel, panels.CurvePanel)] == [
         "cosine of p(i) and p(i − n)",
         "q·k/|q||k| of equal vectors",
         "bias over distance",
@@ -246,4 +246,4 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
     ]
     assert note == ""
     np.testing.assert_array_equal(shown[4].lines["head 8, i = 511"], -8 * N[:512])
-    assert position_plots.png(shown).startswith(b"\x89PNG")
+    assert position_plots.draw_panels(shown).startswith(b"\x89PNG")

@@ -19,7 +19,7 @@ SCRIPT = str(ROOT / "tools/bench/attention.py")
 
 def test_the_keys_are_those_of_the_records_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/bench/attention.py", "--peers", "sdpa mask", "--op", "cdape"])
-    made = records.stamp(SCRIPT, "cpu")
+    made = records.collect_provenance(SCRIPT, "cpu")
     assert list(made) == ["date", "command", "commit", "machine", "versions"]
     for name in ("bench_train.json", "bench_cdape_cpu.json"):
         record = json.loads((ROOT / "docs/results" / name).read_text(encoding="utf-8"))
@@ -34,15 +34,15 @@ def test_the_keys_are_those_of_the_records_that_are_there(monkeypatch: pytest.Mo
 
 
 def test_packages_that_are_not_installed_are_left_out() -> None:
-    assert list(records.versions(("farfield-has-no-such-package", "numpy"))) == ["numpy"]
+    assert list(records.list_package_versions(("farfield-has-no-such-package", "numpy"))) == ["numpy"]
 
 
 def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(records, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert records.commit() is None  # no checkout
+    assert records.describe_commit() is None  # no checkout
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert records.commit() is None  # no git
+    assert records.describe_commit() is None  # no git
 
 
 def test_a_changed_file_shows_in_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,9 +56,9 @@ def test_a_changed_file_shows_in_the_commit(monkeypatch: pytest.MonkeyPatch, tmp
     git("commit", "-qm", "first")
     git("tag", "v1")
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    assert records.commit() == git("rev-parse", "--short", "HEAD")
+    assert records.describe_commit() == git("rev-parse", "--short", "HEAD")
     (tmp_path / "file").write_text("2")
-    assert records.commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+    assert records.describe_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
 
 
 def test_it_imports_nothing_heavy() -> None:

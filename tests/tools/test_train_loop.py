@@ -49,8 +49,8 @@ def test_a_signal_ends_it_with_the_records_so_far(
     loops = {"rotary": Loop(None, number), "cdape": Loop(4, number)}
     plain = SimpleNamespace(step=lambda: None, model=torch.nn.Linear(1, 1))
     monkeypatch.setattr(train_loop, "prepare_corpus", lambda sources, folder: None)
-    monkeypatch.setattr(train_loop, "farfield", lambda shape, method, corpus: loops[method])
-    monkeypatch.setattr(train_loop, "Plain", lambda *_: plain)
+    monkeypatch.setattr(train_loop, "build_trainer", lambda shape, method, corpus: loops[method])
+    monkeypatch.setattr(train_loop, "PlainTrainer", lambda *_: plain)
     words = ("--shapes", "medium", "--methods", "rotary,cdape", "--blocks", "9", "--json", str(tmp_path / "a.json"))
     assert command(train_loop, *words) == 128 + number
     assert loops["rotary"].taken == 10

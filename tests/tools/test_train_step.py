@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tools.bench import train_step
-from tools.bench.train_step import Problem
+from tools.bench.train_step import StepProblem
 
 TINY = ("--shapes", "tiny:16:2", "--rounds", "2", "--dtype", "fp32")
 METHODS = ["rotary", "kerple_log", "cdape", "plain"]
-PROBLEM = Problem("tiny", 16, 2, "fp32", "cpu")
+PROBLEM = StepProblem("tiny", 16, 2, "fp32", "cpu")
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_a_layers_step_computes_the_gradients_of_all_its_parameters(monkeypatch:
     taken: list[tuple[Any, ...]] = []
     grad = torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *words, **options: taken.append(grad(*words, **options)))
-    layer = Problem("tiny", 16, 1, "fp32", "cpu", layer=True)
+    layer = StepProblem("tiny", 16, 1, "fp32", "cpu", layer=True)
     for method in ("kerple_log", "cdape"):
-        step = train_step.farfield(layer, method).step
+        step = train_step.build_farfield(layer, method).step
         assert step is not None
         step()
         assert len(taken[-1]) > 12  # hidden states, two norms, four linear layers, r1 and r2
@@ -71,7 +71,7 @@ def test_a_layers_step_computes_the_gradients_of_all_its_parameters(monkeypatch:
 def failing(refused: str) -> Callable[..., train_step.Candidate]:
     """Candidates of which one runs out of memory in its third step."""
 
-    def make(problem: Problem, method: str) -> train_step.Candidate:
+    def make(problem: StepProblem, method: str) -> train_step.Candidate:
         steps = iter(range(9))
 
         def step() -> None:
@@ -86,7 +86,7 @@ def failing(refused: str) -> Callable[..., train_step.Candidate]:
 def test_what_fails_is_told_and_the_others_go_on(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_step, "farfield", failing("kerple_log"))
+    monkeypatch.setattr(train_step, "build_farfield", failing("kerple_log"))
     words = ("--device", "cpu", "--methods", "kerple_log", "cdape", "--json", str(tmp_path / "a.json"))
     assert command(train_step, *TINY, *words) == 1
     refused, fine = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
@@ -98,11 +98,11 @@ def test_what_fails_is_told_and_the_others_go_on(
 
 
 def test_what_cannot_be_built_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(problem: Problem, method: str) -> train_step.Candidate:
+    def build(problem: StepProblem, method: str) -> train_step.Candidate:
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(train_step, "farfield", build)
-    assert train_step.bench(PROBLEM, 2, ["cdape"])[0]["refusal"] == "RuntimeError: no room"
+    monkeypatch.setattr(train_step, "build_farfield", build)
+    assert train_step.benchmark_problem(PROBLEM, 2, ["cdape"])[0]["refusal"] == "RuntimeError: no room"
 
 
 @pytest.mark.parametrize(("at", "rounds"), [(1, [1, 0]), (2, [1, 1]), (7, [2, 1])])
@@ -116,7 +116,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(
         if next(steps) == at:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_step, "farfield", lambda problem, method: train_step.Candidate(step, 1.0))
+    monkeypatch.setattr(train_step, "build_farfield", lambda problem, method: train_step.Candidate(step, 1.0))
     words = ("--device", "cpu", "--methods", "kerple_log", "cdape", "--json", str(tmp_path / "a.json"))
     with pytest.raises(KeyboardInterrupt):
         command(train_step, *TINY, *words)

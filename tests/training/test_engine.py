@@ -22,7 +22,7 @@ from megatron.position import registry
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, build_deepspeed_config
 from megatron.training.optimizer import ProjectedAdamW
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 STAGES = (0, 1, 2, 3)
 BOUNDED = [
@@ -37,7 +37,7 @@ TOKENS = torch.randint(0, VOCABULARY, (6, 2, 17), generator=torch.Generator().ma
 MASKS = (torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(6)) < 0.7).float()
 
 
-TERMS, SUMS = sums_of_gpt(32, layers=2)
+TERMS, SUMS = count_gpt_sums(32, layers=2)
 
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
@@ -121,14 +121,14 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
     )  # fmt: skip
     losses, norms, weights = plain(chosen, 5, 1e-2, 3)
     engine = start(chosen)
-    assert run(engine, 5, 1e-2, 3) == pytest.approx(losses, rel=apart(TERMS, SUMS))
-    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=apart(TERMS, 2 * SUMS))
+    assert run(engine, 5, 1e-2, 3) == pytest.approx(losses, rel=compute_tolerance(TERMS, SUMS))
+    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=compute_tolerance(TERMS, 2 * SUMS))
     assert norms[-1] > 0.5  # so clipping was needed
     got = masters(engine.deepspeed)
     engine.close()
     assert set(got) == set(weights)
     # An error of a gradient moves a weight by lr/eps of itself at most, in each step; clipped, gradients are below 0.5.
-    moved = 5 * 1e-2 / 1e-2 * 0.5 * apart(TERMS, 2 * SUMS)
+    moved = 5 * 1e-2 / 1e-2 * 0.5 * compute_tolerance(TERMS, 2 * SUMS)
     for name, weight in weights.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=moved, msg=name)
 
@@ -139,8 +139,8 @@ def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
     engine = start(chosen)
     engine.model.max_logits = 500
     assert engine.model.max_logits < TOKENS[0, :, 1:].numel() * VOCABULARY / 2  # so there are pieces
-    assert run(engine, 3, 1e-2, 1) == pytest.approx(losses, rel=apart(TERMS, SUMS))
-    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=apart(TERMS, 2 * SUMS))
+    assert run(engine, 3, 1e-2, 1) == pytest.approx(losses, rel=compute_tolerance(TERMS, SUMS))
+    assert float(engine.grad_norm) == pytest.approx(norms[-1], rel=compute_tolerance(TERMS, 2 * SUMS))
     engine.close()
 
 

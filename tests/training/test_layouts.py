@@ -11,70 +11,74 @@ import pytest
 import torch
 from forked import Forked
 
-from tools.parity.cases import METHODS, Case, Layout
-from tools.parity.compare import RANK, Found, judged
+from tools.parity.cases import METHODS, Layout, ParityCase
+from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_excess
 
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
 TWO = [
-    Case(CDAPE, Layout(tensor=2), steps=STEPS),
-    Case("none", Layout(tensor=2, stage=3), steps=STEPS),
-    Case("kerple_log, untied", Layout(tensor=2, stage=1), "bf16", STEPS),
-    Case("rotary, randomized", Layout(context=2), steps=STEPS),
-    Case("cdape(rotary), grouped", Layout(tensor=2, stage=1), steps=STEPS),
-    Case("cdape(rotary), grouped", Layout(context=2, stage=2), steps=STEPS),
-    Case("fire", Layout(context=2, stage=2), steps=STEPS),
-    Case(CDAPE, Layout(context=2, stage=1), "bf16", STEPS),
-    Case("kerple_log per layer", Layout(pipeline=2), steps=STEPS),
-    Case("fire", Layout(pipeline=2, stage=1), "bf16", STEPS),
+    ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
+    ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),
+    ParityCase("kerple_log, untied", Layout(tensor=2, stage=1), "bf16", STEPS),
+    ParityCase("rotary, randomized", Layout(context=2), steps=STEPS),
+    ParityCase("cdape(rotary), grouped", Layout(tensor=2, stage=1), steps=STEPS),
+    ParityCase("cdape(rotary), grouped", Layout(context=2, stage=2), steps=STEPS),
+    ParityCase("fire", Layout(context=2, stage=2), steps=STEPS),
+    ParityCase(CDAPE, Layout(context=2, stage=1), "bf16", STEPS),
+    ParityCase("kerple_log per layer", Layout(pipeline=2), steps=STEPS),
+    ParityCase("fire", Layout(pipeline=2, stage=1), "bf16", STEPS),
 ]
 FOUR = [
-    Case("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
-    Case("transformer_xl", Layout(tensor=2, data=2, stage=2), steps=STEPS),
-    Case("learned", Layout(data=2, pipeline=2, stage=1), steps=STEPS),
-    Case("dape(alibi), recomputed", Layout(tensor=2, pipeline=2), steps=STEPS),
-    Case("t5", Layout(context=2, pipeline=2, stage=1), "bf16", STEPS),
-    Case("rotary", Layout(context=4, stage=1), steps=STEPS),
-    Case(CDAPE, Layout(pipeline=4), steps=STEPS),
+    ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
+    ParityCase("transformer_xl", Layout(tensor=2, data=2, stage=2), steps=STEPS),
+    ParityCase("learned", Layout(data=2, pipeline=2, stage=1), steps=STEPS),
+    ParityCase("dape(alibi), recomputed", Layout(tensor=2, pipeline=2), steps=STEPS),
+    ParityCase("t5", Layout(context=2, pipeline=2, stage=1), "bf16", STEPS),
+    ParityCase("rotary", Layout(context=4, stage=1), steps=STEPS),
+    ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
 ]
 CASES = TWO + FOUR
 
 
-def trained(cases: list[Case], folder: Path) -> list[Found]:
+def trained(cases: list[ParityCase], folder: Path) -> list[CaseResult]:
     """What the first of as many forked ranks as the cases need found of each."""
     world = cases[0].layout.sizes.world_size
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps([case.as_json() for case in cases]), encoding="utf-8")
-    ranks = [Forked(RANK, str(folder), str(rank), str(world), output=folder / f"{rank}.txt") for rank in range(world)]
+    ranks = [
+        Forked(RANK_SCRIPT, str(folder), str(rank), str(world), output=folder / f"{rank}.txt") for rank in range(world)
+    ]
     assert [rank.wait(300) for rank in ranks] == [0] * world, "\n".join(rank.printed() for rank in ranks)
     return json.loads((folder / "0.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[ParityCase, CaseResult]:
     folder = tmp_path_factory.mktemp("layouts")
     alone = list(dict.fromkeys(case.alone() for case in CASES))
     worlds = {"one": alone, "two": TWO, "four": FOUR}
-    every: dict[Case, Found] = {}
+    every: dict[ParityCase, CaseResult] = {}
     for name, cases in worlds.items():
         every |= zip(cases, trained(cases, folder / name), strict=True)
     return every
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.method}; {case.layout}; {case.precision}")
-def test_every_layout_trains_as_one_process(found: dict[Case, Found], case: Case) -> None:
-    excess = judged(found[case], found[case.alone()], case.precision)
+def test_every_layout_trains_as_one_process(found: dict[ParityCase, CaseResult], case: ParityCase) -> None:
+    excess = compute_excess(found[case], found[case.alone()], case.precision)
     assert max(excess.values()) <= 1, excess
 
 
-def test_what_is_compared_can_differ(found: dict[Case, Found]) -> None:
+def test_what_is_compared_can_differ(found: dict[ParityCase, CaseResult]) -> None:
     """A step that is left out, and a norm that counts a tied embedding twice, are far beyond what is allowed."""
-    right = found[Case(CDAPE, Layout(), steps=STEPS)]
+    right = found[ParityCase(CDAPE, Layout(), steps=STEPS)]
     losses = [*right["losses"][1:], right["losses"][-1]]
-    assert judged({**right, "losses": losses}, right, "fp32")["losses"] > 1
-    assert judged({**right, "norms": [2.26 / 2.17 * norm for norm in right["norms"]]}, right, "fp32")["norms"] > 1
-    assert judged({**right, "valid": float(torch.nan)}, right, "fp32")["losses"] > 1
-    assert judged({**right, "parameters": right["parameters"] + 1}, right, "fp32")["losses"] > 1
+    assert compute_excess({**right, "losses": losses}, right, "fp32")["losses"] > 1
+    assert (
+        compute_excess({**right, "norms": [2.26 / 2.17 * norm for norm in right["norms"]]}, right, "fp32")["norms"] > 1
+    )
+    assert compute_excess({**right, "valid": float(torch.nan)}, right, "fp32")["losses"] > 1
+    assert compute_excess({**right, "parameters": right["parameters"] + 1}, right, "fp32")["losses"] > 1
 
 
 def test_every_method_is_among_them() -> None:

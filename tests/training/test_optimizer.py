@@ -13,7 +13,7 @@ from torch import nn
 from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.training.optimizer import ProjectedAdamW, build_optimizer, build_schedule
-from tools.rounding import apart
+from tools.rounding import compute_tolerance
 
 OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))
 
@@ -51,7 +51,7 @@ def test_it_is_adamw_where_there_are_no_bounds_and_projected_where_there_are() -
     for first, second in gradients:
         free.grad, bounded.grad = first.clone(), second.clone()
         step(optimizer, 0.05)
-    rounding = apart(1, 4 * 8) * 3  # four steps of about eight operations on numbers of up to three
+    rounding = compute_tolerance(1, 4 * 8) * 3  # four steps of about eight operations on numbers of up to three
     torch.testing.assert_close(
         free.double(), by_hand(starts[0], [g for g, _ in gradients], 0.05, 0.3), rtol=0, atol=rounding
     )

@@ -11,10 +11,10 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 from megatron.checkpoint import layout
 from megatron.checkpoint.run_folder import RunLock
 from megatron.training.trainer import train
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 # Adam takes rounding for a gradient only in parameters that the loss does not depend on.
-ROUNDING = apart(*sums_of_gpt(32, layers=2))
+ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))
 HALVES = {"train_micro_batch_size_per_gpu": 2, "num_gpus": 2, "train_batch_size": 4}
 QUARTERS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "num_gpus": 2, "train_batch_size": 4}
 

@@ -31,19 +31,19 @@ from tools.bench.plain_gpt import AppendixCdape
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 OPS = ("biased_attention", "cdape")
-CHUNK = 64
+CHUNK_ROWS = 64
 """Query rows per block of the chunked backend: the fastest of 16, 32, 64 and 128 at T = 512 and 2048 on two cores."""
-FLOORS = {"flash": SDPBackend.FLASH_ATTENTION, "flash cudnn": SDPBackend.CUDNN_ATTENTION}
+BIASLESS_PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "flash cudnn": SDPBackend.CUDNN_ATTENTION}
 """Peers that compute less than the problem, to show what it costs: they have no error. Plain attention by one named
 kernel each, FlashAttention-2 and cuDNN's: left to itself, PyTorch takes the one or the other by version and shape."""
-FROZEN = ("flex frozen",)
+FROZEN_PEERS = ("flex frozen",)
 """Peers that give no gradient to the parameters: their error is that of the output and of dq, dk and dv."""
-COMPILER = partial(torch.compile, fullgraph=True, dynamic=False)
+compile_whole = partial(torch.compile, fullgraph=True, dynamic=False)
 """Without fullgraph, past Dynamo's limit of recompilations, a peer would quietly run uncompiled."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """Attention with kerple_log's bias and, for `cdape`, the processor on it."""
 
     op: str
@@ -94,7 +94,7 @@ class Problem:
         encoding, processor = self.methods
         return [*encoding.parameters(), *(processor.parameters() if processor is not None else ())]
 
-    def in_float64(self) -> "Problem":
+    def in_float64(self) -> "AttentionProblem":
         """The same numbers, as this problem's type rounds them, computed exactly."""
         exact = replace(self, dtype=torch.float64, rounding=self.dtype)
         encoding, processor = self.methods
@@ -112,49 +112,51 @@ class Problem:
         """
         i = arange_distances(self.length, self.device)
         n = (i[:, None] - i[None, :]).clamp(min=0)
-        return _bias_of(self.methods[0], n.flatten()).unflatten(1, n.shape)
+        return _compute_bias(self.methods[0], n.flatten()).unflatten(1, n.shape)
 
     def future(self) -> Tensor:
         """Bool [T, T], True where the key is in the future."""
         return torch.ones(self.length, self.length, dtype=torch.bool, device=self.device).triu(1)
 
 
-def peers(problem: Problem) -> dict[str, Attention]:
+def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
     """Every way to compute the problem on its device; those in FLOORS leave out bias and processor."""
     found: dict[str, Attention] = {
-        "eager": _backend(problem, EagerBackend()),
-        "chunked": _backend(problem, ChunkedBackend(CHUNK)),
-        **_floors(problem),
+        "eager": _wrap_backend(problem, EagerBackend()),
+        "chunked": _wrap_backend(problem, ChunkedBackend(CHUNK_ROWS)),
+        **_build_biasless_peers(problem),
     }
-    ours = TritonBackend(ChunkedBackend(CHUNK))
+    ours = TritonBackend(ChunkedBackend(CHUNK_ROWS))
     if problem.length <= MAX_KEYS_KEPT:  # beyond, these are chunked
-        found["kept"] = _backend(problem, RowBlockBackend(CHUNK))
-    native = NativeBackend(ChunkedBackend(CHUNK), is_requested=True)
+        found["kept"] = _wrap_backend(problem, RowBlockBackend(CHUNK_ROWS))
+    native = NativeBackend(ChunkedBackend(CHUNK_ROWS), is_requested=True)
     on_host = problem.device == "cpu" and problem.dtype == torch.float32
     if on_host and native.unsupported_reason(*problem.methods) is None:
-        found["native"] = _backend(problem, native)
+        found["native"] = _wrap_backend(problem, native)
     here = problem.device != "cpu" or is_interpreted()
     if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
-        found["triton"] = _backend(problem, ours)
+        found["triton"] = _wrap_backend(problem, ours)
     if problem.op == "cdape":
-        found["appendix"] = _appendix(problem)
+        found["appendix"] = _build_appendix(problem)
     else:
-        found["sdpa mask"] = _masked(problem)
-    return found if problem.device == "cpu" else {**found, **compiled_peers(problem)}
+        found["sdpa mask"] = _build_masked_sdpa(problem)
+    return found if problem.device == "cpu" else {**found, **build_compiled_peers(problem)}
 
 
-def compiled_peers(problem: Problem, compiler: Callable[..., Attention] = COMPILER) -> dict[str, Attention]:
+def build_compiled_peers(
+    problem: AttentionProblem, compiler: Callable[..., Attention] = compile_whole
+) -> dict[str, Attention]:
     """What torch.compile makes of the way one writes it by hand, and FlexAttention; they compile when first called."""
     if problem.op == "cdape":
-        return {"appendix compiled": compiler(_appendix(problem))}
+        return {"appendix compiled": compiler(_build_appendix(problem))}
     return {
-        "by hand compiled": compiler(_by_hand(problem)),
-        "flex learned": _flex(problem, compiler, learned=True),
-        "flex frozen": _flex(problem, compiler, learned=False),
+        "by hand compiled": compiler(_build_handwritten(problem)),
+        "flex learned": _build_flex(problem, compiler, learned=True),
+        "flex frozen": _build_flex(problem, compiler, learned=False),
     }
 
 
-def _backend(problem: Problem, backend: AttentionBackend) -> Attention:
+def _wrap_backend(problem: AttentionProblem, backend: AttentionBackend) -> Attention:
     encoding, processor = problem.methods
     span = TokenRange(0, problem.length)
 
@@ -164,26 +166,26 @@ def _backend(problem: Problem, backend: AttentionBackend) -> Attention:
     return attention
 
 
-def _floors(problem: Problem) -> dict[str, Attention]:
+def _build_biasless_peers(problem: AttentionProblem) -> dict[str, Attention]:
     """On GPUs both kernels, which take half types; on CPUs the one of that name there."""
     if problem.device == "cpu":
-        return {"flash": partial(_plain, SDPBackend.FLASH_ATTENTION)}
+        return {"flash": partial(_run_plain_attention, SDPBackend.FLASH_ATTENTION)}
     half = problem.dtype in (torch.bfloat16, torch.float16)
-    return {name: partial(_plain, kernel) for name, kernel in FLOORS.items()} if half else {}
+    return {name: partial(_run_plain_attention, kernel) for name, kernel in BIASLESS_PEERS.items()} if half else {}
 
 
-def _plain(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_plain_attention(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(kernel):  # raises where that one cannot, instead of taking another
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _bias_of(encoding: Encoding, n: Tensor) -> Tensor:
+def _compute_bias(encoding: Encoding, n: Tensor) -> Tensor:
     bias = encoding.table(n).bias
     assert bias is not None
     return bias
 
 
-def _by_hand(problem: Problem) -> Attention:
+def _build_handwritten(problem: AttentionProblem) -> Attention:
     """Whole score maps, for the compiler to fuse."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def _by_hand(problem: Problem) -> Attention:
     return attention
 
 
-def _masked(problem: Problem) -> Attention:
+def _build_masked_sdpa(problem: AttentionProblem) -> Attention:
     """PyTorch's attention with a dense learned mask."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def _masked(problem: Problem) -> Attention:
     return attention
 
 
-def _appendix(problem: Problem) -> Attention:
+def _build_appendix(problem: AttentionProblem) -> Attention:
     """DAPE V2's module as its appendix N prints it, with the same weights."""
     processor = problem.methods[1]
     assert processor is not None
@@ -221,7 +223,7 @@ def _appendix(problem: Problem) -> Attention:
     return attention
 
 
-def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
+def _build_flex(problem: AttentionProblem, compiler: Callable[..., Attention], *, learned: bool) -> Attention:
     """FlexAttention with the table captured in its score function; frozen, the table gets no gradient.
 
     A captured tensor's gradient is added element by element. A table spreads that over T addresses per head; the
@@ -237,7 +239,7 @@ def _flex(problem: Problem, compiler: Callable[..., Attention], *, learned: bool
         return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=problem.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = _bias_of(problem.methods[0], arange_distances(length, problem.device))
+        bias = _compute_bias(problem.methods[0], arange_distances(length, problem.device))
         table = bias if learned else bias.detach()
         return compiled(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j], block_mask=mask())
 

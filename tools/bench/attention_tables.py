@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-HEADINGS = ["op", "T", "B", "H", "dtype", "peer", "forward ms", "backward ms", "both ms", "times ours", "memory MB",
+COLUMN_HEADERS = ["op", "T", "B", "H", "dtype", "peer", "forward ms", "backward ms", "both ms", "times ours",
+    "memory MB",
             "error"]  # fmt: skip
-WIDTHS = (16, 6, 3, 3, 8, 18, 11, 12, 10, 11, 10, 8)
-PICTURES = (".png", ".svg", ".pdf")
+COLUMN_WIDTHS = (16, 6, 3, 3, 8, 18, 11, 12, 10, 11, 10, 8)
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def cells(record: dict[str, Any]) -> list[str]:
+def format_cells(record: dict[str, Any]) -> list[str]:
     """A record as the cells of a table; a dash where the gate allows no number, or there is none of ours to compare."""
     op = record["op"] + (f" k={record['k']}" if "k" in record else "")
     problem = [op, str(record["T"]), str(record["B"]), str(record["H"]), record["dtype"], record["peer"]]
@@ -22,33 +23,34 @@ def cells(record: dict[str, Any]) -> list[str]:
     return [*problem, *middle, ratio, memory, wrong]
 
 
-def line(record: dict[str, Any]) -> str:
+def format_console_line(record: dict[str, Any]) -> str:
     """A record as a line of the console."""
-    return in_columns(cells(record))
+    return align_columns(format_cells(record))
 
 
-def in_columns(words: list[str]) -> str:
+def align_columns(words: list[str]) -> str:
     """Cells as a line of the console."""
-    return " ".join(word.rjust(width) for word, width in zip(words, WIDTHS, strict=True))
+    return " ".join(word.rjust(width) for word, width in zip(words, COLUMN_WIDTHS, strict=True))
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
+def render_markdown_table(headings: list[str], rows: list[list[str]]) -> str:
     """Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows))
 
 
-def measured(result: dict[str, Any]) -> str:
+def format_measured_line(result: dict[str, Any]) -> str:
     """Where, when and with what a record was measured, in a line."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['date']}, {result['machine']}; {versions}; `{result['command']}`."
 
 
-def markdown(result: dict[str, Any]) -> str:
+def render_page(result: dict[str, Any]) -> str:
     """The records as a table, with where and how they were measured."""
-    return f"{table(HEADINGS, [*map(cells, result['records'])])}\n\n{measured(result)}\n"
+    table = render_markdown_table(COLUMN_HEADERS, [format_cells(record) for record in result["records"]])
+    return f"{table}\n\n{format_measured_line(result)}\n"
 
 
-def plot(records: list[dict[str, Any]], path: Path) -> None:
+def plot_records(records: list[dict[str, Any]], path: Path) -> None:
     """Time and memory over T, one curve per peer."""
     import matplotlib
 

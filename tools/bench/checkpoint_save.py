@@ -6,7 +6,6 @@ Trains the 125M model in one process on the CPU. Rounds of three alternate, so t
 steps alone; a save and the steps during which it is written; a save that is waited for, as one without threads would.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -18,10 +17,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
 
 from megatron.checkpoint import layout  # noqa: E402
 from megatron.config.load import load_config  # noqa: E402
@@ -34,13 +34,12 @@ from megatron.training.resolve_run import resolve_run  # noqa: E402
 from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
-from tools.records import stamp  # noqa: E402
 
 SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}
 """Layers, width, heads, length, rows of the embedding."""
 
 
-def ready(shape: str, corpus: Path, save: Path) -> Trainer:
+def build_trainer(shape: str, corpus: Path, save: Path) -> Trainer:
     """A run of one micro-batch of one sequence per step, ready to step."""
     layers, width, heads, length, rows = SHAPES[shape]
     values = {
@@ -56,10 +55,10 @@ def ready(shape: str, corpus: Path, save: Path) -> Trainer:
     return Trainer(run, time.perf_counter())
 
 
-def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
+def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     """Seconds of each kind, one per round or step; the first round warms up."""
     prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
-    loop = ready(shape, place / "corpus", place / "run")
+    loop = build_trainer(shape, place / "corpus", place / "run")
     saver = loop.saver
     times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
 
@@ -99,10 +98,9 @@ def measure(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     }
 
 
-def page(record: dict[str, Any]) -> str:
+def render_page(record: dict[str, Any]) -> str:
     """The record for people."""
-    at, machine = record["medians"], record["stamp"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    at = record["medians"]
     rows = (
         ("a step", at["step"]),
         ("what a save takes from the step before it: copying", at["stall"]),
@@ -123,24 +121,23 @@ for alternate.
 |---|---|---|
 {lines}
 
-Recorded {machine["date"]} by `{machine["command"]}` at {machine["commit"]} on {machine["machine"]}; {versions}.
+{format_provenance(record["stamp"])}
 """
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="125M")
-    parser.add_argument("--rounds", type=at_least(1), default=5)
-    parser.add_argument("--json", type=output_file, help="the record; its page goes beside it")
+    parser.add_argument("--rounds", type=int_at_least(1), default=5)
+    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        found = measure(arguments.shape, arguments.rounds, Path(place))
-    record = {"stamp": stamp(__file__, "cpu"), **found}
-    print(page(record))
+        found = measure_saves(arguments.shape, arguments.rounds, Path(place))
+    record = {"stamp": collect_provenance(__file__, "cpu"), **found}
+    print(render_page(record))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        arguments.json.with_suffix(".md").write_text(page(record), encoding="utf-8")
+        write_record(arguments.json, record, render_page(record))
 
 
 if __name__ == "__main__":

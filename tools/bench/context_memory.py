@@ -6,7 +6,6 @@ Counted, not measured: every tensor that autograd saves for the backward pass, o
 It is the same on every machine and for every device.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,15 +15,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tools.arguments import Parser, at_least, output_file, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 
 if __name__ == "__main__" and len(sys.argv) < 4:
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
 
 from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
-from tools.launch_ranks import rank_main, run  # noqa: E402
+from tools.launch_ranks import run_rank, run_ranks  # noqa: E402
+from tools.records import collect_provenance, format_origin, write_record  # noqa: E402
 
-RANKS = (1, 2, 4)
+WORLD_SIZES = (1, 2, 4)
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
@@ -36,7 +36,7 @@ MODEL = {
 }  # fmt: skip
 
 
-def saved_bytes(job: dict[str, Any], meet: Callable[[], RankInfo]) -> list[int]:
+def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> list[int]:
     """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
     import torch
 
@@ -45,7 +45,7 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], RankInfo]) -> list[int]:
     from megatron.model.build import build_model
     from megatron.options.model import ModelOptions, PositionOptions
 
-    length, place = job["length"], meet()
+    length, place = job["length"], connect()
     processes = init_distributed(place, ParallelSizes(context=place.world_size), device="cpu", backend="gloo")
     found = []
     for method in METHODS.values():
@@ -71,16 +71,14 @@ def saved_bytes(job: dict[str, Any], meet: Callable[[], RankInfo]) -> list[int]:
 
 def main() -> None:
     """Count, and write a record."""
-    parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=at_least(8), default=4096, help="tokens of the sequence")
-    parser.add_argument("--json", type=output_file, help="the record; its table goes beside it")
+    parser = ToolParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--length", type=int_at_least(8), default=4096, help="tokens of the sequence")
+    parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
     arguments = parser.parse_args()
-    from tools.records import stamp
-
     with tempfile.TemporaryDirectory() as folder:
         found = {
-            world: run(Path(__file__).resolve(), Path(folder) / str(world), world, {"length": arguments.length})
-            for world in RANKS
+            world: run_ranks(Path(__file__).resolve(), Path(folder) / str(world), world, {"length": arguments.length})
+            for world in WORLD_SIZES
         }
     rows = []
     for number, (method, recomputed) in enumerate((m, r) for m in METHODS for r in (False, True)):
@@ -88,18 +86,16 @@ def main() -> None:
             {
                 "method": method,
                 "recomputed": recomputed,
-                "bytes": {str(world): max(rank[number] for rank in found[world]) for world in RANKS},
+                "bytes": {str(world): max(rank[number] for rank in found[world]) for world in WORLD_SIZES},
             }
         )
-    record = {"stamp": stamp(__file__, "cpu"), "length": arguments.length, "model": MODEL, "rows": rows}
-    print(table(record))
+    record = {"stamp": collect_provenance(__file__, "cpu"), "length": arguments.length, "model": MODEL, "rows": rows}
+    print(render_table(record))
     if arguments.json is not None:
-        path = Path(arguments.json)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+        write_record(arguments.json, record, render_page(record))
 
 
-def table(record: dict[str, Any]) -> str:
+def render_table(record: dict[str, Any]) -> str:
     """MiB of the rank that keeps most, and the share of what one rank keeps."""
     lines = ["| method | layers recomputed | C = 1 | C = 2 | C = 4 |", "|---|---|---|---|---|"]
     for row in record["rows"]:
@@ -109,9 +105,9 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(record: dict[str, Any]) -> str:
+def render_page(record: dict[str, Any]) -> str:
     """The record for people."""
-    stamp, model = record["stamp"], record["model"]
+    model = record["model"]
     return f"""# What context parallelism saves
 
 What one rank keeps between forward and backward of one sequence of {record["length"]:,} tokens when C ranks share it:
@@ -121,14 +117,14 @@ Counted are the bytes that autograd saves, parameters left out; the rank that ke
 The gathered keys and values of all places are among them, which is why kerple_log and cdape stay above a half
 unless layers are recomputed (`checkpoint_activations`).
 
-{table(record)}
+{render_table(record)}
 
-Recorded {stamp["date"]} by `{stamp["command"]}` at {stamp["commit"]}; torch {stamp["versions"]["torch"]}.
+{format_origin(record["stamp"])}; torch {record["stamp"]["versions"]["torch"]}.
 """
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 4 and sys.argv[2].isdigit():
-        rank_main(saved_bytes)
+        run_rank(count_saved_bytes)
     else:
         main()

@@ -11,19 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bench.attention_peers import FLOORS, FROZEN, Attention, Problem, peers
-from tools.rounding import FACTOR, allowed, times
+from tools.bench.attention_peers import BIASLESS_PEERS, FROZEN_PEERS, Attention, AttentionProblem, build_peers
+from tools.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
-PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
+RESULT_PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
 """What a record tells apart: sums over all scores round coarser than rows do."""
-UNGATED = {**dict.fromkeys(FLOORS, tuple(PARTS)), **dict.fromkeys(FROZEN, tuple(PARTS)[1:])}
+UNCHECKED_PARTS = {
+    **dict.fromkeys(BIASLESS_PEERS, tuple(RESULT_PARTS)),
+    **dict.fromkeys(FROZEN_PEERS, tuple(RESULT_PARTS)[1:]),
+}
 """What a peer does not compute."""
-ROUNDED_THROUGHOUT = ("sdpa mask", "appendix", "appendix compiled", "by hand compiled", "flex learned", "flex frozen")
+UNFUSED_PEERS = ("sdpa mask", "appendix", "appendix compiled", "by hand compiled", "flex learned", "flex frozen")
 """Peers that hold bias, hidden values or their gradients in the compute type."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """What the gate says of a peer."""
 
     errors: dict[str, float]
@@ -38,13 +41,13 @@ class Verdict:
         return largest if largest < float("inf") else None
 
 
-def products_in_full() -> None:
+def disable_tf32() -> None:
     """float32 products and convolutions as IEEE has them: a GPU's default for convolutions is TF32, with 10 bits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
-def passes(problem: Problem, attention: Attention) -> list[Tensor]:
+def run_forward_backward(problem: AttentionProblem, attention: Attention) -> list[Tensor]:
     """Output and all gradients of one forward and backward pass."""
     inputs = problem.inputs()
     output = attention(*inputs)
@@ -57,7 +60,7 @@ def passes(problem: Problem, attention: Attention) -> list[Tensor]:
     return [output.detach(), *gradients]
 
 
-def errors(problem: Problem, ours: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
+def compute_errors(problem: AttentionProblem, ours: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
     """The largest error of a tensor in each part, relative to the largest value of that tensor; inf where one is NaN.
 
     Conv2's constant, the last of CDAPE's parameters, is added to all logits of a row, so its true gradient is zero and
@@ -70,28 +73,28 @@ def errors(problem: Problem, ours: list[Tensor], exact: list[Tensor]) -> dict[st
         float((a.double() - b).abs().nan_to_num(nan=float("inf")).max()) / scale
         for a, b, scale in zip(ours, exact, scales, strict=True)
     ]
-    return {name: max(wrong[part]) for name, part in PARTS.items()}
+    return {name: max(wrong[part]) for name, part in RESULT_PARTS.items()}
 
 
-class Gate:
+class ErrorGate:
     """The truth of a problem, and how far from it rounding may take a peer."""
 
-    def __init__(self, problem: Problem) -> None:
-        products_in_full()
+    def __init__(self, problem: AttentionProblem) -> None:
+        disable_tf32()
         self.problem, self.exact_problem = problem, problem.in_float64()
-        self.attention = peers(self.exact_problem)["chunked"]  # memory linear in the length
-        self.exact = passes(self.exact_problem, self.attention)
+        self.attention = build_peers(self.exact_problem)["chunked"]  # memory linear in the length
+        self.exact = run_forward_backward(self.exact_problem, self.attention)
         self.sizes: dict[bool, list[Tensor]] = {}
 
     def sizes_of(self, name: str, kinds: list[torch.dtype]) -> list[Tensor]:
         """Of the rounding errors of each result, as a peer rounds. Conv2's constant has no gradient of its own: what it
         gets is of the size of its weight's."""
-        throughout = name in ROUNDED_THROUGHOUT
+        throughout = name in UNFUSED_PEERS
         if throughout not in self.sizes:
-            found = allowed(
-                _named(kinds),
-                _named(self.exact),
-                lambda: _named(passes(self.exact_problem, self.attention)),
+            found = estimate_rounding_sizes(
+                _key_by_index(kinds),
+                _key_by_index(self.exact),
+                lambda: _key_by_index(run_forward_backward(self.exact_problem, self.attention)),
                 self.problem.dtype,
                 stored=True,
                 throughout=throughout,
@@ -102,37 +105,37 @@ class Gate:
             self.sizes[throughout] = sizes
         return self.sizes[throughout]
 
-    def judge(self, name: str, attention: Attention) -> Verdict:
+    def judge(self, name: str, attention: Attention) -> GateVerdict:
         """What a peer's errors are, and whether it gets a speed."""
         try:
-            found = passes(self.problem, attention)
+            found = run_forward_backward(self.problem, attention)
         except Exception as failure:  # out of memory, or refused by a compiler: the other peers still count
-            return Verdict({}, in_a_line(failure))
-        measured = errors(self.problem, found, self.exact)
-        measured = {part: value for part, value in measured.items() if part not in UNGATED.get(name, ())}
+            return GateVerdict({}, format_exception(failure))
+        measured = compute_errors(self.problem, found, self.exact)
+        measured = {part: value for part, value in measured.items() if part not in UNCHECKED_PARTS.get(name, ())}
         for part in measured:
-            ratio = self._excess(name, found, PARTS[part])
-            if ratio > FACTOR:
+            ratio = self._excess(name, found, RESULT_PARTS[part])
+            if ratio > SAFETY_FACTOR:
                 text = f"errs in {part} by {ratio:.3g} times what rounding in {self.problem.dtype} gives"
-                return Verdict(measured, f"{text}: no speed is reported")
-        return Verdict(measured)
+                return GateVerdict(measured, f"{text}: no speed is reported")
+        return GateVerdict(measured)
 
     def _excess(self, name: str, found: list[Tensor], part: slice) -> float:
         sizes = self.sizes_of(name, [x.dtype for x in found])
         judged = zip(found[part], self.exact[part], sizes[part], strict=True)
-        return max(times(mine.double() - exact, size) for mine, exact, size in judged)
+        return max(compute_size_ratio(mine.double() - exact, size) for mine, exact, size in judged)
 
 
-def gate(problem: Problem, found: dict[str, Attention]) -> dict[str, Verdict]:
+def judge_peers(problem: AttentionProblem, found: dict[str, Attention]) -> dict[str, GateVerdict]:
     """The errors of every peer, and who gets no speed: a peer that raises, or errs by more than rounding."""
-    judge = Gate(problem)
+    judge = ErrorGate(problem)
     return {name: judge.judge(name, attention) for name, attention in found.items()}
 
 
-def _named(values: list[Any]) -> dict[str, Any]:
+def _key_by_index(values: list[Any]) -> dict[str, Any]:
     return {str(index): value for index, value in enumerate(values)}
 
 
-def in_a_line(failure: Exception) -> str:
+def format_exception(failure: Exception) -> str:
     """What a record says of it."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"

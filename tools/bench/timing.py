@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # `resident_growth` starts this file
+if __name__ == "__main__":  # `measure_memory_growth` starts this file
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tools.bench.attention_peers import Attention, Problem, peers  # noqa: E402
+from tools.bench.attention_peers import Attention, AttentionProblem, build_peers  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Timing:
         return self.forward + self.backward
 
 
-def clock(problem: Problem, attention: Attention, repeats: int) -> Timing:
+def time_passes(problem: AttentionProblem, attention: Attention, repeats: int) -> Timing:
     """The mean of some passes."""
     inputs, seed = problem.inputs(), problem.output_gradient()
     wanted = [*inputs, *problem.parameters()]
@@ -43,21 +43,21 @@ def clock(problem: Problem, attention: Attention, repeats: int) -> Timing:
         before = torch.cuda.memory_allocated()
     forward = backward = 0.0
     for _ in range(repeats):
-        marks = [_mark(cuda)]
+        marks = [_record_time(cuda)]
         output = attention(*inputs)
-        marks.append(_mark(cuda))
+        marks.append(_record_time(cuda))
         torch.autograd.grad(output, wanted, seed, allow_unused=True)
-        marks.append(_mark(cuda))
+        marks.append(_record_time(cuda))
         del output  # or it would count for the next pass's memory
         if cuda:
             torch.cuda.synchronize()
-        forward += _between(marks[0], marks[1])
-        backward += _between(marks[1], marks[2])
+        forward += _compute_elapsed_ms(marks[0], marks[1])
+        backward += _compute_elapsed_ms(marks[1], marks[2])
     memory = (torch.cuda.max_memory_allocated() - before) / 1e6 if cuda else None
     return Timing(forward / repeats, backward / repeats, memory)
 
 
-def _mark(cuda: bool) -> Any:
+def _record_time(cuda: bool) -> Any:
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -65,18 +65,18 @@ def _mark(cuda: bool) -> Any:
     return event
 
 
-def _between(first: Any, second: Any) -> float:
+def _compute_elapsed_ms(first: Any, second: Any) -> float:
     return 1e3 * (second - first) if isinstance(first, float) else first.elapsed_time(second)
 
 
-def quartiles(values: list[float], digits: int = 4) -> list[float]:
+def compute_quartiles(values: list[float], digits: int = 4) -> list[float]:
     """First quartile, median and third of any number of values but none."""
     # "inclusive": between the values. The default guesses beyond two of them, below zero if they differ enough.
     found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return [round(value, digits) for value in found]
 
 
-def resident_growth(problem: Problem, name: str) -> float:
+def measure_memory_growth(problem: AttentionProblem, name: str) -> float:
     """MB that one forward and backward pass of a peer adds on a CPU, measured in a process of its own."""
     fields = {**asdict(problem), "dtype": str(problem.dtype).removeprefix("torch.")}
     command = [sys.executable, __file__, json.dumps({"problem": fields, "peer": name})]
@@ -84,23 +84,23 @@ def resident_growth(problem: Problem, name: str) -> float:
     return float(done.stdout)
 
 
-def _measure_growth(what: dict[str, Any]) -> None:
+def _print_memory_growth(what: dict[str, Any]) -> None:
     """The growth of the resident set's peak, from a warm start on a tiny problem."""
     torch.set_num_threads(2)
     fields = {**what["problem"], "dtype": getattr(torch, what["problem"]["dtype"])}
-    tiny = Problem(**{**fields, "length": 16})
-    clock(tiny, peers(tiny)[what["peer"]], 1)
-    problem = Problem(**fields)
-    attention = peers(problem)[what["peer"]]
+    tiny = AttentionProblem(**{**fields, "length": 16})
+    time_passes(tiny, build_peers(tiny)[what["peer"]], 1)
+    problem = AttentionProblem(**fields)
+    attention = build_peers(problem)[what["peer"]]
     problem.inputs()  # drawn before, as in the rounds
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
-    clock(problem, attention, 1)
-    print((_status("VmHWM") - before) / 1e3)
+    before = _read_status_kb("VmRSS")
+    time_passes(problem, attention, 1)
+    print((_read_status_kb("VmHWM") - before) / 1e3)
 
 
-def _status(field: str) -> float:
+def _read_status_kb(field: str) -> float:
     """A field of /proc/self/status, in kB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
@@ -109,4 +109,4 @@ def _status(field: str) -> float:
 
 
 if __name__ == "__main__":
-    _measure_growth(json.loads(sys.argv[1]))
+    _print_memory_growth(json.loads(sys.argv[1]))

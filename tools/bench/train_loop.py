@@ -10,7 +10,6 @@ what counts is the median over blocks of the ratio. Records are written after ea
 after the current step, with the records of the methods before.
 """
 
-import json
 import logging
 import signal
 import statistics
@@ -24,10 +23,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import Parser, at_least, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, comma_separated, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
@@ -45,7 +44,7 @@ from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.bench.plain_gpt import PlainGPT  # noqa: E402
-from tools.records import stamp  # noqa: E402
+from tools.records import collect_provenance, write_record  # noqa: E402
 
 SHAPES = {
     "quickstart": {"layers": 4, "width": 128, "heads": 4, "length": 64, "batch": 32, "cdape_width": 16, "rows": 32,
@@ -60,7 +59,7 @@ METHODS = {
 }
 
 
-def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
+def build_trainer(shape: dict, method: str, corpus: Path) -> Trainer:
     """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
     values = {
         "num_layers": shape["layers"], "hidden_size": shape["width"], "num_attention_heads": shape["heads"],
@@ -79,12 +78,12 @@ def farfield(shape: dict, method: str, corpus: Path) -> Trainer:
     return Trainer(run, time.perf_counter())
 
 
-class Plain:
+class PlainTrainer:
     """The loop one writes by hand."""
 
     def __init__(self, shape: dict, method: str, corpus: Path, vocabulary: int) -> None:
         self.shape = shape
-        config = load_config([], [*MINIMAL, f"train_data_paths=[{corpus / 'train_text_document'}]"]).config
+        config = load_config([], [*MINIMAL_CONFIG, f"train_data_paths=[{corpus / 'train_text_document'}]"]).config
         self.data = torch.from_numpy(load_token_stream(config.data, "train").astype("int64"))
         self.model = PlainGPT(
             shape["layers"], shape["width"], shape["heads"], shape["length"], vocabulary, method, shape["cdape_width"]
@@ -105,22 +104,22 @@ class Plain:
         self.schedule.step()
 
 
-MINIMAL = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1"]
+MINIMAL_CONFIG = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=1"]
 
 
-class Stopped(Exception):
+class StoppedBySignal(Exception):
     """A signal came; its number is the argument. Past it the loop would take no steps, in no time."""
 
 
-def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int) -> dict:
+def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps: int) -> dict:
     """Alternate blocks of steps; tokens per second of each and the median of the ratios.
 
     Raises:
         Stopped: the process was asked to end.
     """
     shape = SHAPES[shape_name]
-    loop = farfield(shape, method, corpus)
-    plain = Plain(shape, method, corpus, loop.state.vocabulary.size)
+    loop = build_trainer(shape, method, corpus)
+    plain = PlainTrainer(shape, method, corpus, loop.state.vocabulary.size)
     tokens = shape["batch"] * shape["length"] * steps
     times: dict[str, list[float]] = {"farfield": [], "plain": []}
     with closing(loop.state), GracefulStop() as stop:
@@ -131,7 +130,7 @@ def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int)
                 for _ in range(steps):
                     takers[name]()
                     if stop.signal is not None:
-                        raise Stopped(stop.signal)
+                        raise StoppedBySignal(stop.signal)
                 if block:
                     times[name].append(time.perf_counter() - begun)
     ratios = [p / f for f, p in zip(times["farfield"], times["plain"], strict=True)]
@@ -151,37 +150,37 @@ def measure(shape_name: str, method: str, corpus: Path, blocks: int, steps: int)
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", type=some_of(SHAPES), default="quickstart,medium")
-    parser.add_argument("--methods", type=some_of(METHODS), default="rotary,kerple_log,cdape")
-    parser.add_argument("--blocks", type=at_least(2), default=9)
-    parser.add_argument("--json", type=output_file, help="write the records here")
+    parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", type=comma_separated(SHAPES), default="quickstart,medium")
+    parser.add_argument("--methods", type=comma_separated(METHODS), default="rotary,kerple_log,cdape")
+    parser.add_argument("--blocks", type=int_at_least(2), default=9)
+    parser.add_argument("--json", type=parse_output_path, help="write the records here")
     arguments = parser.parse_args()
     try:
-        compare(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
-    except Stopped as stopped:
+        compare_speeds(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)
+    except StoppedBySignal as stopped:
         number = stopped.args[0]
         print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
         sys.exit(128 + number)
 
 
-def compare(shapes: list[str], methods: list[str], blocks: int, file: Path | None) -> None:
+def compare_speeds(shapes: list[str], methods: list[str], blocks: int, file: Path | None) -> None:
     """Measure every method in every shape; print and write each record as soon as it is there."""
-    result = {**stamp(__file__, "cpu"), "records": []}
+    result = {**collect_provenance(__file__, "cpu"), "records": []}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "python"
         prepare_corpus(CorpusOptions(sources=["python"]), corpus)
         print(f"{'shape':<11} {'method':<11} {'farfield tok/s':>15} {'plain tok/s':>12} {'ratio':>6}   quartiles")
         for shape in shapes:
             for method in methods:
-                record = measure(shape, method, corpus, blocks, 15 if shape == "quickstart" else 1)
+                record = measure_speed(shape, method, corpus, blocks, 15 if shape == "quickstart" else 1)
                 result["records"].append(record)
                 speed = record["tokens_per_second"]
                 low, high = record["ratio_quartiles"]
                 print(f"{shape:<11} {method:<11} {speed['farfield']:>15,} {speed['plain']:>12,} {record['ratio']:>6}"
                       f"   {low} … {high}", flush=True)  # fmt: skip
                 if file is not None:
-                    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                    write_record(file, result)
 
 
 if __name__ == "__main__":

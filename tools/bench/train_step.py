@@ -14,7 +14,6 @@ what the rounds so far have measured.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,10 +26,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import Parser, at_least, device, output_file, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, int_at_least, parse_device, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
     warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
@@ -43,14 +42,14 @@ from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
 from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
 from megatron.training.metrics import find_peak_tflops  # noqa: E402
-from tools.bench.error_gate import in_a_line, products_in_full  # noqa: E402
+from tools.bench.error_gate import disable_tf32, format_exception  # noqa: E402
 from tools.bench.plain_gpt import PlainGPT  # noqa: E402
-from tools.bench.timing import quartiles  # noqa: E402
-from tools.records import stamp  # noqa: E402
+from tools.bench.timing import compute_quartiles  # noqa: E402
+from tools.records import collect_provenance, write_record  # noqa: E402
 
 # layers, width, heads, as configs/model has them; "tiny" is for rehearsals
 MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
-VOCABULARY = 50304
+VOCABULARY_SIZE = 50304
 CDAPE = {"score_processor": "cdape", "pos_emb_per_layer": True}
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
@@ -58,13 +57,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "cdape": {"pos_emb": "kerple_log", **CDAPE},
 }
 PEERS = (*METHODS, "plain")
-WARM = 2
+NUM_WARMUP_ROUNDS = 2
 """Rounds that only warm up and compile."""
-Step = Callable[[], None]
+StepFunction = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Problem:
+class StepProblem:
     """What every candidate does."""
 
     model: str
@@ -87,7 +86,7 @@ class Problem:
 class Candidate:
     """A model, what it has taken and why it takes no more."""
 
-    step: Step | None = None
+    step: StepFunction | None = None
     flops: float = 0.0
     """Per token, forward and backward."""
     seconds: list[float] = field(default_factory=list)
@@ -96,7 +95,7 @@ class Candidate:
     refusal: str | None = None
 
 
-def farfield(problem: Problem, method: str) -> Candidate:
+def build_farfield(problem: StepProblem, method: str) -> Candidate:
     """Farfield's model."""
     layers, width, heads = MODELS[problem.model]
     options = ModelOptions(
@@ -106,7 +105,7 @@ def farfield(problem: Problem, method: str) -> Candidate:
     gpt = build_model(
         options,
         PositionOptions(**METHODS[method]),
-        128 if problem.layer else VOCABULARY,
+        128 if problem.layer else VOCABULARY_SIZE,
         groups=single_process(),
         seed=1,
         device=problem.device,
@@ -114,26 +113,32 @@ def farfield(problem: Problem, method: str) -> Candidate:
         backend="triton" if (problem.cuda or is_interpreted()) and method != "rotary" else "auto",
     )
     if problem.layer:
-        return Candidate(_layer_step(problem, gpt, width))
-    return Candidate(_model_step(problem, gpt, lambda x, y: gpt(x, y).mean()), gpt.flops_per_token(problem.length))
+        return Candidate(_build_layer_step(problem, gpt, width))
+    return Candidate(
+        _build_model_step(problem, gpt, lambda x, y: gpt(x, y).mean()), gpt.flops_per_token(problem.length)
+    )
 
 
-def plain(problem: Problem) -> Candidate:
+def build_plain(problem: StepProblem) -> Candidate:
     """A GPT written by hand, with rotary positions."""
     layers, width, heads = MODELS[problem.model]
-    model = PlainGPT(layers, width, heads, problem.length, VOCABULARY, "rotary")
+    model = PlainGPT(layers, width, heads, problem.length, VOCABULARY_SIZE, "rotary")
     model = model.to(problem.device, get_torch_dtype(problem.dtype))
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
 
-    flops = 6.0 * 12 * layers * width**2 + 6.0 * VOCABULARY * width + 6.0 * layers * width * (problem.length + 1)
-    return Candidate(_model_step(problem, model, torch.compile(loss, dynamic=False) if problem.cuda else loss), flops)
+    flops = 6.0 * 12 * layers * width**2 + 6.0 * VOCABULARY_SIZE * width + 6.0 * layers * width * (problem.length + 1)
+    return Candidate(
+        _build_model_step(problem, model, torch.compile(loss, dynamic=False) if problem.cuda else loss), flops
+    )
 
 
-def _model_step(problem: Problem, model: torch.nn.Module, loss_of: Callable[..., torch.Tensor]) -> Step:
+def _build_model_step(
+    problem: StepProblem, model: torch.nn.Module, loss_of: Callable[..., torch.Tensor]
+) -> StepFunction:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=problem.cuda)
-    tokens = torch.randint(VOCABULARY, (problem.batch, problem.length + 1)).to(problem.device)
+    tokens = torch.randint(VOCABULARY_SIZE, (problem.batch, problem.length + 1)).to(problem.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -143,7 +148,7 @@ def _model_step(problem: Problem, model: torch.nn.Module, loss_of: Callable[...,
     return step
 
 
-def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
+def _build_layer_step(problem: StepProblem, gpt: Any, width: int) -> StepFunction:
     layer = gpt.decoder.layers[0]
     like: dict[str, Any] = {"dtype": get_torch_dtype(problem.dtype), "device": problem.device}
     hidden = torch.randn(problem.length, problem.batch, width, **like).requires_grad_()
@@ -157,39 +162,39 @@ def _layer_step(problem: Problem, gpt: Any, width: int) -> Step:
     return step
 
 
-def candidates(problem: Problem, names: list[str]) -> dict[str, Candidate]:
+def build_candidates(problem: StepProblem, names: list[str]) -> dict[str, Candidate]:
     """By name; one that cannot be built is refused."""
     torch.manual_seed(1)
     found = {}
     for name in (peer for peer in PEERS if peer in names):
         try:
-            found[name] = plain(problem) if name == "plain" else farfield(problem, name)
+            found[name] = build_plain(problem) if name == "plain" else build_farfield(problem, name)
         except Exception as failure:  # the others still count
-            found[name] = Candidate(refusal=in_a_line(failure))
+            found[name] = Candidate(refusal=format_exception(failure))
     return found
 
 
-def bench(problem: Problem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
+def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
     """One record per candidate. Records of an interrupted problem say `cut`."""
     torch.compiler.reset()  # every shape is compiled for itself
-    found = candidates(problem, names)
+    found = build_candidates(problem, names)
     cut = False
     try:
-        for _ in range(rounds + WARM):
+        for _ in range(rounds + NUM_WARMUP_ROUNDS):
             for candidate in found.values():
                 if candidate.refusal is None:
-                    _take(problem, candidate)
+                    _time_step(problem, candidate)
     except KeyboardInterrupt:
         cut = True
     for candidate in found.values():  # where it was cut while warming up, the last of that is what there is
-        candidate.seconds = candidate.seconds[WARM:] or candidate.seconds[-1:]
-    records = [_record(problem, name, found) | ({"cut": True} if cut else {}) for name in found]
+        candidate.seconds = candidate.seconds[NUM_WARMUP_ROUNDS:] or candidate.seconds[-1:]
+    records = [_build_record(problem, name, found) | ({"cut": True} if cut else {}) for name in found]
     for record in records:
-        print(line(record), flush=True)
+        print(format_console_line(record), flush=True)
     return records
 
 
-def _take(problem: Problem, candidate: Candidate) -> None:
+def _time_step(problem: StepProblem, candidate: Candidate) -> None:
     """One timed step."""
     assert candidate.step is not None
     if problem.cuda:
@@ -202,14 +207,14 @@ def _take(problem: Problem, candidate: Candidate) -> None:
         if problem.cuda:
             torch.cuda.synchronize()
     except Exception as failure:  # out of memory, or refused by a compiler
-        candidate.refusal = in_a_line(failure)
+        candidate.refusal = format_exception(failure)
         return
     candidate.seconds.append(time.perf_counter() - begun)
     if problem.cuda:
         candidate.memory = (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def _record(problem: Problem, name: str, found: dict[str, Candidate]) -> dict[str, Any]:
+def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) -> dict[str, Any]:
     candidate = found[name]
     head = {
         "op": "layer" if problem.layer else "train_step", "peer": name, "model": problem.model,
@@ -227,14 +232,14 @@ def _record(problem: Problem, name: str, found: dict[str, Candidate]) -> dict[st
             ratios[f"ratio_to_{other}"] = round(statistics.median(t / o for t, o in pairs), 4)
     whole = {"tflops": round(tflops, 3), "mfu": None if peak is None else round(tflops / peak, 4)}
     return {
-        **head, "ms": {"both": quartiles([1e3 * taken for taken in candidate.seconds], 3)},
+        **head, "ms": {"both": compute_quartiles([1e3 * taken for taken in candidate.seconds], 3)},
         "tokens_per_second": round(problem.tokens / middle), **ratios, **({} if problem.layer else whole),
         "peak_memory_mb": None if candidate.memory is None else round(candidate.memory, 1),
         "rounds": len(candidate.seconds),
     }  # fmt: skip
 
 
-def line(record: dict[str, Any]) -> str:
+def format_console_line(record: dict[str, Any]) -> str:
     """A record as a line of the console."""
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<11} "
     if record["ms"] is None:
@@ -243,7 +248,7 @@ def line(record: dict[str, Any]) -> str:
     return head + f"{record['ms']['both'][1]:>10.2f} ms {record['tokens_per_second']:>10,} tok/s{ratios}"
 
 
-def model_length_and_batch(text: str) -> tuple[str, int, int | None]:
+def parse_shape(text: str) -> tuple[str, int, int | None]:
     """The type of MODEL:LENGTH or MODEL:LENGTH:BATCH."""
     model, *sizes = text.split(":")
     if model not in MODELS or len(sizes) not in (1, 2) or not all(s.isdecimal() and int(s) > 0 for s in sizes):
@@ -253,23 +258,23 @@ def model_length_and_batch(text: str) -> tuple[str, int, int | None]:
     return model, int(sizes[0]), int(sizes[1]) if len(sizes) == 2 else None
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--shapes",
-        type=model_length_and_batch,
+        type=parse_shape,
         nargs="+",
         help="MODEL:LENGTH or MODEL:LENGTH:BATCH",
         default=[("125M", 512, None), ("125M", 2048, None), ("350M", 512, None)],
     )
     parser.add_argument("--methods", nargs="+", default=None, choices=PEERS)
-    parser.add_argument("--tokens", type=at_least(1), default=16384, help="tokens per step where no batch is given")
+    parser.add_argument("--tokens", type=int_at_least(1), default=16384, help="tokens per step where no batch is given")
     parser.add_argument("--layer", action="store_true", help="one layer, forward and backward")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--rounds", type=at_least(2), default=15)
-    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--rounds", type=int_at_least(2), default=15)
+    parser.add_argument("--json", type=parse_output_path)
     arguments = parser.parse_args()
     if arguments.layer and "plain" in (arguments.methods or ()):
         parser.error("argument --methods: plain is a whole model, not a layer")
@@ -278,16 +283,16 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parse()
-    products_in_full()
-    result: dict[str, Any] = {**stamp(__file__, arguments.device), "records": []}
+    arguments = parse_arguments()
+    disable_tf32()
+    result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
     for model, length, batch in arguments.shapes:
         batch = batch or max(1, arguments.tokens // length)
-        problem = Problem(model, length, batch, arguments.dtype, arguments.device, arguments.layer)
-        records = bench(problem, arguments.rounds, arguments.methods)
+        problem = StepProblem(model, length, batch, arguments.dtype, arguments.device, arguments.layer)
+        records = benchmark_problem(problem, arguments.rounds, arguments.methods)
         result["records"] += records
         if arguments.json:  # after each shape: a run that is stopped leaves what it has
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write_record(arguments.json, result)
         if any("cut" in record for record in records):
             raise KeyboardInterrupt
     refused = [record for record in result["records"] if "refusal" in record]

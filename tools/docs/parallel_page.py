@@ -37,12 +37,12 @@ GPT2_VOCABULARY = 50257
 PICTURE = Path("docs/images/parallel.png")
 SIZES = ParallelSizes(tensor=2, context=2, data=2, pipeline=2)
 DRAWN_LAYERS, DRAWN_LENGTH = 4, 8
-SHOWN = 5
+HIGHLIGHTED_GPU = 5
 """The GPU whose share stands out."""
 PLAIN, OWN = "#eef2f7", "#f2a93b"
 
 
-def estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
+def list_estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
     """The numbers of GPUs that the layout divides, with what each of them needs."""
     config = load_config([model, METHOD, overlay, "local_setup"]).config
     for gpus in COUNTS:
@@ -53,7 +53,7 @@ def estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstimate]]:
         yield gpus, estimate_memory(settled, resolve_mesh_shape(settled, gpus), GPT2_VOCABULARY)
 
 
-def table() -> str:
+def render_table() -> str:
     """Model × overlay: the fewest GPUs that it fits on, and the estimate for each of them."""
     lines = [
         "| model | overlay | GPUs of 40 GB | estimate each | GPUs of 80 GB | estimate each |",
@@ -61,7 +61,7 @@ def table() -> str:
     ]
     for overlay in OVERLAYS:
         for model in MODELS:
-            found = list(estimates(model, overlay))
+            found = list(list_estimates(model, overlay))
             cells = []
             for gib in GPUS.values():
                 gpus, needed = next((n, m) for n, m in found if m.fits(gib))
@@ -70,25 +70,25 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def markdown() -> str:
+def render_page() -> str:
     """The page with its table as it is today."""
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+    return before + BEGIN + render_table() + END + rest.split(END)[1]
 
 
-def _of(rank: int) -> tuple[int, int, int, int]:
+def _get_coordinates(rank: int) -> tuple[int, int, int, int]:
     mesh = Mesh(rank, SIZES)
     return mesh.tensor.index, mesh.context.index, mesh.data.index, mesh.pipeline.index
 
 
-def holders(
+def list_holders(
     tensor: int | None = None, stage: int | None = None, data: int | None = None, place: int | None = None
 ) -> list[int]:
     """The GPUs that hold a part of a layer, of the stack, of the batch, and a place of its sequences."""
 
     def holds(rank: int) -> bool:
-        t, c, d, p = _of(rank)
+        t, c, d, p = _get_coordinates(rank)
         own = list_context_chunks(DRAWN_LENGTH, Axis(c, SIZES.context))
         wanted = ((tensor, t), (stage, p), (data, d))
         here = place is None or any(first <= place < first + size for first, size in own)
@@ -97,23 +97,23 @@ def holders(
     return [rank for rank in range(SIZES.world_size) if holds(rank)]
 
 
-def _box(axes: Axes, x: float, y: float, width: float, height: float, ranks: list[int], text: str) -> None:
-    colour = OWN if SHOWN in ranks else PLAIN
+def _draw_box(axes: Axes, x: float, y: float, width: float, height: float, ranks: list[int], text: str) -> None:
+    colour = OWN if HIGHLIGHTED_GPU in ranks else PLAIN
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#3b4654", linewidth=0.8))
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, linespacing=1.35)
 
 
-def _names(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     half = -(-len(ranks) // 2)
     return "\n".join(" ".join(map(str, part)) for part in (ranks[:half], ranks[half:]) if part)
 
 
-def _model(axes: Axes) -> None:
+def _draw_model(axes: Axes) -> None:
     for layer in range(DRAWN_LAYERS):
         for tensor in range(SIZES.tensor):
             stage = layer * SIZES.pipeline // DRAWN_LAYERS
-            ranks = holders(tensor=tensor, stage=stage)
-            _box(axes, tensor * 2, DRAWN_LAYERS - 1 - layer, 1.96, 0.96, ranks, _names(ranks))
+            ranks = list_holders(tensor=tensor, stage=stage)
+            _draw_box(axes, tensor * 2, DRAWN_LAYERS - 1 - layer, 1.96, 0.96, ranks, _format_ranks(ranks))
         axes.text(-0.12, DRAWN_LAYERS - 0.5 - layer, f"layer {layer + 1}", ha="right", va="center", fontsize=8)
     axes.axhline(DRAWN_LAYERS / 2 - 0.02, color="#b03a2e", linewidth=1.2)
     axes.set_xlim(-1.1, 4.0)
@@ -122,11 +122,11 @@ def _model(axes: Axes) -> None:
         axes.text(2 * tensor + 1, -0.12, f"half {tensor + 1}\nof each matrix", ha="center", va="top", fontsize=8)
 
 
-def _batch(axes: Axes) -> None:
+def _draw_batch(axes: Axes) -> None:
     for data in range(SIZES.data):
         for first in range(0, DRAWN_LENGTH, 2):
-            ranks = [rank for rank in holders(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline]
-            _box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _names(ranks))
+            ranks = [rank for rank in list_holders(data=data, place=first) if rank < SIZES.world_size // SIZES.pipeline]
+            _draw_box(axes, first, 1.5 - data * 2, 1.94, 1.9, ranks, _format_ranks(ranks))
         axes.text(-0.2, 2.45 - data * 2, f"sequence\n{data + 1}", ha="right", va="center", fontsize=8)
     for first in range(0, DRAWN_LENGTH, 2):
         axes.text(first + 1, -0.65, f"places\n{first}, {first + 1}", ha="center", va="top", fontsize=8)
@@ -134,16 +134,16 @@ def _batch(axes: Axes) -> None:
     axes.set_ylim(-1.9, 3.5)
 
 
-def _states(axes: Axes) -> None:
-    ranks = holders(tensor=_of(SHOWN)[0], stage=_of(SHOWN)[3])
+def _draw_optimizer(axes: Axes) -> None:
+    ranks = list_holders(tensor=_get_coordinates(HIGHLIGHTED_GPU)[0], stage=_get_coordinates(HIGHLIGHTED_GPU)[3])
     for part, rank in enumerate(ranks):
-        _box(axes, 0, len(ranks) - 1 - part, 1.6, 0.94, [rank], f"GPU {rank}")
+        _draw_box(axes, 0, len(ranks) - 1 - part, 1.6, 0.94, [rank], f"GPU {rank}")
     axes.set_xlim(-0.1, 1.7)
     axes.set_ylim(-0.95, len(ranks) + 0.1)
     axes.text(0.8, -0.12, "a quarter each\nof moments, masters", ha="center", va="top", fontsize=8)
 
 
-def _panels() -> Iterator[tuple[str, str]]:
+def _list_panel_titles() -> Iterator[tuple[str, str]]:
     yield "the model", "tensor divides layers, pipeline\n(red line) the stack of them"
     yield (
         "the batch",
@@ -152,19 +152,22 @@ def _panels() -> Iterator[tuple[str, str]]:
     yield "its optimizer", "ZeRO, over data\nand context"
 
 
-def png() -> bytes:
+def draw_picture() -> bytes:
     """The picture, without dates and versions: the same numbers give the same file."""
     with matplotlib.rc_context({"font.family": "DejaVu Sans"}):
         figure = Figure(figsize=(8.0, 3.9), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(1, 3, width_ratios=[3.1, 4.4, 1.5])
-        for place, (draw, (title, under)) in enumerate(zip((_model, _batch, _states), _panels(), strict=True)):
+        for place, (draw, (title, under)) in enumerate(
+            zip((_draw_model, _draw_batch, _draw_optimizer), _list_panel_titles(), strict=True)
+        ):
             axes = figure.add_subplot(grid[0, place])
             axes.set_axis_off()
             draw(axes)
             axes.set_title(f"{title}\n{under}", fontsize=8.5, loc="left", linespacing=1.3)
         figure.suptitle(
-            f"Who holds what: 16 GPUs, tensor 2 × context 2 × data 2 × pipeline 2. Orange: GPU {SHOWN}.", fontsize=9.5
+            f"Who holds what: 16 GPUs, tensor 2 × context 2 × data 2 × pipeline 2. Orange: GPU {HIGHLIGHTED_GPU}.",
+            fontsize=9.5,
         )
         raw = io.BytesIO()
         figure.savefig(

@@ -24,21 +24,21 @@ from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
 """The 125M model's."""
 SEED = 0
-FAR = 2048
+MAX_DISTANCE = 2048
 """Curves reach to this distance, four times the training length."""
-SIDE = 2 * SHAPE.train_length
+MAP_SIZE = 2 * SHAPE.train_length
 """Rows and columns of a map."""
-NEAR = 64
+PROCESSOR_MAP_SIZE = 64
 """Rows and columns of a processor's map."""
 CURVE_HEADS = (0, 3, 7, 11)
 MAP_HEADS = (0, 7)
-BASE = "kerple_log"
+BASE_ENCODING = "kerple_log"
 """The encoding under a processor: the one that DAPE V2 builds on."""
 LIKE = torch.zeros(())
 
 
 @dataclass(frozen=True)
-class Curves:
+class CurvePanel:
     """Lines over the distance n, or over whatever `across` says."""
 
     title: str
@@ -56,7 +56,7 @@ class Curves:
 
 
 @dataclass(frozen=True)
-class Map:
+class MapPanel:
     """A matrix as colours."""
 
     title: str
@@ -70,10 +70,10 @@ class Map:
     """What the first row and the first column stand for."""
 
 
-Panel = Curves | Map
+Panel = CurvePanel | MapPanel
 
 
-def seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
+def build_seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
     """Build with start values that are the same every time, leaving torch's random state alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
@@ -82,84 +82,87 @@ def seeded(build: Callable[[], Encoding | Processor]) -> Encoding | Processor:
 
 def build_encoding(name: str, shape: AttentionDims = SHAPE) -> Encoding:
     """An encoding at its start values."""
-    return seeded(lambda: registry.build_encoding(name, shape))
+    return build_seeded(lambda: registry.build_encoding(name, shape))
 
 
 def build_processor(name: str, shape: AttentionDims = SHAPE, *, has_bias: bool = True) -> Processor:
     """A processor at its start values."""
-    return seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
+    return build_seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
 
 
 @torch.no_grad()
-def of_encoding(encoding: Encoding) -> tuple[list[Panel], str]:
+def build_encoding_panels(encoding: Encoding) -> tuple[list[Panel], str]:
     """What to draw, and what a reader must know besides (or nothing)."""
     method = type(encoding)
     panels: list[Panel] = []
     note = ""
     if method.overrides_hook("embed"):
-        panels += _embedded(encoding)
+        panels += _build_embed_panels(encoding)
     if method.overrides_hook("rotate"):
-        panels += _rotated(encoding)
+        panels += _build_rotate_panels(encoding)
     if method.overrides_hook("table") or method.overrides_hook("dense"):
-        panels += _terms(encoding)
+        panels += _build_term_panels(encoding)
     if method.overrides_hook("contextual"):
-        note = _wake(encoding)
-        panels += _contextual(encoding)
-    return panels or _mask_alone(encoding), note
+        note = _randomize_zero_terms(encoding)
+        panels += _build_contextual_panels(encoding)
+    return panels or _build_mask_panels(encoding), note
 
 
-def _length(encoding: Encoding, wanted: int) -> int:
+def _limit_length(encoding: Encoding, wanted: int) -> int:
     return min(wanted, encoding.max_length or wanted)
 
 
-def _last_rows(encoding: Encoding) -> tuple[int, ...]:
+def _list_last_rows(encoding: Encoding) -> tuple[int, ...]:
     """Query rows to look back from: the last of training and the last of all."""
-    return tuple(sorted({_length(encoding, SHAPE.train_length) - 1, _length(encoding, FAR) - 1}))
+    return tuple(sorted({_limit_length(encoding, SHAPE.train_length) - 1, _limit_length(encoding, MAX_DISTANCE) - 1}))
 
 
-def _lower(square: Tensor) -> Tensor:
+def _mask_future(square: Tensor) -> Tensor:
     """A square [T, T] with NaN where the key is in the future."""
     size = square.shape[-1]
     return square.float().masked_fill(~causal_mask(TokenRange(0, size), TokenRange(0, size)), float("nan"))
 
 
-def _by_head(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
+def _split_heads(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
     """Values [H, …] of some heads by label; one entry where all heads are alike."""
     if torch.equal(values, values[:1].expand_as(values)):
         return {"every head": values[0]}
     return {f"head {head + 1}": values[head] for head in heads}
 
 
-def _embedded(encoding: Encoding) -> list[Panel]:
+def _build_embed_panels(encoding: Encoding) -> list[Panel]:
     """Directions of the added vectors: near 1 where two positions look alike, near 0 where they look unrelated."""
-    vectors = encoding.embed(TokenRange(0, _length(encoding, FAR)), LIKE)
+    vectors = encoding.embed(TokenRange(0, _limit_length(encoding, MAX_DISTANCE)), LIKE)
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
-    lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _last_rows(encoding)}
-    square = unit[:SIDE] @ unit[:SIDE].T
-    return [Curves("cosine of p(i) and p(i − n)", lines), Map("cosine of p(i) and p(j)", _lower(square), "signed")]
+    lines = {f"from i = {row:,}": (unit[: row + 1] @ unit[row]).flip(0) for row in _list_last_rows(encoding)}
+    square = unit[:MAP_SIZE] @ unit[:MAP_SIZE].T
+    return [
+        CurvePanel("cosine of p(i) and p(i − n)", lines),
+        MapPanel("cosine of p(i) and p(j)", _mask_future(square), "signed"),
+    ]
 
 
-def _rotated(encoding: Encoding) -> list[Panel]:
+def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
     """Queries and keys that are all (1, …, 1) before they are turned: what remains is the positions' doing."""
-    ones = torch.ones(1, SHAPE.num_heads, FAR, SHAPE.head_dim)
+    ones = torch.ones(1, SHAPE.num_heads, MAX_DISTANCE, SHAPE.head_dim)
 
     def product(query: TokenRange, key: TokenRange) -> Tensor:
         q, k = (encoding.rotate(ones[:, :, : span.length], span)[0, 0] for span in (query, key))
         return q @ k.T / SHAPE.head_dim
 
     title = "q·k/|q||k| of equal vectors"
-    line = product(TokenRange(FAR - 1, 1), TokenRange(0, FAR))[0].flip(0)
-    square = product(TokenRange(0, SIDE), TokenRange(0, SIDE))
-    return [Curves(title, {"every head": line}), Map(title, _lower(square), "signed")]
+    line = product(TokenRange(MAX_DISTANCE - 1, 1), TokenRange(0, MAX_DISTANCE))[0].flip(0)
+    square = product(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE))
+    return [CurvePanel(title, {"every head": line}), MapPanel(title, _mask_future(square), "signed")]
 
 
-def _terms(encoding: Encoding) -> list[Panel]:
+def _build_term_panels(encoding: Encoding) -> list[Panel]:
     """Bias and weight over the distance, and the factors exp(bias) and weight over (i, j)."""
     toeplitz = type(encoding).overrides_hook("table")
-    far = _length(encoding, FAR)
-    rows = (far - 1,) if toeplitz else _last_rows(encoding)
+    far = _limit_length(encoding, MAX_DISTANCE)
+    rows = (far - 1,) if toeplitz else _list_last_rows(encoding)
     heads = CURVE_HEADS if toeplitz else MAP_HEADS
-    side = TokenRange(0, _length(encoding, SIDE))
+    side = TokenRange(0, _limit_length(encoding, MAP_SIZE))
 
     def at(query: TokenRange, key: TokenRange, which: str) -> Tensor | None:
         return getattr(compute_dense_terms(encoding, query, key, LIKE), which)
@@ -171,29 +174,29 @@ def _terms(encoding: Encoding) -> list[Panel]:
             values = at(TokenRange(row, 1), TokenRange(0, row + 1), which)
             if values is not None:
                 where = "" if toeplitz else f", i = {row:,}"
-                found = _by_head(values[:, 0].flip(-1), heads)
+                found = _split_heads(values[:, 0].flip(-1), heads)
                 lines |= {label + where: line for label, line in found.items()}
         square = at(side, side, which)
         if square is None:
             continue
-        panels.append(Curves(f"{which} over distance", lines, cut=which == "bias"))
+        panels.append(CurvePanel(f"{which} over distance", lines, cut=which == "bias"))
         panels += [
-            Map(f"{title}, {label}", _lower(factor(values)), "decades")
-            for label, values in _by_head(square, MAP_HEADS).items()
+            MapPanel(f"{title}, {label}", _mask_future(factor(values)), "decades")
+            for label, values in _split_heads(square, MAP_HEADS).items()
         ]
     return panels
 
 
-def _random_qk(length: int) -> tuple[Tensor, Tensor]:
+def _draw_qk(length: int) -> tuple[Tensor, Tensor]:
     """Queries and keys [1, H, T, d] ~ N(0, 1), the same every time."""
     generator = torch.Generator().manual_seed(SEED)
     q, k = torch.randn(2, 1, SHAPE.num_heads, length, SHAPE.head_dim, generator=generator)
     return q, k
 
 
-def _contextual_rows(encoding: Encoding, query: TokenRange, heads: slice) -> Tensor:
+def _compute_contextual_rows(encoding: Encoding, query: TokenRange, heads: slice) -> Tensor:
     """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
-    q, k = _random_qk(FAR)
+    q, k = _draw_qk(MAX_DISTANCE)
     key = TokenRange(0, query.stop)
     q, k = encoding.rotate(q[:, heads, query.start : query.stop], query), encoding.rotate(k[:, heads, : key.stop], key)
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
@@ -201,10 +204,10 @@ def _contextual_rows(encoding: Encoding, query: TokenRange, heads: slice) -> Ten
     return scores.new_zeros(scores.shape)[0] if terms is None else terms[0]
 
 
-def _wake(encoding: Encoding) -> str:
+def _randomize_zero_terms(encoding: Encoding) -> str:
     """A term that is zero at the start says nothing: give the parameters values, and say so."""
     last = TokenRange(SHAPE.train_length - 1, 1)
-    if _contextual_rows(encoding, last, ALL_HEADS).any():
+    if _compute_contextual_rows(encoding, last, ALL_HEADS).any():
         return ""
     generator = torch.Generator().manual_seed(SEED)
     for parameter in encoding.parameters():
@@ -212,22 +215,24 @@ def _wake(encoding: Encoding) -> str:
     return "Its term is zero at the start; it is drawn with parameters from N(0, 1) instead."
 
 
-def _contextual(encoding: Encoding) -> list[Panel]:
+def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
     """The terms for queries and keys from N(0, 1)."""
-    far = _length(encoding, FAR)
-    lines = _by_head(_contextual_rows(encoding, TokenRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS)
-    side = TokenRange(0, _length(encoding, SIDE))
+    far = _limit_length(encoding, MAX_DISTANCE)
+    lines = _split_heads(
+        _compute_contextual_rows(encoding, TokenRange(far - 1, 1), ALL_HEADS)[:, 0].flip(-1), MAP_HEADS
+    )
+    side = TokenRange(0, _limit_length(encoding, MAP_SIZE))
     head = MAP_HEADS[0]
-    square = _contextual_rows(encoding, side, slice(head, head + 1))[0]
+    square = _compute_contextual_rows(encoding, side, slice(head, head + 1))[0]
     return [
-        Curves(f"contextual term, i = {far - 1:,}", lines),
-        Map(f"contextual term, head {head + 1}", _lower(square), "signed"),
+        CurvePanel(f"contextual term, i = {far - 1:,}", lines),
+        MapPanel(f"contextual term, head {head + 1}", _mask_future(square), "signed"),
     ]
 
 
-def _mask_alone(encoding: Encoding) -> list[Panel]:
+def _build_mask_panels(encoding: Encoding) -> list[Panel]:
     """A method without hooks: attention when all scores are equal."""
-    zero = torch.zeros(1, 1, FAR, SHAPE.head_dim)
+    zero = torch.zeros(1, 1, MAX_DISTANCE, SHAPE.head_dim)
 
     def attention(query: TokenRange, key: TokenRange) -> Tensor:
         q, k = zero[:, :, : query.length], zero[:, :, : key.length]
@@ -235,22 +240,23 @@ def _mask_alone(encoding: Encoding) -> list[Panel]:
         return compute_attention(AttentionInputs(q, k, one_hot, query, key, encoding))[0, 0]
 
     lines = {
-        f"i = {row:,}": attention(TokenRange(row, 1), TokenRange(0, row + 1))[0].flip(0) for row in _last_rows(encoding)
+        f"i = {row:,}": attention(TokenRange(row, 1), TokenRange(0, row + 1))[0].flip(0)
+        for row in _list_last_rows(encoding)
     }
-    square = attention(TokenRange(0, SIDE), TokenRange(0, SIDE))
+    square = attention(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE))
     return [
-        Curves("attention when all scores are equal", lines),
-        Map("attention when all scores are equal", _lower(square), "decades"),
+        CurvePanel("attention when all scores are equal", lines),
+        MapPanel("attention when all scores are equal", _mask_future(square), "decades"),
     ]
 
 
 @torch.no_grad()
-def of_processor(name: str) -> list[Panel]:
+def build_processor_panels(name: str) -> list[Panel]:
     """What a processor adds to the scores of random queries and keys, and how far one score reaches."""
     processor = build_processor(name)
-    encoding = build_encoding(BASE)
-    q, k = _random_qk(NEAR)
-    side = TokenRange(0, NEAR)
+    encoding = build_encoding(BASE_ENCODING)
+    q, k = _draw_qk(PROCESSOR_MAP_SIZE)
+    side = TokenRange(0, PROCESSOR_MAP_SIZE)
     bias = compute_dense_terms(encoding, side, side, LIKE).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     added = (processor(scores, bias, causal_mask(side, side)[None, None]) - scores - bias)[0]
@@ -260,25 +266,25 @@ def of_processor(name: str) -> list[Panel]:
         f"processed, head {head + 1}": (scores[0] + bias + added)[head, -1].flip(0),
     }
     return [
-        Curves(f"logits of row {NEAR - 1}, random q and k", lines, logarithmic=False),
-        Map(f"what it adds, head {head + 1}", _lower(added[head]), "signed"),
-        _response(build_processor(name, has_bias=False), head),
+        CurvePanel(f"logits of row {PROCESSOR_MAP_SIZE - 1}, random q and k", lines, logarithmic=False),
+        MapPanel(f"what it adds, head {head + 1}", _mask_future(added[head]), "signed"),
+        _measure_response(build_processor(name, has_bias=False), head),
     ]
 
 
 @torch.no_grad()
-def _response(processor: Processor, head: int, reach: int = 8) -> Map:
+def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPanel:
     """Without a bias: what changes in all heads when one score of one head rises from 0 to 1, itself not counted."""
     scores = torch.zeros(2, SHAPE.num_heads, 1, 2 * reach + 1)
     scores[1, head, 0, reach] = 1
     visible = torch.ones(1, 1, 1, 2 * reach + 1, dtype=torch.bool)
     zero, raised = processor(scores, None, visible) - scores
     title = f"added when head {head + 1}'s score at 0 rises by 1"
-    return Map(title, (raised - zero)[:, 0], "signed", "head", "key, relative", (1, -reach))
+    return MapPanel(title, (raised - zero)[:, 0], "signed", "head", "key, relative", (1, -reach))
 
 
-def reach_of(processor: Processor) -> int:
+def measure_reach(processor: Processor) -> int:
     """The largest distance between two keys of which one's score changes the other's logit."""
-    response = _response(processor, MAP_HEADS[0])
+    response = _measure_response(processor, MAP_HEADS[0])
     changed = response.values.any(0).nonzero().flatten() + response.first[1]
     return int(changed.abs().max()) if len(changed) else 0

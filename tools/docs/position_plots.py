@@ -17,24 +17,24 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from megatron.position import registry
 from megatron.reports.plots import COLORS, DASHES
 from tools.docs import position_panels as panels
-from tools.docs.position_panels import Curves, Map, Panel
+from tools.docs.position_panels import CurvePanel, MapPanel, Panel
 
 FOLDER = Path("docs/images/positions")
-LOWEST = -20.0
+MIN_BIAS = -20.0
 """Biases below are cut off: exp(−20) is a factor of 2·10⁻⁹."""
-FAINTEST = 1e-4
-PIXELS = 256
+MIN_FACTOR = 1e-4
+MAX_PIXELS = 256
 """Largest side of a drawn matrix: every n-th row and column."""
 
 
-def picture(name: str) -> Path:
+def get_picture_path(name: str) -> Path:
     """Where the picture of a method lies."""
     return FOLDER / f"{name}.png"
 
 
-def png(shown: list[Panel]) -> bytes:
+def draw_panels(shown: list[Panel]) -> bytes:
     """Panels side by side."""
-    widths = [3.4 if isinstance(panel, Curves) else 2.9 for panel in shown]
+    widths = [3.4 if isinstance(panel, CurvePanel) else 2.9 for panel in shown]
     rows = 1 if len(shown) <= 3 else 2
     columns = -(-len(shown) // rows)
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 8, "axes.unicode_minus": True}):
@@ -43,7 +43,7 @@ def png(shown: list[Panel]) -> bytes:
         grid = figure.add_gridspec(rows, columns, width_ratios=widths[:columns])
         for place, panel in enumerate(shown):
             axes = figure.add_subplot(grid[place // columns, place % columns])
-            (_curves if isinstance(panel, Curves) else _map)(figure, axes, panel)
+            (_draw_curves if isinstance(panel, CurvePanel) else _draw_map)(figure, axes, panel)
             axes.set_title(panel.title, loc="left", fontsize=8.5, pad=13)
         raw = io.BytesIO()
         options = {"optimize": True, "compress_level": 9}
@@ -51,7 +51,7 @@ def png(shown: list[Panel]) -> bytes:
     return raw.getvalue()
 
 
-def _curves(figure: Figure, axes: Axes, panel: Curves) -> None:
+def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
     for index, (label, values) in enumerate(panel.lines.items()):
         colour, dash = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
         style = {"color": colour, "linestyle": dash, "label": label, "linewidth": 1.4}
@@ -69,8 +69,8 @@ def _curves(figure: Figure, axes: Axes, panel: Curves) -> None:
         )  # fmt: skip
     lowest = min(float(values.min()) for values in panel.lines.values())
     highest = max(float(values.max()) for values in panel.lines.values())
-    if panel.cut and lowest < LOWEST:
-        axes.set_ylim(LOWEST, highest + 0.05 * (highest - LOWEST))
+    if panel.cut and lowest < MIN_BIAS:
+        axes.set_ylim(MIN_BIAS, highest + 0.05 * (highest - MIN_BIAS))
     axes.set_xlim(left=0, right=panel.far)
     axes.set_xlabel(panel.across)
     axes.grid(axis="y", color="0.9", linewidth=0.7)
@@ -78,15 +78,15 @@ def _curves(figure: Figure, axes: Axes, panel: Curves) -> None:
     axes.legend(frameon=False, fontsize=7, loc="best")
 
 
-def _map(figure: Figure, axes: Axes, panel: Map) -> None:
-    step = -(-max(panel.values.shape) // PIXELS)
+def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
+    step = -(-max(panel.values.shape) // MAX_PIXELS)
     values = panel.values[::step, ::step].double().numpy()
     top = max(float(np.nanmax(np.abs(values))), 1e-12)
     if panel.scale == "decades":
         colours, faintest = "viridis", float(np.nanmin(values))
         # Within a decade a logarithmic scale would show one colour.
         near = 0.1 * top < faintest < top
-        norm = Normalize(faintest, top) if near else LogNorm(FAINTEST, max(1.0, top), clip=True)
+        norm = Normalize(faintest, top) if near else LogNorm(MIN_FACTOR, max(1.0, top), clip=True)
     else:
         norm, colours = Normalize(-top, top), "RdBu_r"
     row, column = panel.first
@@ -106,11 +106,11 @@ def _map(figure: Figure, axes: Axes, panel: Map) -> None:
     bar.ax.tick_params(labelsize=6.5)
 
 
-def pictures() -> dict[Path, bytes]:
+def draw_pictures() -> dict[Path, bytes]:
     """Every picture, by its place in the repository."""
     made = {}
     for name in registry.list_encodings():
-        made[picture(name)] = png(panels.of_encoding(panels.build_encoding(name))[0])
+        made[get_picture_path(name)] = draw_panels(panels.build_encoding_panels(panels.build_encoding(name))[0])
     for name in registry.list_processors():
-        made[picture(name)] = png(panels.of_processor(name))
+        made[get_picture_path(name)] = draw_panels(panels.build_processor_panels(name))
     return made

@@ -22,22 +22,22 @@ from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
-    BASE,
-    FAR,
-    NEAR,
+    BASE_ENCODING,
+    MAX_DISTANCE,
+    PROCESSOR_MAP_SIZE,
     SEED,
     SHAPE,
     build_encoding,
+    build_encoding_panels,
     build_processor,
-    of_encoding,
-    of_processor,
-    reach_of,
+    build_processor_panels,
+    measure_reach,
 )
-from tools.docs.position_plots import LOWEST, picture
+from tools.docs.position_plots import MIN_BIAS, get_picture_path
 
 PAGE = Path("docs/positions.md")
 LAYERS = 12
-WRAPPED = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+WRAPPER = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 HOOKS = {
     "embed": "adds to the embeddings",
     "rotate": "turns queries and keys",
@@ -46,7 +46,7 @@ HOOKS = {
     "contextual": "terms from queries and keys",
 }
 
-OPTIONS_OF_PROCESSORS = {
+PROCESSOR_OPTIONS = {
     "width": "hidden channels W (DAPE's D_DAPE)",
     "kernel_size": "keys under the convolutions' kernels, odd; 1 is `dape`",
     "residual_bias": "add the bias to the result as well (equation 5); false leaves it to the convolutions "
@@ -123,8 +123,8 @@ PICTURES = f"""\
 
 All are drawn from the methods' own hooks at their start values (seed {SEED}), so the picture of a method with learned
 parameters shows where training begins, not where it ends. The dashed line is the training length,
-{SHAPE.train_length}; curves reach to {FAR:,}, with the distance on a logarithmic axis.
-Biases below −{-LOWEST:g}, a factor of {math.exp(LOWEST):.0e}, are cut off.
+{SHAPE.train_length}; curves reach to {MAX_DISTANCE:,}, with the distance on a logarithmic axis.
+Biases below −{-MIN_BIAS:g}, a factor of {math.exp(MIN_BIAS):.0e}, are cut off.
 Maps show the factor that a bias puts on the attention of query i to key j, exp(bias), or the weight on its score; on
 a logarithmic scale where they span more than a decade.
 
@@ -132,8 +132,9 @@ a logarithmic scale where they span more than a decade.
 - Rotated: the cosine between a query and a key that were both (1, …, 1) before they were turned.
 - Contextual terms: their values for queries and keys drawn from N(0, 1).
 - No hook at all: the attention of the causal mask when all scores are equal.
-- Processors: row {NEAR - 1} before and after, what is added to it, and what is added elsewhere when one score rises
-  by 1. They work on `{BASE}` here, with queries and keys drawn from N(0, 1); the last panel has no bias.
+- Processors: row {PROCESSOR_MAP_SIZE - 1} before and after, what is added to it,
+and what is added elsewhere when one score rises
+  by 1. They work on `{BASE_ENCODING}` here, with queries and keys drawn from N(0, 1); the last panel has no bias.
 """
 
 
@@ -148,58 +149,71 @@ the score map, since it depends on n = i − j alone.
 """
 
 
-def markdown() -> str:
+def render_page() -> str:
     """The whole page."""
     records, _ = registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])
     encodings = [record for record in records if record["kind"] == "encoding"]
     processors = [record for record in records if record["kind"] == "processor"]
     return "\n".join(
         [
-            _introduction(encodings, processors),
+            _render_introduction(encodings, processors),
             CONTRACT,
             CHOOSING,
             SHARING,
-            _processors_options(processors),
-            _windows(encodings),
-            _names(),
+            _render_processor_options(processors),
+            _render_windows(encodings),
+            _render_names(),
             ADDING,
             PICTURES,
             READING,
             "## Encodings\n",
-            *(_encoding(record) for record in encodings),
+            *(_render_encoding(record) for record in encodings),
             "## Processors\n",
-            *(_processor(record) for record in processors),
+            *(_render_processor(record) for record in processors),
         ]
     )
 
 
-def _link(name: str) -> str:
+def _format_link(name: str) -> str:
     return f"[`{name}`](#{name})"
 
 
-def _yes(value: bool) -> str:
+def _format_yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _count(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _hooks(encoding: Encoding) -> list[str]:
+def _list_hooks(encoding: Encoding) -> list[str]:
     return [hook for hook in type(encoding).traits() if hook in HOOKS]
 
 
-def _introduction(encodings: list[dict[str, Any]], processors: list[dict[str, Any]]) -> str:
+def _render_introduction(encodings: list[dict[str, Any]], processors: list[dict[str, Any]]) -> str:
     rows = []
     for record in encodings:
         encoding = build_encoding(record["name"])
         reach = "any" if encoding.max_length is None else "`max_position_embeddings`"
-        hooks = ", ".join(f"`{hook}`" for hook in _hooks(encoding)) or "none"
-        number = f"{_count(encoding):,}"
-        rows.append([_link(record["name"]), f"`{record['formula']}`", hooks, number, _yes(encoding.relative), reach])
+        hooks = ", ".join(f"`{hook}`" for hook in _list_hooks(encoding)) or "none"
+        number = f"{_count_parameters(encoding):,}"
+        rows.append(
+            [
+                _format_link(record["name"]),
+                f"`{record['formula']}`",
+                hooks,
+                number,
+                _format_yes_no(encoding.relative),
+                reach,
+            ]
+        )
     headings = ["`pos_emb`", "formula", "hooks", "parameters", "relative", "length"]
     processor_rows = [
-        [_link(record["name"]), f"`{record['formula']}`", f"{_count(build_processor(record['name'])):,}"]
+        [
+            _format_link(record["name"]),
+            f"`{record['formula']}`",
+            f"{_count_parameters(build_processor(record['name'])):,}",
+        ]
         for record in processors
     ]
     return f"""\
@@ -223,7 +237,7 @@ A score processor takes the scores S and biases B of all heads and computes new 
 {format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
 
 
-def _options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
+def _list_options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
     found = method.options()
     return [
         [f"`{name}`", format_value(default), describe_type(found[name].annotation)]
@@ -231,11 +245,11 @@ def _options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _processors_options(processors: list[dict[str, Any]]) -> str:
+def _render_processor_options(processors: list[dict[str, Any]]) -> str:
     rows: dict[str, list[str]] = {}
     for record in processors:
-        for name, default, values in _options(registry.load_processor_class(record["name"]), record["options"]):
-            meaning = OPTIONS_OF_PROCESSORS.get(name.strip("`"), "")
+        for name, default, values in _list_options(registry.load_processor_class(record["name"]), record["options"]):
+            meaning = PROCESSOR_OPTIONS.get(name.strip("`"), "")
             rows.setdefault(name, [name, f"`{record['name']}`", default, values, meaning])
             if f"`{record['name']}`" not in rows[name][1]:
                 rows[name][1] += f", `{record['name']}`"
@@ -246,7 +260,7 @@ def _processors_options(processors: list[dict[str, Any]]) -> str:
     )
 
 
-def _windows(encodings: list[dict[str, Any]]) -> str:
+def _render_windows(encodings: list[dict[str, Any]]) -> str:
     known = list_config_keys()
     rows = [
         [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.doc]
@@ -282,15 +296,15 @@ than a table of absolute positions has rows.
 """
 
 
-def _names() -> str:
+def _render_names() -> str:
     rows = []
     for name, alias in neox_keys.POSITION_ALIASES.items():
         options = ", ".join(f"`{key}: {value}`" for key, value in alias.options.items())
         rows.append(
             [
                 f"`{name}`",
-                _link(alias.encoding) + (f" with {options}" if options else ""),
-                _link(alias.processor) if alias.processor else "",
+                _format_link(alias.encoding) + (f" with {options}" if options else ""),
+                _format_link(alias.processor) if alias.processor else "",
                 "" if alias.per_layer is None else format_value(alias.per_layer),
             ]
         )
@@ -299,7 +313,7 @@ def _names() -> str:
             f"`{rule.key}`",
             ", and ".join(
                 f"`{option.option}`{f' × `{option.divisor_key}`' if option.divisor_key else ''} of "
-                f"{', '.join(map(_link, option.methods))}"
+                f"{', '.join(map(_format_link, option.methods))}"
                 for option in rule.options
             ),
         ]
@@ -316,14 +330,14 @@ cell says that the name leaves the key to the file and its default.
 {format_table(["their key", "option"], options)}"""
 
 
-def _summary(method: type[Any]) -> str:
+def _read_summary(method: type[Any]) -> str:
     """The first paragraph of the file's docstring."""
     text = inspect.getdoc(sys.modules[method.__module__]) or ""
     return " ".join(text.split("\n\n")[0].split())
 
 
-def _parameters(record: dict[str, Any], encoding: Encoding) -> str:
-    number = _count(encoding)
+def _describe_parameters(record: dict[str, Any], encoding: Encoding) -> str:
+    number = _count_parameters(encoding)
     if not number:
         return "none"
     if type(encoding).overrides_hook("embed"):  # not per layer
@@ -332,8 +346,8 @@ def _parameters(record: dict[str, Any], encoding: Encoding) -> str:
 
 
 @torch.no_grad()
-def _traits(encoding: Encoding) -> str:
-    said = [f"`{hook}`, {HOOKS[hook]}" for hook in _hooks(encoding)] or ["answers no hook"]
+def _describe_traits(encoding: Encoding) -> str:
+    said = [f"`{hook}`, {HOOKS[hook]}" for hook in _list_hooks(encoding)] or ["answers no hook"]
     if type(encoding).overrides_hook("table"):
         terms = encoding.table(torch.zeros(1))
     else:
@@ -347,44 +361,46 @@ def _traits(encoding: Encoding) -> str:
     return "; ".join(said)
 
 
-def _facts(facts: dict[str, str]) -> str:
-    return "".join(WRAPPED.fill(f"- **{name}:** {text}") + "\n" for name, text in facts.items() if text)
+def _render_facts(facts: dict[str, str]) -> str:
+    return "".join(WRAPPER.fill(f"- **{name}:** {text}") + "\n" for name, text in facts.items() if text)
 
 
-def _options_text(method: type[Any], defaults: dict[str, Any]) -> str:
-    rows = _options(method, defaults)
+def _describe_options(method: type[Any], defaults: dict[str, Any]) -> str:
+    rows = _list_options(method, defaults)
     return ", ".join(f"{name} = {default} ({values})" for name, default, values in rows) or "none"
 
 
-def _shown(name: str, titles: list[str], note: str) -> str:
+def _render_picture(name: str, titles: list[str], note: str) -> str:
     # Relative to the page's folder.
-    image = f"![{name}: {'; '.join(titles)}]({picture(name).relative_to(PAGE.parent).as_posix()})\n"
+    image = f"![{name}: {'; '.join(titles)}]({get_picture_path(name).relative_to(PAGE.parent).as_posix()})\n"
     return f"{image}\n{note}\n" if note else image
 
 
-def _encoding(record: dict[str, Any]) -> str:
+def _render_encoding(record: dict[str, Any]) -> str:
     name = record["name"]
     encoding = build_encoding(name)
     facts = {
-        "Parameters": _parameters(record, encoding),
-        "Options": _options_text(type(encoding), record["options"]),
-        "Traits": _traits(encoding),
+        "Parameters": _describe_parameters(record, encoding),
+        "Options": _describe_options(type(encoding), record["options"]),
+        "Traits": _describe_traits(encoding),
         "When": record["advice"],
         "Source": record["source"],
     }
-    panels, note = of_encoding(encoding)
-    image = _shown(name, [panel.title for panel in panels], note)
-    return f"### {name}\n\n{_summary(type(encoding))}\n\n    {record['formula']}\n\n{_facts(facts)}\n{image}"
+    panels, note = build_encoding_panels(encoding)
+    image = _render_picture(name, [panel.title for panel in panels], note)
+    return (
+        f"### {name}\n\n{_read_summary(type(encoding))}\n\n    {record['formula']}\n\n{_render_facts(facts)}\n{image}"
+    )
 
 
-def _processor(record: dict[str, Any]) -> str:
+def _render_processor(record: dict[str, Any]) -> str:
     name = record["name"]
     processor, alone = (build_processor(name, has_bias=has_bias) for has_bias in (True, False))
-    number, fewer, reach = _count(processor), _count(alone), reach_of(alone)
+    number, fewer, reach = _count_parameters(processor), _count_parameters(alone), measure_reach(alone)
     facts = {
         "Parameters": f"{record['parameters']}: {number:,} per layer, {LAYERS * number:,} in {LAYERS} layers; "
         f"{fewer:,} and {LAYERS * fewer:,} without a bias",
-        "Options": _options_text(type(processor), record["options"]),
+        "Options": _describe_options(type(processor), record["options"]),
         "Traits": f"mixes the heads of a row, and keys up to {reach} apart"
         if reach
         else "mixes heads, each key by itself",
@@ -393,5 +409,7 @@ def _processor(record: dict[str, Any]) -> str:
         "When": record["advice"],
         "Source": record["source"],
     }
-    image = _shown(name, [panel.title for panel in of_processor(name)], "")
-    return f"### {name}\n\n{_summary(type(processor))}\n\n    {record['formula']}\n\n{_facts(facts)}\n{image}"
+    image = _render_picture(name, [panel.title for panel in build_processor_panels(name)], "")
+    return (
+        f"### {name}\n\n{_read_summary(type(processor))}\n\n    {record['formula']}\n\n{_render_facts(facts)}\n{image}"
+    )

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.config.load import merge_documents
 from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.utils.errors import UserError
-from tools.arguments import Parser
+from tools.arguments import ToolParser
 
-LEFT_TO_OTHERS: dict[str, Any] = {
+REQUIRED_KEYS: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -30,7 +30,7 @@ LEFT_TO_OTHERS: dict[str, Any] = {
 """Keys that every run needs, and that a file may leave to those it is merged with."""
 
 
-class Outcome(NamedTuple):
+class LoadOutcome(NamedTuple):
     """What became of one file."""
 
     file: str
@@ -43,7 +43,7 @@ def load_file(path: Path) -> list[str]:
     try:
         document = read_yaml(path)
         given = {name.replace("-", "_") for name in document.values}
-        others = {name: value for name, value in LEFT_TO_OTHERS.items() if name not in given}
+        others = {name: value for name, value in REQUIRED_KEYS.items() if name not in given}
         if not given & {"data_path", "train_data_paths", "task"}:
             others["data_path"] = "data"
         if document.values.get("finetune") and not document.values.get("load"):
@@ -54,13 +54,13 @@ def load_file(path: Path) -> list[str]:
     return []
 
 
-def outcomes(folder: Path) -> Iterator[Outcome]:
+def load_folder(folder: Path) -> Iterator[LoadOutcome]:
     """Every configuration file under a folder, by name."""
     for path in sorted(folder.rglob("*.y*ml")):
-        yield Outcome(path.relative_to(folder).as_posix(), load_file(path))
+        yield LoadOutcome(path.relative_to(folder).as_posix(), load_file(path))
 
 
-def page(folders: dict[str, list[Outcome]]) -> str:
+def render_page(folders: dict[str, list[LoadOutcome]]) -> str:
     """Counts of each folder, and the reasons of what does not load."""
     lines = ["| folder | files | load |", "|---|--:|--:|"]
     for name, files in folders.items():
@@ -78,7 +78,7 @@ def page(folders: dict[str, list[Outcome]]) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of configuration files")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
     arguments = parser.parse_args()
@@ -86,7 +86,7 @@ def main() -> None:
         parser.error(f"{missing[0]}: no such folder")
     names = [folder.absolute().parent.name if folder.name == "configs" else folder.name for folder in arguments.folders]
     head = "# Configuration files of other projects\n\nMade by `python tools/docs/stock_configs.py`.\n\n"
-    text = page({name: list(outcomes(folder)) for name, folder in zip(names, arguments.folders, strict=True)})
+    text = render_page({name: list(load_folder(folder)) for name, folder in zip(names, arguments.folders, strict=True)})
     print(text, end="")
     if arguments.markdown is not None:
         arguments.markdown.write_text(head + text, encoding="utf-8")

@@ -22,7 +22,7 @@ from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.position.registry import list_encodings, list_processors
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 LENGTH, FAR = 16, 64
 """Tokens of a training sequence, and four times as many."""
@@ -32,7 +32,7 @@ LENGTHS = (FAR, 41, LENGTH)
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class ExportCase:
     """A model that is exported."""
 
     title: str
@@ -55,38 +55,38 @@ class Case:
         )
 
 
-def methods() -> Iterator[Case]:
+def list_method_cases() -> Iterator[ExportCase]:
     """Every encoding with every processor."""
     for encoding, processor in product(list_encodings(), ("none", *list_processors())):
-        yield Case(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
+        yield ExportCase(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
 
 
-def places() -> Iterator[Case]:
+def list_position_cases() -> Iterator[ExportCase]:
     """Windows, randomized positions and parameters of each layer."""
     for encoding, processor in product(list_encodings(), ("none", "cdape")):
         keys = {"pos_emb": encoding, "score_processor": processor, "attention_window": 11}
-        yield Case(f"{encoding}, {processor}, window 11", keys)
+        yield ExportCase(f"{encoding}, {processor}, window 11", keys)
     for encoding in ("rotary", "kerple_log", "fire"):
         randomized = {"pos_emb": encoding, "randomized_positions": 90}
-        yield Case(f"{encoding}, randomized", randomized)
-        yield Case(f"{encoding}, per layer", {"pos_emb": encoding, "pos_emb_per_layer": True})
+        yield ExportCase(f"{encoding}, randomized", randomized)
+        yield ExportCase(f"{encoding}, per layer", {"pos_emb": encoding, "pos_emb_per_layer": True})
 
 
-def shapes() -> Iterator[Case]:
+def list_architecture_cases() -> Iterator[ExportCase]:
     """What else a layer may look like."""
     with_cdape = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 5}}
     without_bias = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
-    yield Case("parallel residual", {**with_cdape, "gpt_j_residual": True})
-    yield Case("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
-    yield Case("grouped queries", {**with_cdape, "num_kv_heads": 1})
+    yield ExportCase("parallel residual", {**with_cdape, "gpt_j_residual": True})
+    yield ExportCase("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
+    yield ExportCase("grouped queries", {**with_cdape, "num_kv_heads": 1})
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
-    yield Case("as Llama", {**llama, "num_kv_heads": 1})
-    yield Case("as Qwen2", {**llama, "use_bias_in_qkv": True})
+    yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
+    yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})
     for activation in ("gelu_tanh", "relu", "silu", "geglu"):
-        yield Case(activation, {"pos_emb": "alibi", "activation": activation})
+        yield ExportCase(activation, {"pos_emb": "alibi", "activation": activation})
 
 
-def gpt_of(case: Case, vocabulary: int) -> GPT:
+def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
     """The case's model with random weights, norms and biases too."""
     config = case.config()
     gpt = build_model(config.model, config.position, vocabulary, groups=single_process(), seed=11).eval()
@@ -115,34 +115,34 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     return folder
 
 
-def sequences(seed: int = 13) -> list[Tensor]:
+def draw_sequences(seed: int = 13) -> list[Tensor]:
     """Those of a padded batch, int64 [1, length] each."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(256, (1, length), generator=generator) for length in LENGTHS]
 
 
 @torch.inference_mode()
-def expected(gpt: GPT) -> dict[str, Tensor]:
+def compute_expected_logits(gpt: GPT) -> dict[str, Tensor]:
     """The logits of each sequence alone, float32 [1, length, V], by its length."""
-    return {str(sequence.shape[1]): gpt(sequence).clone() for sequence in sequences()}
+    return {str(sequence.shape[1]): gpt(sequence).clone() for sequence in draw_sequences()}
 
 
-def write_case(case: Case, folder: Path) -> Path:
+def write_case(case: ExportCase, folder: Path) -> Path:
     """A run of the case, and beside it what the export must compute (`reader.py` reads it). Returns the run."""
     tokenizer = ByteTokenizer()
-    gpt = gpt_of(case, tokenizer.vocab_size)
+    gpt = build_gpt(case, tokenizer.vocab_size)
     run = write_run(folder / "run", case.config(), gpt, tokenizer)
-    save_file(expected(gpt), folder / "expected.safetensors")
+    save_file(compute_expected_logits(gpt), folder / "expected.safetensors")
     facts = {
         "title": case.title,
         "lengths": LENGTHS,
         "cached": case.config().position.randomized_positions is None,
-        "tokens": [sequence[0].tolist() for sequence in sequences()],
+        "tokens": [sequence[0].tolist() for sequence in draw_sequences()],
     }
     (folder / "case.json").write_text(json.dumps(facts), encoding="utf-8")
     return run
 
 
-def tolerance() -> float:
+def compute_export_tolerance() -> float:
     """How far logits may be apart, relative to the largest of them."""
-    return apart(*sums_of_gpt(WIDTH, LAYERS))
+    return compute_tolerance(*count_gpt_sums(WIDTH, LAYERS))

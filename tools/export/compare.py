@@ -18,18 +18,31 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tools.arguments import Parser, output_file, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
 
 from megatron.conversion.export_model import export_model  # noqa: E402
-from tools.export.cases import FAR, LENGTH, LENGTHS, Case, methods, places, shapes, tolerance, write_case  # noqa: E402
+from tools.export.cases import (  # noqa: E402
+    FAR,
+    LENGTH,
+    LENGTHS,
+    ExportCase,
+    compute_export_tolerance,
+    list_architecture_cases,
+    list_method_cases,
+    list_position_cases,
+    write_case,
+)
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
-READER = ROOT / "tools/export/reader.py"
+READER_SCRIPT = ROOT / "tools/export/reader.py"
 
 
-def differences(cases: Sequence[Case], folder: Path, python: str = sys.executable) -> dict[Case, dict[str, float]]:
+def measure_differences(
+    cases: Sequence[ExportCase], folder: Path, python: str = sys.executable
+) -> dict[ExportCase, dict[str, float]]:
     """By how much each way to read each export is apart from this project, relative to the largest logit.
 
     Args:
@@ -41,7 +54,7 @@ def differences(cases: Sequence[Case], folder: Path, python: str = sys.executabl
         export_model(write_case(case, place), place / place.name, log=lambda line: None)
         written.append(str(place))
     copy = folder / "reader.py"  # beside nothing of this project
-    copy.write_text(READER.read_text(encoding="utf-8"), encoding="utf-8")
+    copy.write_text(READER_SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-W", "ignore", str(copy), *written],
@@ -55,13 +68,13 @@ def differences(cases: Sequence[Case], folder: Path, python: str = sys.executabl
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def beyond_rounding(found: Mapping[Case, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
+def select_beyond_rounding(found: Mapping[ExportCase, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
     """The cases, by title, of which a difference is larger than rounding allows, or no number."""
-    allowed = tolerance()
+    allowed = compute_export_tolerance()
     return {case.title: apart for case, apart in found.items() if not all(each <= allowed for each in apart.values())}
 
 
-def versions(python: str) -> dict[str, str]:
+def read_versions(python: str) -> dict[str, str]:
     """Of torch and transformers, as an interpreter has them."""
     asked = ("torch", "transformers")
     script = f"from importlib.metadata import version; print(*map(version, {asked}))"
@@ -69,16 +82,15 @@ def versions(python: str) -> dict[str, str]:
     return dict(zip(asked, printed.split(), strict=True))
 
 
-def page(record: dict[str, Any]) -> str:
+def render_page(record: dict[str, Any]) -> str:
     """The record for people."""
-    stamp, rows = record["stamp"], record["rows"]
+    rows = record["rows"]
     columns = list(dict.fromkeys(way for row in rows for way in row["apart"]))
     lines = [f"| model | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
     for row in rows:
         cells = (f"{row['apart'][way]:.1e}" if way in row["apart"] else "refused" for way in columns)
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     worst = max(rows, key=lambda row: max(row["apart"].values()))
-    versions = ", ".join(f"{name} {number}" for name, number in stamp["versions"].items())
     return f"""# Exports against this project
 
 Each row is one model with random weights, exported by `./deepy.py export` and loaded with
@@ -92,31 +104,31 @@ The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(wors
 
 {chr(10).join(lines)}
 
-Recorded {stamp["date"]} by `{stamp["command"]}` at {stamp["commit"]} on {stamp["machine"]}; {versions}.
+{format_provenance(record["stamp"])}
 """
 
 
 def main() -> None:
     """Export, read, compare, write."""
-    parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=output_file, help="the record; its page goes beside it")
+    parser = ToolParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
     arguments = parser.parse_args()
-    from tools.records import stamp
-
     with tempfile.TemporaryDirectory() as folder:
-        found = differences([*methods(), *places(), *shapes()], Path(folder), arguments.python)
+        found = measure_differences(
+            [*list_method_cases(), *list_position_cases(), *list_architecture_cases()], Path(folder), arguments.python
+        )
     rows = [{"model": case.title, "apart": apart} for case, apart in found.items()]
-    head = stamp(__file__, "cpu")
-    head["versions"] |= versions(arguments.python)
-    record = {"stamp": head, "allowed": tolerance(), "rows": rows}
+    head = collect_provenance(__file__, "cpu")
+    head["versions"] |= read_versions(arguments.python)
+    record = {"stamp": head, "allowed": compute_export_tolerance(), "rows": rows}
     worst = max(max(row["apart"].values()) for row in rows)
-    print(f"{len(rows)} exports; the largest difference is {worst:.1e}, rounding allows {tolerance():.1e}")
+    print(
+        f"{len(rows)} exports; the largest difference is {worst:.1e}, rounding allows {compute_export_tolerance():.1e}"
+    )
     if arguments.json is not None:
-        path = Path(arguments.json)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(page(record), encoding="utf-8")
-    if beyond_rounding(found):
+        write_record(arguments.json, record, render_page(record))
+    if select_beyond_rounding(found):
         sys.exit(1)
 
 

@@ -24,12 +24,12 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
+def relative_difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest logit."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+def run_in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
     """Logits of tokens read in three parts, by the cache."""
     outputs, past, length = [], None, tokens.shape[1]
     borders = [0, length // 3, length // 3 + 1, length]
@@ -42,7 +42,7 @@ def in_chunks(model: Any, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @torch.inference_mode()
-def differences(folder: Path) -> dict[str, float]:
+def measure_differences(folder: Path) -> dict[str, float]:
     """By how much each way to read is apart from what this project computes."""
     case = json.loads((folder / "case.json").read_text(encoding="utf-8"))
     expected = load_file(folder / "expected.safetensors")
@@ -56,17 +56,17 @@ def differences(folder: Path) -> dict[str, float]:
 
     def of_padded(logits: Tensor) -> float:
         pairs = zip(rows, logits, strict=True)
-        return max(apart(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs)
+        return max(relative_difference(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs)
 
     found = {
-        "1x whole": apart(model(shortest).logits, expected[str(shortest.shape[1])]),
-        "4x whole": apart(model(longest).logits, expected[str(longest.shape[1])]),
+        "1x whole": relative_difference(model(shortest).logits, expected[str(shortest.shape[1])]),
+        "4x whole": relative_difference(model(longest).logits, expected[str(longest.shape[1])]),
         "padded whole": of_padded(model(batch, attention_mask=mask).logits),
     }
     if case["cached"]:
-        found["1x cached"] = apart(in_chunks(model, shortest), expected[str(shortest.shape[1])])
-        found["4x cached"] = apart(in_chunks(model, longest), expected[str(longest.shape[1])])
-        found["padded cached"] = of_padded(in_chunks(model, batch, mask))
+        found["1x cached"] = relative_difference(run_in_chunks(model, shortest), expected[str(shortest.shape[1])])
+        found["4x cached"] = relative_difference(run_in_chunks(model, longest), expected[str(longest.shape[1])])
+        found["padded cached"] = of_padded(run_in_chunks(model, batch, mask))
     else:
         try:
             model(shortest, use_cache=True)
@@ -88,7 +88,7 @@ def main() -> None:
         raise SystemExit(f"error: {forbidden} can be imported here, so nothing would be shown")
     torch.set_num_threads(1)
     for folder in sys.argv[1:]:
-        print(json.dumps(differences(Path(folder))), flush=True)
+        print(json.dumps(measure_differences(Path(folder))), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,44 +28,46 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import Parser, output_file, tell_interrupts_in_a_line  # noqa: E402
-from tools.gpu.goals import page, verdicts  # noqa: E402
-from tools.gpu.parts import Part, missing, parts, rehearsal  # noqa: E402
-from tools.records import stamp  # noqa: E402
+from tools.arguments import ToolParser, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.gpu.goals import judge_goals, render_page  # noqa: E402
+from tools.gpu.parts import CheckPart, list_missing, list_parts, list_rehearsal_parts  # noqa: E402
+from tools.records import collect_provenance, write_record  # noqa: E402
 
 RECORD = ROOT / "docs/results/gpu_check.json"
-REHEARSED = Path(tempfile.gettempdir()) / "farfield_gpu_rehearsal.json"
+REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_rehearsal.json"
 """Where a rehearsal goes unless it is told: never over a record."""
-TOTAL = 470
+MAX_TOTAL_SECONDS = 470
 """Seconds that all parts together may take on a GPU; a part gets its own share or what is left."""
-GRACE = 20
+GRACE_SECONDS = 20
 """Seconds of these that a part has to write what it has, once it is told to end: pytest-xdist gives its workers ten."""
 
 
-def run(part: Part, folder: Path, environment: dict[str, str], left: float = float("inf")) -> dict[str, Any]:
+def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: float = float("inf")) -> dict[str, Any]:
     """Run one part for at most `left` seconds; its records or counts, or why it failed."""
-    if lacking := missing(part.needs):
+    if lacking := list_missing(part.needs):
         return {"exit": f"not run: needs {', '.join(lacking)}", "seconds": 0.0}
-    seconds = min(part.seconds, left - GRACE)
+    seconds = min(part.seconds, left - GRACE_SECONDS)
     if seconds <= 0:
         return {"exit": "not run: no time was left", "seconds": 0.0}
     output = folder / f"{part.name}.{'xml' if 'pytest' in part.command else 'json'}"
     command = [word.replace("{output}", str(output)) for word in part.command]
     result: dict[str, Any] = {"command": " ".join(["python", *part.command]).replace("{output}", output.name)}
     begun = time.perf_counter()
-    result["exit"], text = _finish([sys.executable, *command], environment, seconds)
+    result["exit"], text = _run_command([sys.executable, *command], environment, seconds)
     result["seconds"] = round(time.perf_counter() - begun, 1)
     if output.is_file():
-        result |= _tests(output) if output.suffix == ".xml" else _records(output)
+        result |= _read_junit(output) if output.suffix == ".xml" else _read_records(output)
     if result["exit"] != 0 or not output.is_file():
         result["output"] = text[-4000:]
     return result
 
 
-def _finish(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
+def _run_command(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
     """Exit code (or that it was cut) and output. A part's own processes end with it."""
     with tempfile.TemporaryFile("w+", errors="replace") as written:
-        with _held_back() as came:  # an interrupt while the process is made would leave it running, unknown to us
+        with (
+            _defer_interrupts() as came
+        ):  # an interrupt while the process is made would leave it running, unknown to us
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -77,7 +79,7 @@ def _finish(command: list[str], environment: dict[str, str], seconds: float) -> 
             code = f"cut after {seconds:.0f} s"
             process.send_signal(signal.SIGINT)  # benchmarks and pytest write what they have
             try:
-                process.wait(GRACE)
+                process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 code += ", killed"
         finally:
@@ -89,7 +91,7 @@ def _finish(command: list[str], environment: dict[str, str], seconds: float) -> 
 
 
 @contextmanager
-def _held_back() -> Iterator[list[int]]:
+def _defer_interrupts() -> Iterator[list[int]]:
     """Ctrl-C is noted in the list instead of raised."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
@@ -99,7 +101,7 @@ def _held_back() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _records(path: Path) -> dict[str, Any]:
+def _read_records(path: Path) -> dict[str, Any]:
     """The records of a benchmark, without its stamp: it is this one's, and its command names a file that is gone."""
     try:
         return {"records": json.loads(path.read_text(encoding="utf-8"))["records"]}
@@ -107,7 +109,7 @@ def _records(path: Path) -> dict[str, Any]:
         return {"records": []}
 
 
-def _tests(path: Path) -> dict[str, Any]:
+def _read_junit(path: Path) -> dict[str, Any]:
     """Counts and failures of a JUnit file."""
     try:
         suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
@@ -125,56 +127,61 @@ def _tests(path: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    names = [part.name for part in parts()]
-    parser = Parser(description=__doc__.splitlines()[0])
+    names = [part.name for part in list_parts()]
+    parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=output_file, help="the page goes beside it; docs/results/gpu_check.json if absent"
+        "--json", type=parse_output_path, help="the page goes beside it; docs/results/gpu_check.json if absent"
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
     parser.add_argument("--parts", nargs="+", choices=names, help="only these")
     arguments = parser.parse_args()
-    if lacking := missing(("torch", "triton")):
+    if lacking := list_missing(("torch", "triton")):
         parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
-    path = arguments.json or (REHEARSED if arguments.rehearse else RECORD)
+    path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
     if path.suffix == ".md":
         parser.error(f"argument --json: {path} is where the page goes; choose another ending, such as .json")
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:
         parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
-    chosen = rehearsal() if arguments.rehearse else parts()
+    chosen = list_rehearsal_parts() if arguments.rehearse else list_parts()
     chosen = [part for part in chosen if not arguments.parts or part.name in arguments.parts]
-    sys.exit(check(chosen, path, rehearsal=arguments.rehearse))
+    sys.exit(run_parts(chosen, path, rehearsal=arguments.rehearse))
 
 
-def check(chosen: list[Part], path: Path, *, rehearsal: bool) -> int:
+def run_parts(chosen: list[CheckPart], path: Path, *, rehearsal: bool) -> int:
     """Run parts one after the other and write file and page after each; 0 if every one of them exits with 0, else 1."""
-    result: dict[str, Any] = {**stamp(__file__, "cpu" if rehearsal else "cuda"), "rehearsal": rehearsal, "parts": {}}
+    result: dict[str, Any] = {
+        **collect_provenance(__file__, "cpu" if rehearsal else "cuda"),
+        "rehearsal": rehearsal,
+        "parts": {},
+    }
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
-            left = float("inf") if rehearsal else TOTAL - (time.perf_counter() - begun)
-            done = result["parts"][part.name] = run(part, Path(folder), surroundings(rehearsal=rehearsal), left)
-            print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_end(done['exit'])}", flush=True)
+            left = float("inf") if rehearsal else MAX_TOTAL_SECONDS - (time.perf_counter() - begun)
+            done = result["parts"][part.name] = run_part(
+                part, Path(folder), build_environment(rehearsal=rehearsal), left
+            )
+            print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_format_exit(done['exit'])}", flush=True)
             result["seconds"] = round(time.perf_counter() - begun, 1)
-            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            path.with_suffix(".md").write_text(page(result), encoding="utf-8")
-    for goal, measured, wanted, met in verdicts(result):
+            write_record(path, result, render_page(result))
+    for goal, measured, wanted, met in judge_goals(result):
         print(f"{goal}: {measured}; wanted {wanted}: {met or 'for information'}")
     print(f"written: {path} and {path.with_suffix('.md')}")
     return 0 if all(done["exit"] == 0 for done in result["parts"].values()) else 1
 
 
-def _end(code: int | str) -> str:
+def _format_exit(code: int | str) -> str:
     return code if isinstance(code, str) else "done" if code == 0 else f"exit code {code}"
 
 
-def surroundings(*, rehearsal: bool) -> dict[str, str]:
+def build_environment(*, rehearsal: bool) -> dict[str, str]:
     """A part's environment. What PYTHONPATH names stays: packages may have been carried beside the project."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **({"TRITON_INTERPRET": "1"} if rehearsal else {})}
 
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
     main()

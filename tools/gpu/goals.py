@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench.attention_tables import HEADINGS, cells, measured, table
+from tools.bench.attention_tables import COLUMN_HEADERS, format_cells, format_measured_line, render_markdown_table
 
 Records = list[dict[str, Any]]
-LINEAR = 2.2
+MAX_MEMORY_RATIO = 2.2
 """At most so many times the memory at twice the length: 2, and a tenth for what does not grow evenly."""
 
 
-class Unmeasured(Exception):
+class NotMeasured(Exception):
     """Why a goal has no number."""
 
 
@@ -33,7 +33,7 @@ class Goal:
     """Larger is better."""
 
 
-def _timed(part: dict[str, Any], **wanted: Any) -> Records:
+def _select_timed(part: dict[str, Any], **wanted: Any) -> Records:
     """The part's records of those fields that have times.
 
     Raises:
@@ -43,49 +43,49 @@ def _timed(part: dict[str, Any], **wanted: Any) -> Records:
     found = [record for record in fitting if record.get("ms")]
     if not found:
         refused = next((record["refusal"] for record in fitting if "refusal" in record), None)
-        raise Unmeasured(refused or (_state(part) if part["exit"] != 0 else "it has no such record"))
+        raise NotMeasured(refused or (_format_end(part) if part["exit"] != 0 else "it has no such record"))
     return found
 
 
-def _state(part: dict[str, Any]) -> str:
+def _format_end(part: dict[str, Any]) -> str:
     """How a part ended, which is why it has not measured something."""
     if isinstance(part["exit"], str):
         return part["exit"]
     return f"exit code {part['exit']}" if part["exit"] else "ran whole"
 
 
-def _cut(record: dict[str, Any]) -> str:
+def _format_cut(record: dict[str, Any]) -> str:
     return f", cut to {record['rounds']} rounds" if record.get("cut") else ""
 
 
-def _gated(part: dict[str, Any]) -> tuple[float, str]:
+def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
     """Share of the kernels' problems that pass the gate."""
     ours = [record for record in part.get("records", ()) if record["peer"] == "triton"]
     if not ours:
-        raise Unmeasured(_state(part))
+        raise NotMeasured(_format_end(part))
     passed = [record for record in ours if "refusal" not in record]
     worst = max((record["error"] for record in ours if record["error"] is not None), default=None)
     types = ", ".join(dict.fromkeys(record["dtype"] for record in ours))
     told = f"{len(passed)} of {len(ours)} problems in {types}"
     if len(passed) == len(ours) and part["exit"] != 0:
-        raise Unmeasured(f"{told} so far, then {_state(part)}")
+        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
     return len(passed) / len(ours), told + ("" if worst is None else f", largest error {worst:.1e}")
 
 
-def _tested(part: dict[str, Any]) -> tuple[float, str]:
+def _read_test_share(part: dict[str, Any]) -> tuple[float, str]:
     """Share of the tests that pass."""
     counts = part.get("counts")
     if not counts or not counts["tests"]:
-        raise Unmeasured(_state(part))
+        raise NotMeasured(_format_end(part))
     wrong = counts["failures"] + counts["errors"]
     passed = counts["tests"] - wrong - counts["skipped"]
     told = f"{passed} passed, {wrong} failed, {counts['skipped']} skipped"
     if not wrong and part["exit"] != 0:
-        raise Unmeasured(f"{told} so far, then {_state(part)}")
+        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
     return passed / (passed + wrong) if passed else 0.0, told
 
 
-def _size(part: dict[str, Any], field: str, largest: bool) -> int:
+def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
     """The smallest or the largest value of a field; a part that was cut at the smallest has no largest.
 
     Raises:
@@ -93,70 +93,70 @@ def _size(part: dict[str, Any], field: str, largest: bool) -> int:
     """
     sizes = sorted({record[field] for record in part.get("records", ())})
     if len(sizes) < 1 + largest:
-        raise Unmeasured(_state(part))
+        raise NotMeasured(_format_end(part))
     return sizes[-1 if largest else 0]
 
 
-def _step(*, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
+def _build_step_reader(*, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
     """CDAPE's step over KERPLE-log's, at the smallest or the largest batch."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
-        batch = _size(part, "B", largest)
-        _timed(part, peer="kerple_log", B=batch)
-        record = _timed(part, peer="cdape", B=batch)[0]
+        batch = _select_size(part, "B", largest)
+        _select_timed(part, peer="kerple_log", B=batch)
+        record = _select_timed(part, peer="cdape", B=batch)[0]
         ratio = record["ratio_to_kerple_log"]
         shape = f"{record['model']}, T = {record['T']}, B = {batch}"
-        return ratio, f"{ratio:.3f} ({record['ms']['both'][1]:.2f} ms; {shape}{_cut(record)})"
+        return ratio, f"{ratio:.3f} ({record['ms']['both'][1]:.2f} ms; {shape}{_format_cut(record)})"
 
     return read
 
 
-def _against(peer: str, *, largest: bool = False) -> Callable[[dict[str, Any]], tuple[float, str]]:
+def _build_peer_reader(peer: str, *, largest: bool = False) -> Callable[[dict[str, Any]], tuple[float, str]]:
     """A peer's time over ours, at the smallest or the largest length."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
-        length = _size(part, "T", largest)
-        ours = _timed(part, peer="triton", T=length)[0]
-        record = _timed(part, peer=peer, T=length)[0]
+        length = _select_size(part, "T", largest)
+        ours = _select_timed(part, peer="triton", T=length)[0]
+        record = _select_timed(part, peer=peer, T=length)[0]
         times = f"{ours['ms']['both'][1]:.3g} ms against {record['ms']['both'][1]:.3g}"
-        return record["ratio"], f"{record['ratio']:.2f} ({times}; T = {length}, B = {record['B']}{_cut(record)})"
+        return record["ratio"], f"{record['ratio']:.2f} ({times}; T = {length}, B = {record['B']}{_format_cut(record)})"
 
     return read
 
 
-def _over(peer: str, *, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
+def _build_inverse_reader(peer: str, *, largest: bool) -> Callable[[dict[str, Any]], tuple[float, str]]:
     """Our time over a peer's."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
-        ratio, told = _against(peer, largest=largest)(part)
+        ratio, told = _build_peer_reader(peer, largest=largest)(part)
         if not ratio:
-            raise Unmeasured("the peer's time is too short to compare")
+            raise NotMeasured("the peer's time is too short to compare")
         return 1 / ratio, f"{1 / ratio:.2f} {told[told.index('(') :]}"
 
     return read
 
 
-def _memory(op: str) -> Callable[[dict[str, Any]], tuple[float, str]]:
+def _build_memory_reader(op: str) -> Callable[[dict[str, Any]], tuple[float, str]]:
     """Memory at the largest length over that at half of it."""
 
     def read(part: dict[str, Any]) -> tuple[float, str]:
-        used = {r["T"]: r["peak_memory_mb"] for r in _timed(part, op=op, peer="triton")}
+        used = {r["T"]: r["peak_memory_mb"] for r in _select_timed(part, op=op, peer="triton")}
         longest = max(used)
         half = longest // 2
         if not used[longest] or not used.get(half):
-            raise Unmeasured(f"no memory was seen at T = {half} or {longest}")
+            raise NotMeasured(f"no memory was seen at T = {half} or {longest}")
         ratio = used[longest] / used[half]
         return ratio, f"{ratio:.2f} ({used[half]:,.0f} → {used[longest]:,.0f} MB; T = {half:,} → {longest:,})"
 
     return read
 
 
-def _runs(part: dict[str, Any]) -> tuple[float, str]:
+def _read_longest(part: dict[str, Any]) -> tuple[float, str]:
     """The longest length that ran."""
-    record = max(_timed(part), key=lambda r: r["T"])
+    record = max(_select_timed(part), key=lambda r: r["T"])
     memory = record["peak_memory_mb"]
     told = "" if memory is None else f", {memory / 1e3:,.1f} GB"
-    return record["T"], f"{record['ms']['both'][1] / 1e3:,.2f} s{told} (T = {record['T']:,}{_cut(record)})"
+    return record["T"], f"{record['ms']['both'][1] / 1e3:,.2f} s{told} (T = {record['T']:,}{_format_cut(record)})"
 
 
 BIAS = (("≤ 1.35", 1.35),)
@@ -164,39 +164,47 @@ STEP = (("≤ 1.33, whatever happens", 1.33), ("≤ 1.15, wanted", 1.15), ("≤ 
 MODULE = (("≥ 5", 5.0), ("≥ 10", 10.0))
 LAYER = (("runs on one GPU", 131072.0),)
 GOALS = (
-    Goal("Learned-bias kernels within the gate against float64", "correct_bias", _gated, (("all", 1.0),), True),
-    Goal("CDAPE kernels within the gate against float64", "correct_cdape", _gated, (("all", 1.0),), True),
-    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 1", "step_350m", _step(largest=False), STEP),
-    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 32", "step_350m", _step(largest=True), STEP),
-    Goal("The paper's CDAPE module over ours, forward + backward, T = 2,048", "cdape", _against("appendix"), MODULE,
+    Goal("Learned-bias kernels within the gate against float64", "correct_bias", _read_gate_share, (("all", 1.0),),
+        True),
+    Goal("CDAPE kernels within the gate against float64", "correct_cdape", _read_gate_share, (("all", 1.0),), True),
+    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 1", "step_350m",
+        _build_step_reader(largest=False), STEP),
+    Goal("350M step, CDAPE over KERPLE-log, T = 512, bf16, micro-batch 32", "step_350m",
+        _build_step_reader(largest=True), STEP),
+    Goal("The paper's CDAPE module over ours, forward + backward, T = 2,048", "cdape", _build_peer_reader("appendix"),
+        MODULE,
          True),
-    Goal("The same module compiled over ours", "cdape_compiled", _against("appendix compiled"), (("—", 0.0),), True),
-    Goal("Learned-bias flash over plain FlashAttention-2, T = 2,048", "bias", _over("flash", largest=False), BIAS),
-    Goal("Learned-bias flash over plain FlashAttention-2, T = 8,192", "bias", _over("flash", largest=True), BIAS),
-    Goal("Learned-bias flash over cuDNN's plain attention, T = 8,192", "bias", _over("flash cudnn", largest=True),
+    Goal("The same module compiled over ours", "cdape_compiled", _build_peer_reader("appendix compiled"), (("—",
+        0.0),), True),
+    Goal("Learned-bias flash over plain FlashAttention-2, T = 2,048", "bias", _build_inverse_reader("flash",
+        largest=False), BIAS),
+    Goal("Learned-bias flash over plain FlashAttention-2, T = 8,192", "bias", _build_inverse_reader("flash",
+        largest=True), BIAS),
+    Goal("Learned-bias flash over cuDNN's plain attention, T = 8,192", "bias", _build_inverse_reader("flash cudnn",
+        largest=True),
          (("—", float("inf")),)),
-    Goal("FlexAttention with a learned bias over ours, T = 2,048", "flex", _against("flex learned"),
+    Goal("FlexAttention with a learned bias over ours, T = 2,048", "flex", _build_peer_reader("flex learned"),
          (("≥ 1.3", 1.3),), True),
-    Goal("CDAPE's memory at T = 8,192 over that at 4,096", "memory", _memory("cdape"),
-         ((f"about 2 (≤ {LINEAR})", LINEAR),)),
-    Goal("Learned-bias memory at T = 8,192 over that at 4,096", "memory", _memory("biased_attention"),
-         ((f"about 2 (≤ {LINEAR})", LINEAR),)),
-    Goal("131,072 tokens in CDAPE attention of the 125M model, forward + backward", "long", _runs, LAYER, True),
-    Goal("131,072 tokens in one whole layer of the 125M model", "long_layer", _runs, LAYER, True),
-    Goal("Kernel tests on the device", "tests", _tested, (("all pass", 1.0),), True),
+    Goal("CDAPE's memory at T = 8,192 over that at 4,096", "memory", _build_memory_reader("cdape"),
+         ((f"about 2 (≤ {MAX_MEMORY_RATIO})", MAX_MEMORY_RATIO),)),
+    Goal("Learned-bias memory at T = 8,192 over that at 4,096", "memory", _build_memory_reader("biased_attention"),
+         ((f"about 2 (≤ {MAX_MEMORY_RATIO})", MAX_MEMORY_RATIO),)),
+    Goal("131,072 tokens in CDAPE attention of the 125M model, forward + backward", "long", _read_longest, LAYER, True),
+    Goal("131,072 tokens in one whole layer of the 125M model", "long_layer", _read_longest, LAYER, True),
+    Goal("Kernel tests on the device", "tests", _read_test_share, (("all pass", 1.0),), True),
 )  # fmt: skip
 
 
-def verdicts(result: dict[str, Any]) -> list[list[str]]:
+def judge_goals(result: dict[str, Any]) -> list[list[str]]:
     """A row for each goal and level: goal, measured, wanted, met or not or why not measured."""
     rows = []
     for goal in GOALS:
         try:
             if goal.part not in result["parts"]:
-                raise Unmeasured("not run")
+                raise NotMeasured("not run")
             value, told = goal.read(result["parts"][goal.part])
-        except Unmeasured as why:
-            rows += [[goal.name, "—", wanted, f"not measured: {_cell(str(why))}"] for wanted, _ in goal.levels]
+        except NotMeasured as why:
+            rows += [[goal.name, "—", wanted, f"not measured: {_escape_cell(str(why))}"] for wanted, _ in goal.levels]
             continue
         for wanted, limit in goal.levels:
             met = value >= limit if goal.at_least else value <= limit
@@ -204,59 +212,65 @@ def verdicts(result: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     """Text that a table's cell can hold."""
     return " ".join(text.replace("|", "\\|").split())[:200]
 
 
-def page(result: dict[str, Any]) -> str:
+def render_page(result: dict[str, Any]) -> str:
     """The whole check, readable: goals first, then what ran, what failed and all records."""
     parts = result["parts"]
     kernels = [record for part in parts.values() for record in part.get("records", ()) if "H" in record]
     steps = [record for part in parts.values() for record in part.get("records", ()) if "model" in record]
     told = [
         "# GPU check",
-        measured(result)
+        format_measured_line(result)
         + f" Commit {result['commit'] or 'unknown'}; {result['seconds']:.0f} s in all."
         + "\nMade by `make gpu-check`; [gpu.md](../gpu.md) says what it needs and how to read it.",
     ]
     if result["rehearsal"]:
         told.append("**A rehearsal on a CPU with tiny shapes: no number here says anything about a GPU.**")
-    told += ["## Goals", table(["goal", "measured", "wanted", "met?"], verdicts(result))]
-    ran = [[name, _cell(_state(part)), f"{part['seconds']:.0f}"] for name, part in parts.items()]
-    told += ["## Parts", table(["part", "end", "seconds"], ran)]
-    if failures := [line for name, part in parts.items() for line in _failures(name, part)]:
+    told += ["## Goals", render_markdown_table(["goal", "measured", "wanted", "met?"], judge_goals(result))]
+    ran = [[name, _escape_cell(_format_end(part)), f"{part['seconds']:.0f}"] for name, part in parts.items()]
+    told += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
+    if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
         told += ["## What failed", "\n".join(failures)]
     if kernels:
-        told += ["## Attention", table(HEADINGS, [[_cell(cell) for cell in cells(r)] for r in kernels])]
+        told += [
+            "## Attention",
+            render_markdown_table(COLUMN_HEADERS, [[_escape_cell(cell) for cell in format_cells(r)] for r in kernels]),
+        ]
     if steps:
-        told += ["## Steps and layers", table(STEP_HEADINGS, [_step_cells(record) for record in steps])]
+        told += [
+            "## Steps and layers",
+            render_markdown_table(STEP_COLUMN_HEADERS, [_format_step_cells(record) for record in steps]),
+        ]
     return "\n\n".join(told) + "\n"
 
 
-STEP_HEADINGS = ["what", "model", "T", "B", "dtype", "method", "ms", "tokens/s", "over rotary", "over kerple_log",
+STEP_COLUMN_HEADERS = ["what", "model", "T", "B", "dtype", "method", "ms", "tokens/s", "over rotary", "over kerple_log",
                  "over plain", "MFU", "memory MB"]  # fmt: skip
 
 
-def _step_cells(record: dict[str, Any]) -> list[str]:
+def _format_step_cells(record: dict[str, Any]) -> list[str]:
     head = [record["op"], record["model"], str(record["T"]), str(record["B"]), record["dtype"], record["peer"]]
     if record["ms"] is None:
-        return [*head, *["—"] * (len(STEP_HEADINGS) - len(head))]
+        return [*head, *["—"] * (len(STEP_COLUMN_HEADERS) - len(head))]
     ratios = [record.get(f"ratio_to_{other}") for other in ("rotary", "kerple_log", "plain")]
     numbers = ["—" if number is None else f"{number:.3f}" for number in (*ratios, record.get("mfu"))]
     memory = "—" if record["peak_memory_mb"] is None else f"{record['peak_memory_mb']:,.0f}"
     return [*head, f"{record['ms']['both'][1]:,.2f}", f"{record['tokens_per_second']:,}", *numbers, memory]
 
 
-def _failures(name: str, part: dict[str, Any]) -> list[str]:
+def _list_failures(name: str, part: dict[str, Any]) -> list[str]:
     """A line for each peer that was refused and each test that failed, and the end of what a broken part said."""
     lines = [
-        f"* {name}: {record['peer']} at T = {record['T']} in {record['dtype']}: {_cell(record['refusal'])}"
+        f"* {name}: {record['peer']} at T = {record['T']} in {record['dtype']}: {_escape_cell(record['refusal'])}"
         for record in part.get("records", ())
         if "refusal" in record
     ]
-    lines += [f"* {name}: {_cell(test)}" for test in part.get("failed", ())]
+    lines += [f"* {name}: {_escape_cell(test)}" for test in part.get("failed", ())]
     if not lines and part["exit"] != 0:
         said = [line for line in part.get("output", "").splitlines() if line.strip()]
-        lines.append(f"* {name}: {_cell(_state(part))}" + (f": {_cell(said[-1])}" if said else ""))
+        lines.append(f"* {name}: {_escape_cell(_format_end(part))}" + (f": {_escape_cell(said[-1])}" if said else ""))
     return lines

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
-from tools.rounding import apart, sums_of_gpt
+from tools.rounding import compute_tolerance, count_gpt_sums
 
 STEPS = 5
 LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
@@ -58,23 +58,23 @@ class Layout:
         )
 
 
-def layouts(world_size: int) -> Iterator[Layout]:
+def list_layouts(world_size: int) -> Iterator[Layout]:
     """Every division of so many ranks, with every ZeRO stage that it allows."""
-    for tensor in _divisors(world_size, HEADS):
-        for context in _divisors(world_size // tensor, LENGTH // 2):
-            for pipeline in _divisors(world_size // tensor // context, LAYERS):
+    for tensor in _list_divisors(world_size, HEADS):
+        for context in _list_divisors(world_size // tensor, LENGTH // 2):
+            for pipeline in _list_divisors(world_size // tensor // context, LAYERS):
                 data = world_size // tensor // context // pipeline
                 for stage in (0, 1) if pipeline > 1 else (0, 1, 2, 3):
                     if BATCH // data >= pipeline:
                         yield Layout(tensor, context, data, pipeline, stage)
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def _list_divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0 and most % size == 0]
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """One training of a few steps."""
 
     method: str
@@ -114,7 +114,7 @@ class Case:
             }
         )
 
-    def alone(self) -> "Case":
+    def alone(self) -> "ParityCase":
         """The same by one process."""
         return replace(self, layout=Layout())
 
@@ -122,11 +122,11 @@ class Case:
         return asdict(self)
 
     @staticmethod
-    def of_json(values: dict[str, Any]) -> "Case":
-        return Case(**{**values, "layout": Layout(**values["layout"])})
+    def of_json(values: dict[str, Any]) -> "ParityCase":
+        return ParityCase(**{**values, "layout": Layout(**values["layout"])})
 
 
-def possible(case: Case) -> bool:
+def is_possible(case: ParityCase) -> bool:
     """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself. Tensor ranks share out the
     heads of keys and values."""
     layout = case.layout
@@ -135,7 +135,7 @@ def possible(case: Case) -> bool:
     return case.precision == "fp32" or layout.stage > 0 or layout.tensor * layout.pipeline == 1
 
 
-def tolerance(precision: str) -> tuple[float, float]:
+def compute_layout_tolerance(precision: str) -> tuple[float, float]:
     """How far losses and gradient norms of two layouts may be apart, relative to themselves.
 
     In float32, sums of so many terms follow on one another forwards, and as many again backwards. In bfloat16 the sums
@@ -144,9 +144,9 @@ def tolerance(precision: str) -> tuple[float, float]:
     move a weight by 5 · lr/eps = 5 times a gradient that is clipped to 0.5 in all, so what was off in it returns at
     most 2.5 times.
     """
-    terms, sums = sums_of_gpt(WIDTH, LAYERS)
+    terms, sums = count_gpt_sums(WIDTH, LAYERS)
     if precision == "fp32":
-        return apart(terms, sums), 3.5 * apart(terms, 2 * sums)
+        return compute_tolerance(terms, sums), 3.5 * compute_tolerance(terms, 2 * sums)
     import torch
 
-    return apart(1, sums, torch.bfloat16) / 8, 3.5 * apart(1, 2 * sums, torch.bfloat16) / 8
+    return compute_tolerance(1, sums, torch.bfloat16) / 8, 3.5 * compute_tolerance(1, 2 * sums, torch.bfloat16) / 8

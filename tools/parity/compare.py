@@ -6,7 +6,6 @@
 Writes a record and, beside it, a table in Markdown. The exit code is 1 if anything differs by more than rounding.
 """
 
-import json
 import math
 import sys
 import tempfile
@@ -17,48 +16,49 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tools.arguments import Parser, at_least, output_file, some_of, tell_interrupts_in_a_line  # noqa: E402
+from tools.arguments import ToolParser, comma_separated, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 
 if __name__ == "__main__":
-    tell_interrupts_in_a_line()
+    print_interrupts_in_one_line()
 
-from tools.launch_ranks import run  # noqa: E402
-from tools.parity.cases import METHODS, STEPS, Case, layouts, possible, tolerance  # noqa: E402
+from tools.launch_ranks import run_ranks  # noqa: E402
+from tools.parity.cases import METHODS, STEPS, ParityCase, compute_layout_tolerance, is_possible, list_layouts  # noqa: E402
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
-Found = dict[str, Any]
-RANK = ROOT / "tools/parity/rank.py"
+CaseResult = dict[str, Any]
+RANK_SCRIPT = ROOT / "tools/parity/rank.py"
 
 
-def judged(found: Found, alone: Found, precision: str) -> dict[str, float]:
+def compute_excess(found: CaseResult, alone: CaseResult, precision: str) -> dict[str, float]:
     """By how much a case differs from one process: losses and norms relative to themselves, in units of what rounding
     allows. More than 1 is wrong, and infinite what should be equal to the last digit."""
-    allowed = tolerance(precision)
+    allowed = compute_layout_tolerance(precision)
     of = {"losses": (*found["losses"], found["valid"]), "norms": tuple(found["norms"])}
     by = {"losses": (*alone["losses"], alone["valid"]), "norms": tuple(alone["norms"])}
     excess = {
-        kind: max(_apart(a, b) for a, b in zip(of[kind], by[kind], strict=True)) / size
+        kind: max(_relative_difference(a, b) for a, b in zip(of[kind], by[kind], strict=True)) / size
         for kind, size in zip(of, allowed, strict=True)
     }
     same = found["parameters"] == alone["parameters"] and math.isclose(found["flops"], alone["flops"], rel_tol=1e-12)
     return excess if same else dict.fromkeys(excess, math.inf)
 
 
-def _apart(a: float, b: float) -> float:
+def _relative_difference(a: float, b: float) -> float:
     return abs(a / b - 1) if math.isfinite(a) else math.inf
 
 
-def trained(cases: Sequence[Case], world_size: int, folder: Path) -> dict[Case, Found]:
+def train_cases(cases: Sequence[ParityCase], world_size: int, folder: Path) -> dict[ParityCase, CaseResult]:
     """What the first rank found of each case."""
-    first, *_ = run(RANK, folder, world_size, [case.as_json() for case in cases])
+    first, *_ = run_ranks(RANK_SCRIPT, folder, world_size, [case.as_json() for case in cases])
     return dict(zip(cases, first, strict=True))
 
 
-def thinned(methods: Sequence[str], every: int, turn: int) -> list[str]:
+def select_every_nth(methods: Sequence[str], every: int, turn: int) -> list[str]:
     """Every nth method, beginning with another one at each turn, so that every method meets every kind of layout."""
     return [method for number, method in enumerate(methods) if (number + turn) % every == 0]
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
+def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """The largest excess of each layout, over methods."""
     by_layout: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -73,7 +73,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _which(record: Mapping[str, Any]) -> str:
+def _describe_selection(record: Mapping[str, Any]) -> str:
     """Which methods a row stands for, in words."""
     every = record["every"]
     if every == 1:
@@ -81,64 +81,62 @@ def _which(record: Mapping[str, Any]) -> str:
     return f"Each layout took one method of {every}, the next one another, so that methods took turns."
 
 
-def page(record: Mapping[str, Any]) -> str:
+def render_page(record: Mapping[str, Any]) -> str:
     """The record for people."""
-    stamp, rows = record["stamp"], record["rows"]
+    rows = record["rows"]
     worst = max(max(row["losses"], row["norms"]) for row in rows)
-    versions = ", ".join(f"{name} {number}" for name, number in stamp["versions"].items())
     return f"""# Every layout against one process
 
 Each row is one layout; each of its methods was trained for {STEPS} steps with it, with masks that leave uneven token
 counts, clipping and a validation at the end, and once by one process.
-{_which(record)}
+{_describe_selection(record)}
 The columns loss and norm hold the largest difference of any loss or gradient norm from one process's,
-in units of what rounding allows (`tolerance` in `tools/parity/cases.py` derives it): 1 would be its limit.
+in units of what rounding allows (`tools/parity/cases.py` derives it): 1 would be its limit.
 {len(rows)} runs were compared; the largest difference is {worst:.2f} of the limit.
 
 TP divides layers (`model_parallel_size`), CP sequences (`context_parallel_size`), PP the stack of layers
 (`pipe_parallel_size`), DP batches.
 Methods: {"; ".join(record["methods"])}.
 
-{table(rows)}
+{render_table(rows)}
 
-Recorded {stamp["date"]} by `{stamp["command"]}` at {stamp["commit"]} on {stamp["machine"]}; {versions}.
+{format_provenance(record["stamp"])}
 """
 
 
 def main() -> None:
     """Train, compare, write."""
-    parser = Parser(description=(__doc__ or "").splitlines()[0])
+    parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between them")
     parser.add_argument(
         "--methods", type=lambda text: text.split(";"), default=list(METHODS), help="with ; between them"
     )
-    parser.add_argument("--precisions", type=some_of(("fp32", "bf16")), default=["fp32", "bf16"])
-    parser.add_argument("--every", type=at_least(1), default=1, help="each layout takes every nth method, in turn")
+    parser.add_argument("--precisions", type=comma_separated(("fp32", "bf16")), default=["fp32", "bf16"])
+    parser.add_argument("--every", type=int_at_least(1), default=1, help="each layout takes every nth method, in turn")
     parser.add_argument("--layouts", help="only those whose description contains this")
-    parser.add_argument("--json", type=output_file, help="the record; its table goes beside it")
+    parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.methods if name not in METHODS]:
         parser.error(f"--methods: {unknown[0]!r} is not one of {'; '.join(METHODS)}")
-    from tools.records import stamp
-
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         worlds = [int(each) for each in arguments.ranks.split(",")]
         every = {
             world: [
                 case
-                for number, layout in enumerate(layouts(world))
+                for number, layout in enumerate(list_layouts(world))
                 for precision in arguments.precisions
-                for method in thinned(arguments.methods, arguments.every, number + (precision == "bf16"))
-                if possible(case := Case(method, layout, precision)) and (arguments.layouts or "") in str(layout)
+                for method in select_every_nth(arguments.methods, arguments.every, number + (precision == "bf16"))
+                if is_possible(case := ParityCase(method, layout, precision))
+                and (arguments.layouts or "") in str(layout)
             ]
             for world in worlds
         }
         single = list(dict.fromkeys(case.alone() for cases in every.values() for case in cases))
-        alone = trained(single, 1, Path(folder) / "1")
+        alone = train_cases(single, 1, Path(folder) / "1")
         for world, cases in every.items():
-            for case, found in trained(cases, world, Path(folder) / str(world)).items():
-                excess = judged(found, alone[case.alone()], case.precision)
+            for case, found in train_cases(cases, world, Path(folder) / str(world)).items():
+                excess = compute_excess(found, alone[case.alone()], case.precision)
                 rows.append(
                     {
                         "ranks": world,
@@ -148,12 +146,15 @@ def main() -> None:
                         **{kind: round(size, 4) for kind, size in excess.items()},
                     }
                 )
-    record = {"stamp": stamp(__file__, "cpu"), "methods": arguments.methods, "every": arguments.every, "rows": rows}
-    print(table(rows))
+    record = {
+        "stamp": collect_provenance(__file__, "cpu"),
+        "methods": arguments.methods,
+        "every": arguments.every,
+        "rows": rows,
+    }
+    print(render_table(rows))
     if arguments.json is not None:
-        path = Path(arguments.json)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(page(record), encoding="utf-8")
+        write_record(arguments.json, record, render_page(record))
     if wrong := [row for row in rows if not max(row["losses"], row["norms"]) <= 1]:
         print(f"{len(wrong)} of {len(rows)} differ by more than rounding; the first: {wrong[0]}")
         sys.exit(1)

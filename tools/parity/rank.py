@@ -19,11 +19,11 @@ from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.distributed.process_groups import ProcessGroups, init_distributed  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.training.engine import Engine  # noqa: E402
-from tools.launch_ranks import rank_main  # noqa: E402
-from tools.parity.cases import BATCH, LENGTH, VOCABULARY, Case  # noqa: E402
+from tools.launch_ranks import run_rank  # noqa: E402
+from tools.parity.cases import BATCH, LENGTH, VOCABULARY, ParityCase  # noqa: E402
 
 
-class Sequences(torch.utils.data.Dataset):
+class CountingDataset(torch.utils.data.Dataset):
     """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next."""
 
     def __init__(self, steps: int) -> None:
@@ -41,14 +41,14 @@ class Sequences(torch.utils.data.Dataset):
         return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
 
 
-def trained(case: Case, groups: ProcessGroups) -> dict[str, Any]:
+def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
     """Train one case. All ranks must call this."""
     config = case.config()
     model = build_model(config.model, config.position, VOCABULARY, groups=groups, seed=3)
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
     engine = Engine(config, model, groups)
     engine.model.train()
-    data = Sequences(case.steps)
+    data = CountingDataset(case.steps)
     order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
     steps = config.training.gradient_accumulation_steps
 
@@ -72,18 +72,18 @@ def trained(case: Case, groups: ProcessGroups) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
 
 
-def all_trained(job: list[dict[str, Any]], meet: Callable[[], RankInfo]) -> list[dict[str, Any]]:
+def train_cases(job: list[dict[str, Any]], connect: Callable[[], RankInfo]) -> list[dict[str, Any]]:
     """Train the cases in turn, saying how far it is."""
-    cases: list[Case] = [Case.of_json(values) for values in job]
+    cases: list[ParityCase] = [ParityCase.of_json(values) for values in job]
     found: list[dict[str, Any]] = []
     processes = None
     for case in cases:
         if processes is None or processes.mesh.sizes != case.layout.sizes:
-            processes = init_distributed(meet(), case.layout.sizes, device="cpu", backend="gloo")
-        found.append(trained(case, processes))
+            processes = init_distributed(connect(), case.layout.sizes, device="cpu", backend="gloo")
+        found.append(train_case(case, processes))
         print(f"{len(found)} of {len(cases)}: {case.method}, {case.layout}, {case.precision}", flush=True)
     return found
 
 
 if __name__ == "__main__":
-    rank_main(all_trained)
+    run_rank(train_cases)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.bias import configs, reference
 from kernels.bias.fire import fire_bias
 from kernels.bias.toeplitz import toeplitz_bias
-from tools.rounding import FACTOR, assert_rounding_alone, excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")
 
@@ -96,9 +96,11 @@ def test_table_gradient_is_the_sum_of_each_diagonal(
         return {"table": torch.autograd.grad(out, table, grad)[0]}
 
     # The sums are float32 whatever the type.
-    assert_rounding_alone(found, compute, torch.float32)
+    assert_within_rounding(found, compute, torch.float32)
     found["table"][0, case.offset] += grad[0, -1, 0].to(found["table"])
-    assert excess(found, compute, torch.float32)["table"] > FACTOR, "a term counted twice would be let through"
+    assert compute_excess(found, compute, torch.float32)["table"] > SAFETY_FACTOR, (
+        "a term counted twice would be let through"
+    )
 
 
 @given(rows=st.integers(1, 25), columns=st.integers(1, 25), offset=st.integers(0, 20))
@@ -138,7 +140,7 @@ def _fire_reference(case: Case, dtype: torch.dtype) -> Callable[[], dict[str, Te
 @pytest.mark.usefixtures("uninitialised_is_nan")
 def test_fire_and_all_its_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     """Computed in float32 whatever the type, in which the bias is stored and its gradient comes in."""
-    assert_rounding_alone(_fire(case, dtype, device), _fire_reference(case, dtype), torch.float32)
+    assert_within_rounding(_fire(case, dtype, device), _fire_reference(case, dtype), torch.float32)
 
 
 @pytest.mark.parametrize("name", FIRE)
@@ -146,7 +148,7 @@ def test_a_row_too_few_in_a_gradient_is_more_than_rounding(name: str) -> None:
     case = SMALL[0]
     found, compute = _fire_reference(case, torch.float32)(), _fire_reference(case, torch.float32)
     found[name] = _fire_reference(replace(case, R=case.R - 1), torch.float32)()[name]
-    assert excess(found, compute, torch.float32)[name] > FACTOR
+    assert compute_excess(found, compute, torch.float32)[name] > SAFETY_FACTOR
 
 
 def test_the_multiplier_has_no_gradient_where_all_rows_are_beyond_it(device: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.biased_attention import configs, reference
 from kernels.biased_attention.op import biased_attention, biased_attention_with_lse
-from tools.rounding import FACTOR, assert_rounding_alone, excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight")
 Values = dict[str, Tensor]
@@ -152,7 +152,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dt
     found = _ours(case, dtype, device)
     kinds = {name: torch.float32 if name in ("lse", "dbias", "dweight") else dtype for name in found}
     assert {name: x.dtype for name, x in found.items()} == kinds
-    assert_rounding_alone(found, _flash(case, dtype), dtype)
+    assert_within_rounding(found, _flash(case, dtype), dtype)
 
 
 def _scaled(name: str, by: float) -> Callable[[Case, torch.dtype], Values]:
@@ -184,8 +184,8 @@ FAULTS: dict[str, Callable[[Case, torch.dtype], Values]] = {
 def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
     """What the test above would let through if it allowed too much. The rest of each result is exact."""
     case = replace(SMALL[2], R=20, C=20, offset=0)
-    ratios = excess(FAULTS[fault](case, dtype), _flash(case, dtype), dtype)
-    assert [name for name, ratio in ratios.items() if ratio > FACTOR] == [fault.split()[0]]
+    ratios = compute_excess(FAULTS[fault](case, dtype), _flash(case, dtype), dtype)
+    assert [name for name, ratio in ratios.items() if ratio > SAFETY_FACTOR] == [fault.split()[0]]
 
 
 def test_tf32_is_more_than_the_rounding_of_float32() -> None:
@@ -193,7 +193,7 @@ def test_tf32_is_more_than_the_rounding_of_float32() -> None:
     found, truth = _truth(case, torch.float32), _truth(case, torch.float32)
     for name in ("out", "dq", "dk", "dv"):
         found[name] = truth[name] * (1 + 2.0**-11 * torch.rand_like(truth[name]))
-        assert excess(found, _flash(case, torch.float32), torch.float32)[name] > FACTOR
+        assert compute_excess(found, _flash(case, torch.float32), torch.float32)[name] > SAFETY_FACTOR
 
 
 @pytest.mark.parametrize("case", [SMALL[1], SMALL[3]], ids=str)
@@ -208,7 +208,7 @@ def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(configs, "PARTIAL_SUMS", 2)
     monkeypatch.setattr(configs, "INTERPRETED", configs.Config(*[configs.Tile(16, 16, 1, 1)] * 3))
     case = Case(1, 1, 70, 70, 16, weight=True)
-    assert_rounding_alone(_ours(case, torch.float32, device), _flash(case, torch.float32), torch.float32)
+    assert_within_rounding(_ours(case, torch.float32, device), _flash(case, torch.float32), torch.float32)
 
 
 def test_a_bias_that_is_added_to_all_distances_changes_nothing(device: str) -> None:
@@ -255,7 +255,7 @@ def test_any_lengths_offset_window_and_layout(
         q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v))
     found = {"out": biased_attention(q, k, v, bias, offset=offset, window=window)}
     truth = _doubled(case.inputs(torch.float32))
-    assert_rounding_alone(
+    assert_within_rounding(
         found,
         lambda: {"out": reference.biased_attention(*truth, offset=offset, window=window)},
         torch.float32,

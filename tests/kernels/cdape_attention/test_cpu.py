@@ -18,7 +18,7 @@ from kernels import jit_build
 from kernels.cdape_attention import cpu
 from kernels.cdape_attention.cpu import cdape_attention
 from kernels.cdape_attention.reference import reference
-from tools.rounding import assert_rounding_alone
+from tools.rounding import assert_within_rounding
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -51,7 +51,7 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def _assert_rounding_alone(case: Case) -> None:
     inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
     found = differentiated(partial(cdape_attention, **case.options), inputs, into)
-    assert_rounding_alone(found, truth(case, inputs, into), torch.float32)
+    assert_within_rounding(found, truth(case, inputs, into), torch.float32)
 
 
 @pytest.mark.parametrize("case", [*SMALL, *TILES], ids=str)
@@ -86,7 +86,7 @@ def test_any_shape(case: Case) -> None:
     case = replace(case, columns=case.offset + case.rows)
     inputs = case.inputs(torch.float32)
     found = {"output": cdape_attention(*inputs, **case.options)}
-    assert_rounding_alone(found, lambda: {"output": reference(*doubled(inputs), **case.options)}, torch.float32)
+    assert_within_rounding(found, lambda: {"output": reference(*doubled(inputs), **case.options)}, torch.float32)
 
 
 def test_threads_divide_the_work_and_sums_alone_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_threads_divide_the_work_and_sums_alone_depend_on_them(monkeypatch: pyte
         found[threads] = differentiated(cdape_attention, inputs, into)
         again = differentiated(cdape_attention, inputs, into)
         assert all(torch.equal(found[threads][name], again[name]) for name in NAMES)
-        assert_rounding_alone(found[threads], truth(case, inputs, into), torch.float32)
+        assert_within_rounding(found[threads], truth(case, inputs, into), torch.float32)
     assert all(torch.equal(found[1][name], found[5][name]) for name in ("output", "q"))
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.cdape_attention import driver, op
 from kernels.cdape_attention.op import cdape_attention
 from kernels.cdape_attention.reference import reference
-from tools.rounding import FACTOR, assert_rounding_alone, excess
+from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
 
@@ -39,7 +39,7 @@ def _assert_rounding_alone(
     inputs, into = case.inputs(dtype, device), into_output(case, dtype, device) * strength
     change(inputs)
     found = differentiated(partial(cdape_attention, **case.options, chunk=case.chunk), inputs, into)
-    assert_rounding_alone(found, truth(case, inputs, into), dtype, stored=True)
+    assert_within_rounding(found, truth(case, inputs, into), dtype, stored=True)
     return found
 
 
@@ -75,8 +75,8 @@ def test_a_fault_is_more_than_rounding(fault: str, dtype: torch.dtype) -> None:
     inputs, into = case.inputs(dtype), into_output(case, dtype)
     name = fault.split()[0]
     found = truth(case, inputs, into)() | {name: FAULTS[fault](case, inputs, into)[name]}
-    ratios = excess(found, truth(case, inputs, into), dtype, stored=True)
-    assert [wrong for wrong, ratio in ratios.items() if ratio > FACTOR] == [name]
+    ratios = compute_excess(found, truth(case, inputs, into), dtype, stored=True)
+    assert [wrong for wrong, ratio in ratios.items() if ratio > SAFETY_FACTOR] == [name]
 
 
 def test_with_the_tiles_that_are_shipped_and_bitwise_repeatable(device: str) -> None:
@@ -107,7 +107,7 @@ def test_the_second_convolution_saturates_at_float16_too(device: str) -> None:
     inputs[3], inputs[4], inputs[6] = inputs[3].abs() * 1e6, inputs[4].abs(), inputs[6].abs()
     exact, options = doubled(inputs), {"residual_bias": False}
     found = {"output": cdape_attention(*inputs, **options)}
-    assert_rounding_alone(
+    assert_within_rounding(
         found,
         lambda: {"output": reference(*exact, **options, saturate_like=torch.float16)},
         torch.float16,
@@ -124,7 +124,7 @@ def test_a_decoding_step_equals_its_row_of_the_whole(window: int | None, device:
     for row in (0, 1, 4, 19):
         step = q[:, :, row : row + 1], k[:, :, : row + 1], v[:, :, : row + 1]
         found = {"output": cdape_attention(*step, *rest, offset=row, window=window)[:, :, 0]}
-        assert_rounding_alone(
+        assert_within_rounding(
             found, lambda row=row: {"output": reference(*exact, window=window)[:, :, row]}, torch.float32
         )
 
@@ -136,7 +136,7 @@ def test_a_windowed_cache_may_drop_what_no_hidden_value_sees(device: str) -> Non
     exact = doubled(case.inputs(torch.float32))
     left = 20 - window + 1 - 2
     found = cdape_attention(q[:, :, 20:], k[:, :, left:], v[:, :, left:], *rest, offset=20 - left, window=window)
-    assert_rounding_alone(
+    assert_within_rounding(
         {"output": found}, lambda: {"output": reference(*exact, window=window)[:, :, 20:]}, torch.float32
     )
 
@@ -157,7 +157,7 @@ def test_the_gradient_of_a_bias_that_is_only_added_sums_to_zero(device: str) -> 
     found = differentiated(cdape_attention, inputs, into)["bias"]
     assert found.abs().max() > 1e-3
     assert exact()["bias"].sum(1).abs().max() < 1e-14
-    assert_rounding_alone({"sum": found.double().sum(1)}, lambda: {"sum": exact()["bias"].sum(1)}, torch.float32)
+    assert_within_rounding({"sum": found.double().sum(1)}, lambda: {"sum": exact()["bias"].sum(1)}, torch.float32)
 
 
 @pytest.mark.usefixtures("tall_tiles")
@@ -172,7 +172,7 @@ def test_inputs_need_not_be_contiguous(device: str) -> None:
 def test_scale_multiplies_the_products(device: str) -> None:
     found = {"output": cdape_attention(*TINY.inputs(torch.float32, device), scale=1.0)}
     exact = doubled(TINY.inputs(torch.float32))
-    assert_rounding_alone(found, lambda: {"output": reference(*exact, scale=1.0)}, torch.float32)
+    assert_within_rounding(found, lambda: {"output": reference(*exact, scale=1.0)}, torch.float32)
 
 
 @pytest.mark.usefixtures("tall_tiles")
@@ -192,7 +192,7 @@ def test_torch_compile_and_checkpointing_change_nothing(device: str) -> None:
     compile_kernel = differentiated(torch.compile(cdape_attention, backend="aot_eager", fullgraph=True), inputs, into)
     again = differentiated(partial(checkpoint, cdape_attention, use_reentrant=False), inputs, into)
     # The compiler differentiates what surrounds the operator in another order.
-    assert_rounding_alone(compile_kernel, truth(TINY, inputs, into), torch.float32)
+    assert_within_rounding(compile_kernel, truth(TINY, inputs, into), torch.float32)
     for name, expected in plain.items():
         assert torch.equal(again[name], expected), name
 

@@ -23,7 +23,7 @@ from kernels.cdape_attention.driver import (
 )
 from kernels.cdape_attention.softmax import _attend_fwd_kernel
 from kernels.runtime import launch_context
-from tools.rounding import assert_rounding_alone
+from tools.rounding import assert_within_rounding
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 
@@ -102,7 +102,7 @@ def test_equals_the_softmax_and_its_gradient(
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
     assert (gradient[:, HEADS:] == 0).all()
     found = {"output": chunk.slice_rows(output), "probabilities": maps.probabilities, "gradient": gradient[:, :HEADS]}
-    assert_rounding_alone(found, compute, torch.float32)
+    assert_within_rounding(found, compute, torch.float32)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 11])
@@ -120,7 +120,7 @@ def test_scores_lie_heads_last_beside_zeros(
     assert scores.shape[1] % 8 == 0
     assert (scores[:, heads:] == 0).all()
     left, right = (x.cpu().double() for x in (chunk.slice_rows(q), chunk.slice_columns(k)))
-    assert_rounding_alone(
+    assert_within_rounding(
         {"scores": scores[:, :heads]},
         lambda: {"scores": (left @ right.transpose(-1, -2))[..., seen.cpu()]},
         torch.float32,
