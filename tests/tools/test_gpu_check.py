@@ -18,12 +18,12 @@ from tools.bench import attention as attention_bench
 from tools.bench import train_step
 from tools.gpu import check as gpu_check
 from tools.gpu import parts as gpu_parts
-from tools.gpu.check import Part
+from tools.gpu.parts import CheckPart
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOD = Part("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
-BAD = Part("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"))
-HALF = Part("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
+GOOD = CheckPart("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
+BAD = CheckPart("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"))
+HALF = CheckPart("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
 ALL = [*gpu_parts.list_parts(), *gpu_parts.list_rehearsal_parts()]
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
 TOOLS = {
@@ -34,7 +34,7 @@ TOOLS = {
 
 @pytest.mark.parametrize("part", ALL, ids=[f"{part.name}-{place}" for place, part in enumerate(ALL)])
 def test_the_tool_takes_a_parts_words(
-    part: Part, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    part: CheckPart, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if part.name == "tests":
         command = list(part.command)
@@ -98,7 +98,7 @@ def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return busy
 
 
-def check(parts: list[Part], path: Path) -> tuple[int, dict[str, Any]]:
+def check(parts: list[CheckPart], path: Path) -> tuple[int, dict[str, Any]]:
     code = gpu_check.run_parts(parts, path, rehearsal=True)
     return code, json.loads(path.read_text(encoding="utf-8"))
 
@@ -126,7 +126,7 @@ def test_a_part_that_does_not_end_is_killed_with_all_it_started(
 ) -> None:
     monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 0.1)
     shell = f"trap '' INT; sleep 600 & echo $! > '{at_work}.pid'; mv '{at_work}.pid' '{at_work}'; wait; wait"
-    hanging = Part("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
+    hanging = CheckPart("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
     assert gpu_check.run_part(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
     child = Path("/proc") / at_work.read_text().strip() / "cmdline"
     for _ in range(500):  # gone, or dead and not yet buried
@@ -142,7 +142,7 @@ def test_a_part_that_is_cut_is_asked_to_write_what_it_has(at_work: Path, tmp_pat
         f"try:\n    open({str(at_work)!r}, 'w'); time.sleep(60)\n"
         "except KeyboardInterrupt:\n    open(r'{output}', 'w').write('{\"records\": []}'); raise SystemExit(0)"
     )
-    cut = Part("slow", 2, ("-c", code))
+    cut = CheckPart("slow", 2, ("-c", code))
     exit_code, result = check([cut], tmp_path / "a.json")
     assert exit_code == 1
     assert result["parts"]["slow"]["exit"] == "cut after 2 s"
@@ -154,7 +154,7 @@ def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(
         gpu_check, "_run_command", lambda command, environment, seconds: (given.append(seconds), (0, ""))[1]
     )
-    sleeper = Part("sleeper", 60, ("-c", ""))
+    sleeper = CheckPart("sleeper", 60, ("-c", ""))
     grace = gpu_check.GRACE_SECONDS
     for left in (float("inf"), 1000.0, grace + 5.0):
         gpu_check.run_part(sleeper, tmp_path, {}, left=left)
@@ -176,7 +176,9 @@ def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Packages that a bare machine lacks are carried in a folder that PYTHONPATH names."""
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = Part("finds", 30, ("-c", "import carried_package, tools.records; print(carried_package, tools.records)"))
+    finding = CheckPart(
+        "finds", 30, ("-c", "import carried_package, tools.records; print(carried_package, tools.records)")
+    )
     assert gpu_check.run_part(finding, tmp_path, gpu_check.build_environment(rehearsal=True))["exit"] == 0
     monkeypatch.delenv("PYTHONPATH")
     assert gpu_check.build_environment(rehearsal=False)["PYTHONPATH"] == str(ROOT)
@@ -212,7 +214,7 @@ def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:
     )
     words = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
     files = ("--rootdir", str(tmp_path), str(tmp_path / "test_a.py"), "--junitxml", "{output}")
-    code, result = check([Part("tests", 50, (*words, *files))], tmp_path / "a.json")
+    code, result = check([CheckPart("tests", 50, (*words, *files))], tmp_path / "a.json")
     assert code == 1
     assert result["parts"]["tests"]["counts"] == {"tests": 2, "failures": 1, "errors": 0, "skipped": 0}
     assert result["parts"]["tests"]["failed"] == ["test_a::test_b"]
@@ -227,7 +229,7 @@ def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
         "from tools.arguments import tell_interrupts_in_a_line\n"
         "tell_interrupts_in_a_line()\n"
         "check.stamp = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
-        f"parts = [check.Part('good', 30, ('-c', '')), check.Part('slow', 60, ('-c', {sleep!r}))]\n"
+        f"parts = [check.CheckPart('good', 30, ('-c', '')), check.CheckPart('slow', 60, ('-c', {sleep!r}))]\n"
         f"check.check(parts, pathlib.Path({str(tmp_path / 'a.json')!r}), rehearsal=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -252,7 +254,7 @@ def test_ctrl_c_while_a_part_starts_does_not_leave_it_running(monkeypatch: pytes
 
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.run_part(Part("slow", 60, ("-c", "import time; time.sleep(60)")), tmp_path, {})
+        gpu_check.run_part(CheckPart("slow", 60, ("-c", "import time; time.sleep(60)")), tmp_path, {})
     assert started[0].returncode == -signal.SIGKILL
 
 
