@@ -112,5 +112,5 @@ def test_a_cpu_has_the_triton_peer_in_the_interpreter_only(monkeypatch: pytest.M
     """On a GPU machine too: the backend would quietly compute CPU tensors in row blocks."""
     monkeypatch.setattr("tools.bench.attention_peers.TritonBackend.unsupported_reason", lambda *_: None)
     for interpreted in (False, True):
-        monkeypatch.setattr("tools.bench.attention_peers.interpreted", lambda here=interpreted: here)
+        monkeypatch.setattr("tools.bench.attention_peers.is_interpreted", lambda here=interpreted: here)
         assert ("triton" in build_peers(PROBLEMS["biased_attention"])) == interpreted

@@ -226,11 +226,12 @@ def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
     sleep = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     code = (
         "import sys, tools.gpu.check as check, pathlib\n"
-        "from tools.arguments import tell_interrupts_in_a_line\n"
-        "tell_interrupts_in_a_line()\n"
-        "check.stamp = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
-        f"parts = [check.CheckPart('good', 30, ('-c', '')), check.CheckPart('slow', 60, ('-c', {sleep!r}))]\n"
-        f"check.check(parts, pathlib.Path({str(tmp_path / 'a.json')!r}), rehearsal=True)\n"
+        "from tools.gpu.parts import CheckPart\n"
+        "from tools.arguments import print_interrupts_in_one_line\n"
+        "print_interrupts_in_one_line()\n"
+        "check.collect_provenance = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
+        f"parts = [CheckPart('good', 30, ('-c', '')), CheckPart('slow', 60, ('-c', {sleep!r}))]\n"
+        f"check.run_parts(parts, pathlib.Path({str(tmp_path / 'a.json')!r}), rehearsal=True)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (started.exists() and started.read_text()):
