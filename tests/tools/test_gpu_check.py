@@ -229,7 +229,8 @@ def test_ctrl_c_ends_the_part_and_keeps_those_before(tmp_path: Path) -> None:
         "from tools.gpu.parts import CheckPart\n"
         "from tools.arguments import print_interrupts_in_one_line\n"
         "print_interrupts_in_one_line()\n"
-        "check.collect_provenance = lambda *_: {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
+        "provenance = {'date': '', 'machine': '', 'versions': {}, 'command': '', 'commit': None}\n"
+        "check.collect_provenance = lambda *_: provenance\n"
         f"parts = [CheckPart('good', 30, ('-c', '')), CheckPart('slow', 60, ('-c', {sleep!r}))]\n"
         f"check.run_parts(parts, pathlib.Path({str(tmp_path / 'a.json')!r}), rehearsal=True)\n"
     )
