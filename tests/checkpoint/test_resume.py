@@ -17,7 +17,7 @@ from megatron.checkpoint import layout, stored_config
 from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import format_value
-from megatron.data import tokenizers
+from megatron.data import load_tokenizer
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -282,7 +282,7 @@ def test_a_start_reads_the_stored_configuration_and_the_tokenizer_once(
         monkeypatch.setattr(module, name, lambda *args, **keys: (reads.append(name), usual(*args, **keys))[1])
 
     count(stored_config, "read_yaml")
-    count(tokenizers, "tokenizer_from_files")
+    count(load_tokenizer, "tokenizer_from_files")
     train(tiny_config(corpus, tmp_path / "fresh", train_iters=1))
     assert reads == ["tokenizer_from_files"]
     reads.clear()
