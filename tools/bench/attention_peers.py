@@ -120,7 +120,7 @@ class AttentionProblem:
 
 
 def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
-    """Every way to compute the problem on its device; those in FLOORS leave out bias and processor."""
+    """Every way to compute the problem on its device; those in BIASLESS_PEERS leave out bias and processor."""
     found: dict[str, Attention] = {
         "eager": _wrap_backend(problem, EagerBackend()),
         "chunked": _wrap_backend(problem, ChunkedBackend(CHUNK_ROWS)),

@@ -1,7 +1,7 @@
 """Who may have a speed: every peer of a problem is held to the rounding of its type, in the output and all gradients.
 
 How far rounding may take a result is derived (`tools/rounding.py`), not taken from another backend, whose error is one
-machine's luck. A kernel rounds the factors of its products and what it stores; a peer of ROUNDED_THROUGHOUT may round
+machine's luck. A kernel rounds the factors of its products and what it stores; a peer of UNFUSED_PEERS may round
 every result to the type, as code does that nobody fused by hand.
 """
 
