@@ -3,27 +3,51 @@
 B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int | None,
-) -> None:
-    """Arguments as in `op.cdape_attention`.
+class CdapeArgs(NamedTuple):
+    """A call of the operator, wherever it is computed.
+
+    Row r stands at position offset + r of the columns and sees columns offset + r − window + 1 … offset + r; others
+    count as zero for Conv1. Where a cache has dropped columns, the p columns before the first one that a row sees must
+    still be there; column 0 is the left edge.
+    """
+
+    q: Tensor
+    """Queries [B, H, R, d], rotated by the caller if at all."""
+    k: Tensor
+    """[B, H, C, d] of q's type, C ≥ offset + R; later columns are not read."""
+    v: Tensor
+    """As k."""
+    bias: Tensor | None
+    """float32 [H, N] over distances n = i − j, N ≥ offset + R, or None."""
+    w1: Tensor
+    """Conv1 [D, 2H, 1, k] (scores first; [D, H, 1, k] without a bias), k odd."""
+    b1: Tensor
+    """[D]."""
+    w2: Tensor
+    """Conv2 [H, D, 1, k]."""
+    b2: Tensor
+    """[H]; its gradient is zero: it has no effect under the softmax (unless float16 saturates)."""
+    offset: int = 0
+    window: int | None = None
+    residual_bias: bool = True
+    """Whether the bias is added to the logits too."""
+    scale: float | None = None
+    """Of q·k, 1/√d if None."""
+
+
+def check_shapes(args: CdapeArgs) -> None:
+    """Refuse what does not fit.
 
     Raises:
         ValueError: shapes that do not fit each other, with what they must be.
     """
+    q, k, v, bias, w1, b1, w2, b2, offset, window, *_ = args
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
     batch, heads, rows, dim = q.shape

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kernels.cdape_attention.args import check_shapes
+from kernels.cdape_attention.args import CdapeArgs, check_shapes
 from kernels.cdape_attention.bias_term import bias_contributions
 from kernels.jit_build import CompileError, build_library
 
@@ -82,27 +82,14 @@ def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def cdape_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    *,
-    offset: int = 0,
-    window: int | None = None,
-    residual_bias: bool = True,
-    scale: float | None = None,
-) -> Tensor:
+def cdape_attention(args: CdapeArgs) -> Tensor:
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a CPU.
 
-    Arguments, result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and at
-    most MAX_KERNEL_SIZE taps.
+    Result and errors as in `op.cdape_attention`, but float32 alone, any head dimension and width, and k at most
+    MAX_KERNEL_SIZE.
     """
-    check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    check_shapes(args)
+    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
     inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):

@@ -37,7 +37,7 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class CdapeArgs:
+class MixerProblem:
     """What stays the same over all chunks."""
 
     shares: Tensor
@@ -147,7 +147,7 @@ class Chunk:
     def slice_columns(self, x: Tensor) -> Tensor:
         return x[:, :, self.left : self.right]
 
-    def extent(self, problem: CdapeArgs) -> dict[str, int]:
+    def extent(self, problem: MixerProblem) -> dict[str, int]:
         """Runtime arguments that say what a row sees, the same for all kernels."""
         return {
             "R": self.rows,
@@ -157,13 +157,13 @@ class Chunk:
             "window": problem.window,
         }
 
-    def mixer_extent(self, problem: CdapeArgs) -> dict[str, int]:
+    def mixer_extent(self, problem: MixerProblem) -> dict[str, int]:
         """Runtime arguments that all mixer kernels share."""
         shares = {"share_count": problem.offset + problem.rows + problem.padding, "edge_row": self.first}
         return self.extent(problem) | shares
 
 
-def iter_chunks(problem: CdapeArgs, size: int) -> Iterator[Chunk]:
+def iter_chunks(problem: MixerProblem, size: int) -> Iterator[Chunk]:
     for first in range(0, problem.rows, size):
         last = min(first + size, problem.rows)
         position = problem.offset + first
@@ -197,7 +197,7 @@ class ChunkMaps:
         return self.probabilities
 
 
-def compute_scores(problem: CdapeArgs, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+def compute_scores(problem: MixerProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
     batch, heads, columns, dim = k.shape
     tile = heads_tile(chunk.rows, dim, problem.dtype)
@@ -219,7 +219,7 @@ def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]
     return triton.cdiv(chunk.right - chunk.left, tile.block_n), triton.cdiv(chunk.rows, tile.block_m), batch
 
 
-def compute_logits(problem: CdapeArgs, chunk: Chunk, scores: Tensor) -> Tensor:
+def compute_logits(problem: MixerProblem, chunk: Chunk, scores: Tensor) -> Tensor:
     """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was."""
     batch, rows, columns, _ = scores.shape
     logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
@@ -237,7 +237,7 @@ def compute_logits(problem: CdapeArgs, chunk: Chunk, scores: Tensor) -> Tensor:
     return logits
 
 
-def softmax_launch(kernel: str, problem: CdapeArgs, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
+def softmax_launch(kernel: str, problem: MixerProblem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
     """Grid, and arguments that the attend kernels share."""
     batch, heads, columns, dim = v.shape
     tile = attend_tile(kernel, chunk.rows, problem.dtype)
@@ -251,7 +251,7 @@ def softmax_launch(kernel: str, problem: CdapeArgs, chunk: Chunk, v: Tensor) -> 
     return (triton.cdiv(chunk.rows, tile.block_m) * batch * heads,), options
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: CdapeArgs, scale: float, size: int) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: MixerProblem, scale: float, size: int) -> tuple[Tensor, Tensor]:
     """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
     batch, heads, rows = q.shape[:3]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -280,7 +280,7 @@ class GradientSums:
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: CdapeArgs, scale: float, size: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: MixerProblem, scale: float, size: int
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, shares, bias, w1 and w2; the sums over chunks are float32."""
     shapes = (k, v, problem.shares, problem.bias, problem.w1, problem.w1)
@@ -297,14 +297,16 @@ def backward(
     return dq, sums.k.to(k.dtype), sums.v.to(v.dtype), sums.shares, sums.bias, sums.w1, sums.w2.transpose(0, 1)
 
 
-def _compute_maps(problem: CdapeArgs, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
+def _compute_maps(problem: MixerProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
     """Scores and logits, and room for the rest."""
     scores = compute_scores(problem, chunk, scaled, k)
     logits = compute_logits(problem, chunk, scores)
     return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
-def softmax_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor) -> None:
+def softmax_backward(
+    problem: MixerProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor
+) -> None:
     """P and dL."""
     batch, heads, columns, dim = v.shape
     sums = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)
@@ -328,7 +330,7 @@ def softmax_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, v: Tenso
     )
 
 
-def _mixer_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
+def _mixer_backward(problem: MixerProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
@@ -359,7 +361,7 @@ def _mixer_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, sums: Gra
         sums.bias[:, :covered] += dbias.sum(0)[:covered].T
 
 
-def _weights_backward(problem: CdapeArgs, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
+def _weights_backward(problem: MixerProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
     """Adds the chunk's part to the gradients of the weights."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)

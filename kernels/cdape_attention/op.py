@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import driver
-from kernels.cdape_attention.args import check_shapes
+from kernels.cdape_attention.args import CdapeArgs, check_shapes
 from kernels.cdape_attention.bias_term import bias_contributions as make_shares
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
 from kernels.cdape_attention.reference import at_least_float32
@@ -21,38 +21,14 @@ MAX_PROCESSOR_WIDTH = 64
 """Widths beyond would need other tiles."""
 
 
-def cdape_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    *,
-    offset: int = 0,
-    window: int | None = None,
-    residual_bias: bool = True,
-    scale: float | None = None,
-    chunk: int | None = None,
-) -> Tensor:
+def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a GPU.
 
     DAPE V2, equation 5 (equation 2 with residual_bias False); the key axis is extended by zeros, so that no row depends
-    on C. Row r stands at position offset + r of the columns and sees columns offset + r − window + 1 … offset + r;
-    others count as zero for Conv1. Where a cache has dropped columns, the p columns before the first one that a row
-    sees must still be there; column 0 is the left edge. Conv2's constant has no effect under the softmax (unless
-    float16 saturates), so b2's gradient is zero.
+    on C.
 
     Args:
-        q: queries [B, H, R, d], d ≤ 128, rotated by the caller if at all; bfloat16, float16 or float32.
-        k, v: keys and values [B, H, C, d] of q's type, C ≥ offset + R; later columns are not read.
-        bias: float32 [H, N] over distances n = i − j, N ≥ offset + R, or None.
-        w1, b1: Conv1 [D, 2H, 1, k] (scores first; [D, H, 1, k] without a bias) and [D]; D ≤ 64, k odd.
-        w2, b2: Conv2 [H, D, 1, k] and [H].
-        residual_bias: whether the bias is added to the logits too.
-        scale: of q·k, 1/√d if None.
+        args: d ≤ 128 and D ≤ 64; bfloat16, float16 or float32.
         chunk: query rows per chunk; None lets the shape decide.
 
     Returns:
@@ -62,7 +38,8 @@ def cdape_attention(
         ValueError: shapes, types or options that do not fit.
         RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
-    check_shapes(q, k, v, bias, w1, b1, w2, b2, offset, window)
+    check_shapes(args)
+    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
     table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
@@ -107,8 +84,8 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
 
 def _build_args(
     shares: Tensor, residual: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, q: Tensor, offset: int, window: int
-) -> driver.CdapeArgs:
-    return driver.CdapeArgs(
+) -> driver.MixerProblem:
+    return driver.MixerProblem(
         shares=at_least_float32(shares).contiguous(),
         bias=residual.contiguous(),
         w1=w1,

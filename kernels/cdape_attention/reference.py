@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.cdape_attention.args import CdapeArgs
+
 NEGATIVE_SLOPE = 0.01
 
 
@@ -22,27 +24,13 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    w1: Tensor,
-    b1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    *,
-    offset: int = 0,
-    window: int | None = None,
-    residual_bias: bool = True,
-    scale: float | None = None,
-    saturate_like: torch.dtype | None = None,
-) -> Tensor:
+def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> Tensor:
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v (DAPE V2, equation 5), the key axis extended by zeros.
 
-    Arguments and result as in `op.cdape_attention`; any floating type, float64 included. `saturate_like` is the type
+    `args` and the result as in `op.cdape_attention`; any floating type, float64 included. `saturate_like` is the type
     whose largest value bounds the hidden map, q's if None: float64 can tell what float16 should give.
     """
+    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
     limited = dtype if saturate_like is None else saturate_like
     padding = w1.shape[-1] // 2

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention.reference import reference
+from kernels.cdape_attention.args import CdapeArgs
+from kernels.cdape_attention.reference import reference as _reference
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 """The output, then the operator's tensors."""
@@ -87,6 +88,19 @@ next, and a length that does; a head dimension in two parts, and the largest."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Run with a bias beyond float16's range."""
+
+
+def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of CdapeArgs as one of their fields, for calls that leave out or change some; others are its own."""
+
+    def call(*tensors: Tensor | None, **options: Any) -> Tensor:
+        own = {name: options.pop(name) for name in ("chunk", "saturate_like") if name in options}
+        return attend(CdapeArgs(*tensors, **options), **own)
+
+    return call
+
+
+reference = takes_fields(_reference)
 
 
 def into_output(case: Case, dtype: torch.dtype, device: str = "cpu") -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from kernels.cdape_attention.args import CdapeArgs
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.base import ConvolutionParameters
 from megatron.position.encoding import Encoding
@@ -58,7 +59,7 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
     assert inputs.processor is not None
     convolutions = inputs.processor.kernel_parameters()
     assert isinstance(convolutions, ConvolutionParameters)
-    return kernel(
+    args = CdapeArgs(
         inputs.q,
         inputs.k,
         inputs.v,
@@ -71,3 +72,4 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         window=inputs.window,
         residual_bias=convolutions.residual_bias,
     )
+    return kernel(args)

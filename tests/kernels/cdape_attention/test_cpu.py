@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cdape_calls import NAMES, SMALL, Case, differentiated, doubled, into_output, truth
+from cdape_calls import NAMES, SMALL, Case, differentiated, doubled, into_output, reference, takes_fields, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from kernels import jit_build
 from kernels.cdape_attention import cpu
-from kernels.cdape_attention.cpu import cdape_attention
-from kernels.cdape_attention.reference import reference
 from tools.rounding import assert_within_rounding
 
+cdape_attention = takes_fields(cpu.cdape_attention)
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
 TILES = [

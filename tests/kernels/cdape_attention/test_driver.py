@@ -14,7 +14,7 @@ from kernels.cdape_attention.configs import (
     max_chunk_rows,
     mixer_tile,
 )
-from kernels.cdape_attention.driver import ALIGNED, UNBOUNDED, CdapeArgs, ChunkMaps, iter_chunks
+from kernels.cdape_attention.driver import ALIGNED, UNBOUNDED, ChunkMaps, MixerProblem, iter_chunks
 from kernels.cdape_attention.scores import padded_channels
 from kernels.head_dim import pad_for_dot
 from kernels.runtime import DeviceProperties
@@ -97,7 +97,7 @@ def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
 ) -> None:
     empty = torch.empty(0)
     bound = UNBOUNDED if window is None else window
-    problem = CdapeArgs(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
+    problem = MixerProblem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
     found = []
     for chunk in iter_chunks(problem, size):
         assert chunk.rows <= size

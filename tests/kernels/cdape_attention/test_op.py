@@ -9,17 +9,27 @@ from functools import partial
 
 import pytest
 import torch
-from cdape_calls import NAMES, SATURATED, SMALL, Case, differentiated, doubled, into_output, truth
+from cdape_calls import (
+    NAMES,
+    SATURATED,
+    SMALL,
+    Case,
+    differentiated,
+    doubled,
+    into_output,
+    reference,
+    takes_fields,
+    truth,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.cdape_attention import driver, op
-from kernels.cdape_attention.op import cdape_attention
-from kernels.cdape_attention.reference import reference
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
 
+cdape_attention = takes_fields(op.cdape_attention)
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 
 

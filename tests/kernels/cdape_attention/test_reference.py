@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from cdape_calls import SATURATED, SMALL, Case
+from cdape_calls import SATURATED, SMALL, Case, reference
 
-from kernels.cdape_attention.reference import reference
 from megatron.attention.reference import apply_softmax
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz

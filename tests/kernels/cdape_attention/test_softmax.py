@@ -14,9 +14,9 @@ from kernels.cdape_attention import driver
 from kernels.cdape_attention.configs import attend_tile, heads_tile
 from kernels.cdape_attention.driver import (
     UNBOUNDED,
-    CdapeArgs,
     Chunk,
     ChunkMaps,
+    MixerProblem,
     compute_scores,
     softmax_backward,
     softmax_launch,
@@ -52,10 +52,10 @@ def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
 
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
-) -> tuple[CdapeArgs, Chunk, Tensor, Tensor]:
+) -> tuple[MixerProblem, Chunk, Tensor, Tensor]:
     """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
     empty = torch.empty(0)
-    problem = CdapeArgs(
+    problem = MixerProblem(
         empty, empty, empty, empty, empty, rows, offset, UNBOUNDED if window is None else window, torch.float32
     )
     *_, chunk = driver.iter_chunks(problem, size)
