@@ -53,9 +53,9 @@ what it replaced:
 - Every run saves its resolved configuration as `config.yml`, which loads to the same thing; where a `config.yml` of
   yours lies already, as `config.resolved.yml`.
 
-Every key has a role, which says what it decides and what becomes of a change when a run is resumed:
+Every key has a policy, which says what it decides and what becomes of a change when a run is resumed:
 
-| role | decides | a resumed run |
+| policy | decides | a resumed run |
 | --- | --- | --- |
 | architecture | which function the trained weights compute | must agree |
 | context | the same, but no weight's shape depends on it | must agree; finetuning may change it |
@@ -154,7 +154,7 @@ def _format_section(name: str) -> str:
         for key in list_config_keys().values()
         if key.section == name
     ]
-    return f"## {name}\n\n{title}\n\n{format_table(['key', 'default', 'values', 'role', 'meaning'], rows)}"
+    return f"## {name}\n\n{title}\n\n{format_table(['key', 'default', 'values', 'policy', 'meaning'], rows)}"
 
 
 def _format_options(introduction: str, sections: dict[str, type[ConfigSection]]) -> str:

@@ -157,7 +157,7 @@ class ConfigKey:
     def policy(self) -> ChangePolicy | None:
         """What the key decides; None if it opens a nested section."""
         extra = self.field.json_schema_extra
-        return extra.get("role") if isinstance(extra, dict) else None  # type: ignore[return-value]
+        return extra.get("policy") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
     @property
     def allows_free_values(self) -> bool:
@@ -189,7 +189,7 @@ def list_config_keys() -> dict[KeyPath, ConfigKey]:
             if key.path in keys:
                 raise TypeError(f"key {key.name} has two owners: {keys[key.path].section} and {section}")
             if (key.policy is None) != (key.opens is not None):
-                raise TypeError(f"key {key.name} needs a role, or, if it opens a section, none")
+                raise TypeError(f"key {key.name} needs a policy, or, if it opens a section, none")
             keys[key.path] = key
     return keys
 

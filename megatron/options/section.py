@@ -30,7 +30,7 @@ class ConfigSection(BaseModel):
 
 
 ChangePolicy = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
-"""What a key decides. Whatever treats some keys differently from others asks for their role, never for their names.
+"""What a key decides. Whatever treats some keys differently from others asks for their policy, never for their names.
 
     architecture     which function the trained weights compute; a run never changes it, finetuning only the encoding
     context          the same, but no weight's shape depends on it; only finetuning may change it
@@ -87,7 +87,7 @@ def config_field(
         metavar: how the command line shows its value.
         constraints: pydantic's (`ge=1` …).
     """
-    facts = {"role": policy, "flags": list(flags), "metavar": metavar}
+    facts = {"policy": policy, "flags": list(flags), "metavar": metavar}
     mark: dict[str, Any] = {"json_schema_extra": {name: fact for name, fact in facts.items() if fact}}
     if callable(default):
         return Field(default_factory=default, description=doc, **mark, **constraints)

@@ -1,4 +1,4 @@
-"""What becomes of a changed key when a run is resumed follows from its role, for every key that there is."""
+"""What becomes of a changed key when a run is resumed follows from its policy, for every key that there is."""
 
 from typing import Any
 

@@ -129,8 +129,8 @@ def test_no_section_has_a_secret():
 
 def test_every_leaf_has_one_role():
     config = small()
-    of_roles = [config.keys_by_policy(role) for role in get_args(ChangePolicy)]
-    assert sorted(name for found in of_roles for name in found) == sorted(
+    of_policies = [config.keys_by_policy(policy) for policy in get_args(ChangePolicy)]
+    assert sorted(name for found in of_policies for name in found) == sorted(
         k.name for k in list_config_keys().values() if not k.opens
     )
     assert config.keys_by_policy("schedule")["optimizer.params.lr"] == config.optimizer.optimizer.params.lr
