@@ -1,6 +1,8 @@
 """The files and folders of ours that documentation, docstrings and comments name are there."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,10 +42,33 @@ def find_missing_modules(text: str) -> list[str]:
     return sorted(name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in FILES))
 
 
+def find_missing_imports(text: str) -> list[str]:
+    """What the Python examples of a page import from us, and what is not defined there."""
+    return [
+        f"{node.module}.{alias.name}"
+        for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("megatron.", "kernels.", "tools."))
+        for alias in node.names
+        if alias.name not in list_defined_names(ROOT / f"{str(node.module).replace('.', '/')}.py")
+    ]
+
+
+def list_defined_names(path: Path) -> Iterator[str]:
+    """The functions, classes and constants at the top of a file."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert find_missing_paths(text) + find_missing_modules(text) == []
+    assert find_missing_paths(text) + find_missing_modules(text) + find_missing_imports(text) == []
 
 
 def test_the_files_that_the_code_names_are_there() -> None:
@@ -55,3 +80,5 @@ def test_what_is_missing_is_found() -> None:
     text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
     assert find_missing_paths(text) == ["megatron/nothing.py"]
     assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
+    block = "```python\nfrom megatron.reports.records import Record, read\nfrom megatron.nothing import Record\n```\n"
+    assert find_missing_imports(block) == ["megatron.reports.records.read", "megatron.nothing.Record"]

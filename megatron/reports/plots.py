@@ -38,7 +38,7 @@ LEGEND_ROWS = 24
 
 
 def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
-    """A PNG with one panel per comparable group of records (see `layout.layouts`).
+    """A PNG with one panel per comparable group of records (see `comparison_table.build_comparison_tables`).
 
     Args:
         records: what to draw.

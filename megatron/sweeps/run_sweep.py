@@ -83,7 +83,7 @@ def run_sweep(
     """Run a sweep to its end, from wherever an earlier attempt left it.
 
     Args:
-        files, overrides, search: as for `megatron.sweeps.spec.read`.
+        files, overrides, search: as for `megatron.sweeps.spec.read_sweep`.
         console: where progress and table go. If None, the terminal; what libraries print then goes to OUTPUT/log.txt.
         member: train and evaluate only the one of this index, and write no report.
         dry: print the batch script that would be submitted, and do nothing.

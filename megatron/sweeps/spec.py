@@ -98,7 +98,7 @@ def read_sweep(
         files: configuration files, merged left to right, at least one with a `sweep:` mapping; of these too the later
             wins, key by key (`sweep.variants` as a whole).
         overrides: `key=value` for all variants, or `sweep.key=value`.
-        search: folders to look file names up in, as for `megatron.config.load.load`.
+        search: folders to look file names up in, as for `megatron.config.load.load_config`.
 
     Raises:
         UserError: a file that cannot be read, or something wrong in it, with its line.
