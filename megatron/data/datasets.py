@@ -56,71 +56,76 @@ class Datasets:
     """What a person should know, on the first rank: a damaged index that was built anew."""
 
 
-def build_datasets(
-    data: DataOptions,
-    *,
-    seq_length: int,
-    train_samples: int,
-    valid_samples: int,
-    test_samples: int,
-    seed: int,
-    cache: str | Path | None,
-    groups: "ProcessGroups",
-    vocabulary: Vocabulary | None = None,
-    extend_train_to: int | None = None,
-    batch_size: int = 1,
-    consumed_samples: int = 0,
-) -> Datasets:
-    """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
+@dataclass(frozen=True)
+class SampleOrder:
+    """How many samples of each split a run reads, and what their order follows from.
 
     The order of the training samples follows from `seed` and `train_samples`. A run that is extended passes the
     `train_samples` it began with and the new count as `extend_train_to`: the old samples stay in their order and
     new ones follow (`megatron.data.gpt_dataset`).
+    """
+
+    seed: int
+    train_samples: int = 0
+    valid_samples: int = 0
+    test_samples: int = 0
+    extend_train_to: int | None = None
+    batch_size: int = 1
+    """Sequences of an optimizer step: those of a task have one length."""
+    consumed_samples: int = 0
+    """Training samples that were read already; a task draws from there on."""
+
+    @property
+    def num_samples(self) -> dict[Split, int]:
+        """Samples per split that the order is made for."""
+        return dict(zip(SPLITS, (self.train_samples, self.valid_samples, self.test_samples), strict=True))
+
+    @property
+    def total_samples(self) -> dict[Split, int]:
+        """Samples per split, with those that extend the training."""
+        return {**self.num_samples, "train": max(self.train_samples, self.extend_train_to or 0)}
+
+
+def build_datasets(
+    data: DataOptions,
+    order: SampleOrder,
+    *,
+    seq_length: int,
+    cache: str | Path | None,
+    groups: "ProcessGroups",
+    vocabulary: Vocabulary | None = None,
+) -> Datasets:
+    """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
 
     cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
     others wait: all must call this. None keeps them in memory.
     vocabulary: of the data, if it was read already.
-    batch_size: sequences of an optimizer step.
-    consumed_samples: training samples that were read already.
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
     vocabulary = vocabulary or read_vocabulary(data)
-    num_samples = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
-    totals = {**num_samples, "train": max(train_samples, extend_train_to or 0)}
     if data.task is not None:
-        return _build_task_datasets(data, totals, seed=seed, batch_size=batch_size, consumed=consumed_samples)
-    slices = {split: list_dataset_slices(data, split) for split in SPLITS if num_samples[split] > 0}
+        return _build_task_datasets(data, order)
+    slices = {split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] > 0}
     for split, slices_of_split in slices.items():
         for dataset_slice in slices_of_split:
             check_dataset_slice(dataset_slice, split, seq_length, vocabulary)
-    for split, total in totals.items():
-        if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
-            key = "train_iters" if split == "train" else "eval_iters"
-            needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
-            raise UserError(
-                f"{key}: {total:,} {split} samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
-                f"this machine, {memory_gib:,.0f} GiB",
-                key,
-            )
-    if not 0 <= seed < 1 << 32:
-        raise UserError(f"seed: {seed} is not between 0 and {(1 << 32) - 1}")
+    _check_index_size(order)
+    if not 0 <= order.seed < 1 << 32:
+        raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
 
-    from megatron.data.gpt_dataset import build_training_dataset
+    from megatron.data.gpt_dataset import SampleFormat, build_training_dataset
 
     notes: list[str] = []
     datasets = {
         split: build_training_dataset(
             slices_of_split,
-            split=split,
-            seq_length=seq_length,
-            ordered=num_samples[split],
-            total=totals[split],
-            seed=seed,
+            SampleFormat(split, seq_length, vocabulary, data.eod_mask_loss),
+            ordered=order.num_samples[split],
+            total=order.total_samples[split],
+            seed=order.seed,
             cache=None if cache is None else Path(cache),
             groups=groups,
-            vocabulary=vocabulary,
-            eod_mask_loss=data.eod_mask_loss,
             notes=notes,
         )
         for split, slices_of_split in slices.items()
@@ -130,20 +135,36 @@ def build_datasets(
     return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
 
 
-def _build_task_datasets(
-    data: DataOptions, totals: dict[Split, int], *, seed: int, batch_size: int, consumed: int
-) -> Datasets:
+def _check_index_size(order: SampleOrder) -> None:
+    """UserError for more samples than this machine can index in memory."""
+    for split, total in order.total_samples.items():
+        if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
+            key = "train_iters" if split == "train" else "eval_iters"
+            needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
+            raise UserError(
+                f"{key}: {total:,} {split} samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
+                f"this machine, {memory_gib:,.0f} GiB",
+                key,
+            )
+
+
+def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
     """What the task of a configuration draws: so many samples of each split."""
     from megatron.data.task_dataset import TaskDataset
 
     task_config = read_task_config(data)
     train, valid, test = (
         TaskDataset(
-            task_config, split, total, seed=seed, batch_size=batch_size, start=consumed if split == "train" else 0
+            task_config,
+            split,
+            total,
+            seed=order.seed,
+            batch_size=order.batch_size,
+            start=order.consumed_samples if split == "train" else 0,
         )
         if total
         else None
-        for split, total in totals.items()
+        for split, total in order.total_samples.items()
     )
     return Datasets(train, valid, test, task_config.sequence_lengths)
 

@@ -66,6 +66,17 @@ class _TokenizerStub:
     unique_identifiers: dict[str, Any]  # part of the name of megatron-core's files; `_cache_key` has taken care of that
 
 
+@dataclass(frozen=True)
+class SampleFormat:
+    """What the samples of a split are cut into, and from which tokens."""
+
+    split: Split
+    seq_length: int
+    vocabulary: Vocabulary
+    eod_mask_loss: bool
+    """No loss at the tokens that end documents."""
+
+
 class ChainedGPTDataset(torch.utils.data.Dataset):
     """The samples of one dataset, see the module. `unique_identifiers` and `index_split` are for BlendedDataset."""
 
@@ -112,16 +123,13 @@ class TrainingDataset(torch.utils.data.Dataset):
 
 def build_training_dataset(
     dataset_slices: Sequence[DatasetSlice],
+    sample_format: SampleFormat,
     *,
-    split: Split,
-    seq_length: int,
     ordered: int,
     total: int,
     seed: int,
     cache: Path | None,
     groups: ProcessGroups,
-    vocabulary: Vocabulary,
-    eod_mask_loss: bool,
     notes: list[str],
 ) -> TrainingDataset:
     """`total` samples of a split, in the order that a run of `ordered` samples began with.
@@ -132,14 +140,14 @@ def build_training_dataset(
     weights = weights / sum(dataset_slice.weight for dataset_slice in dataset_slices)
     chains = []
     for dataset_slice, weight in zip(dataset_slices, weights, strict=True):
-        builder = _GPTDatasetBuilder(dataset_slice, split, seq_length, cache, groups, vocabulary, eod_mask_loss, notes)
+        builder = _GPTDatasetBuilder(dataset_slice, sample_format, cache, groups, notes)
         # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
         first_length, needed = (n if len(dataset_slices) == 1 else int(weight * n) + 2 for n in (ordered, total))
         links = [builder.build(first_length, seed)]
         while (length := sum(len(link) for link in links)) < needed:
             link_seed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
             links.append(builder.build(length, int(link_seed)))
-        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, vocabulary.size))
+        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, sample_format.vocabulary.size))
     if len(chains) == 1:
         return TrainingDataset(chains[0], total)
     config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it
@@ -152,17 +160,15 @@ class _GPTDatasetBuilder:
     def __init__(
         self,
         dataset_slice: DatasetSlice,
-        split: Split,
-        seq_length: int,
+        sample_format: SampleFormat,
         cache: Path | None,
         groups: ProcessGroups,
-        vocabulary: Vocabulary,
-        eod_mask_loss: bool,
         notes: list[str],
     ) -> None:
-        self.dataset_slice, self.split, self.seq_length, self.cache = dataset_slice, CoreSplit[split], seq_length, cache
-        self.groups, self.eod_mask_loss, self.notes = groups, eod_mask_loss, notes
-        self.tokenizer = _TokenizerStub(vocabulary.size, vocabulary.eod, {})
+        self.dataset_slice, self.cache, self.groups, self.notes = dataset_slice, cache, groups, notes
+        self.split, self.seq_length = CoreSplit[sample_format.split], sample_format.seq_length
+        self.eod_mask_loss = sample_format.eod_mask_loss
+        self.tokenizer = _TokenizerStub(sample_format.vocabulary.size, sample_format.vocabulary.eod, {})
         self.prefix = str(dataset_slice.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
 

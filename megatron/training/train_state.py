@@ -27,7 +27,7 @@ from megatron.checkpoint.trainer_state import Stateful, TrainerState
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.dataloader import Batch, build_dataloader
-from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.datasets import Datasets, SampleOrder, build_datasets
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_tokenizer
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
@@ -341,17 +341,20 @@ def _build_datasets(config: Config, position: DataPosition, vocabulary: Vocabula
     cache = config.data.data_cache
     if cache is None and config.checkpoint.save is not None:
         cache = str(Path(config.checkpoint.save) / "data_cache")
-    return build_datasets(
-        config.data,
-        vocabulary=vocabulary,
-        seq_length=config.model.seq_length,
+    order = SampleOrder(
+        seed=training.seed,
         train_samples=position.ordered_samples,
-        extend_train_to=total,
         valid_samples=held_out,
         test_samples=held_out,
-        seed=training.seed,
-        cache=cache,
-        groups=groups,
+        extend_train_to=total,
         batch_size=batch,
         consumed_samples=position.samples,
+    )
+    return build_datasets(
+        config.data,
+        order,
+        seq_length=config.model.seq_length,
+        cache=cache,
+        groups=groups,
+        vocabulary=vocabulary,
     )

@@ -11,7 +11,7 @@ from tiny_runs import records, tiny_config, write_corpora
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.data.dataloader import build_dataloader
-from megatron.data.datasets import build_datasets
+from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process
 from megatron.training.trainer import train
@@ -45,16 +45,8 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     assert loaded.config.architecture_keys() == config.architecture_keys()
     assert loaded.checkpoint == run
 
-    held_out = build_datasets(
-        config.data,
-        seq_length=16,
-        train_samples=0,
-        valid_samples=8,
-        test_samples=0,
-        seed=1234,
-        cache=None,
-        groups=single_process(),
-    ).valid
+    order = SampleOrder(seed=1234, valid_samples=8)
+    held_out = build_datasets(config.data, order, seq_length=16, cache=None, groups=single_process()).valid
     total, count = 0.0, 0
     for batch, _ in zip(build_dataloader(held_out, micro_batch_size=4, mesh=Mesh()), range(2), strict=False):
         with torch.no_grad():

@@ -9,7 +9,7 @@ from corpora import prepare
 
 from megatron.data import corpus_metadata as metadata_module
 from megatron.data.corpus_metadata import CORPUS_FILE, read_corpus, read_corpus_metadata
-from megatron.data.datasets import build_datasets, load_token_stream
+from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import DataOptions
@@ -60,16 +60,8 @@ def data(folder):
 
 
 def train_on(folder, cache=None):
-    return build_datasets(
-        data(folder),
-        seq_length=8,
-        train_samples=20,
-        valid_samples=0,
-        test_samples=0,
-        seed=1,
-        cache=cache,
-        groups=ProcessGroups(),
-    ).train
+    order = SampleOrder(seed=1, train_samples=20)
+    return build_datasets(data(folder), order, seq_length=8, cache=cache, groups=ProcessGroups()).train
 
 
 @pytest.mark.parametrize(

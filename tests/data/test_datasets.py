@@ -18,7 +18,7 @@ from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.datasets import build_datasets, load_token_stream
+from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
 from megatron.data.indexed_dataset import compute_sequence_range
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import RankInfo
@@ -51,17 +51,8 @@ def words(tmp_path):
 
 
 def build(data, *, seq_length=8, train=0, valid=0, test=0, seed=3, cache=None, extend=None, processes=ALONE):
-    return build_datasets(
-        data,
-        seq_length=seq_length,
-        train_samples=train,
-        valid_samples=valid,
-        test_samples=test,
-        seed=seed,
-        cache=cache,
-        extend_train_to=extend,
-        groups=processes,
-    )
+    order = SampleOrder(seed=seed, train_samples=train, valid_samples=valid, test_samples=test, extend_train_to=extend)
+    return build_datasets(data, order, seq_length=seq_length, cache=cache, groups=processes)
 
 
 def rows(samples):

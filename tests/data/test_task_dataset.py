@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.dataloader import build_dataloader
-from megatron.data.datasets import build_datasets
+from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.task_dataset import TaskDataset
 from megatron.distributed.mesh import Mesh, ParallelSizes
@@ -90,8 +90,8 @@ def test_samples_are_what_the_task_draws() -> None:
 
 
 def test_datasets_of_a_task() -> None:
-    counts = {"train_samples": 24, "valid_samples": 12, "test_samples": 0}
-    found = build_datasets(REVERSE, seq_length=18, **counts, seed=1, cache=None, groups=single_process(), batch_size=12)
+    order = SampleOrder(seed=1, train_samples=24, valid_samples=12, batch_size=12)
+    found = build_datasets(REVERSE, order, seq_length=18, cache=None, groups=single_process())
     assert found.lengths == tuple(range(2, 20, 2))
     assert (len(found.train), len(found.valid), found.test) == (24, 12, None)
     assert rows(list(islice(found.train, 12))) != rows(list(islice(found.valid, 12)))

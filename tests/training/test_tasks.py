@@ -8,7 +8,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
 from megatron.data.dataloader import build_dataloader
-from megatron.data.datasets import build_datasets
+from megatron.data.datasets import SampleOrder, build_datasets
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import single_process
 from megatron.training.trainer import train
@@ -53,10 +53,8 @@ def test_speed_counts_what_was_read(tmp_path: Path) -> None:
     """Tokens and FLOPs are those of each step's own length; the loss is per token that is asked."""
     config = task_config(tmp_path / "run", train_iters=8)
     train(config)
-    counts = {"train_samples": 32, "valid_samples": 0, "test_samples": 0}
-    data = build_datasets(
-        config.data, seq_length=16, **counts, seed=1234, cache=None, groups=single_process(), batch_size=4
-    )
+    order = SampleOrder(seed=1234, train_samples=32, batch_size=4)
+    data = build_datasets(config.data, order, seq_length=16, cache=None, groups=single_process())
     lengths = [batch["tokens"].shape[1] for batch in build_dataloader(data.train, micro_batch_size=4, mesh=Mesh())]
     assert len(set(lengths)) > 2
     found = records(tmp_path / "run")
