@@ -175,7 +175,7 @@ def _build_model_table(jobs: Sequence[AnalysisJob]) -> Table:
         shape = f"{model.num_layers} × {model.hidden_size}, {model.num_attention_heads} heads"
         cells = [job.name, shape, f"{model.seq_length:,}"]
         if isinstance(job, RunJob):
-            rows.append([*cells, f"{job.run.progress.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])
+            rows.append([*cells, f"{job.run.trainer_state.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])
         else:
             rows.append([*cells, "–", "a configuration, not trained"])
     return Table(["method", "layers × width", "training length", "step", "where it comes from"], rows)

@@ -29,7 +29,7 @@ class LoadedModel:
     model: GPT
     config: Config
     """Of the run that trained it."""
-    progress: dict[str, Any]
+    trainer_state: dict[str, Any]
     """`progress.json`: step, consumed samples and tokens, vocabulary."""
     checkpoint: Path
     verified: bool
@@ -60,9 +60,9 @@ def load_model(
     """
     checkpoint = layout.resolve_checkpoint_path(path)
     manifest.verify_checkpoint(checkpoint, manifest.MODEL_FILES)
-    progress = TrainerState.read(checkpoint)
+    trainer_state = TrainerState.read(checkpoint)
     config = load_checkpoint_config(checkpoint)
-    if progress.vocabulary is None:
+    if trainer_state.vocabulary is None:
         raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
     position = config.position
     if window is not None:
@@ -71,10 +71,10 @@ def load_model(
         position = position.replace(attention_window=window)
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
-        size = progress.vocabulary["size"]
+        size = trainer_state.vocabulary["size"]
         model = build_model(config.model, position, size, groups=single_process(), backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
-    return LoadedModel(model, config, asdict(progress), checkpoint, manifest.has_checksums(checkpoint), position)
+    return LoadedModel(model, config, asdict(trainer_state), checkpoint, manifest.has_checksums(checkpoint), position)

@@ -53,7 +53,7 @@ class StoredCheckpoint:
     path: Path
     config: Config
     """Of the run that wrote it."""
-    state: TrainerState
+    trainer_state: TrainerState
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ResumePlan:
     """None: fresh weights."""
     reader: StateReader | None = None
     """Reads every state of `source`. None: everything begins anew but, where there is a `source`, the weights."""
-    progress: TrainerState = field(default_factory=TrainerState)
+    trainer_state: TrainerState = field(default_factory=TrainerState)
     """Where the run begins."""
     notes: tuple[str, ...] = ()
     """Lines worth telling."""
@@ -92,9 +92,9 @@ class ResumePlan:
 
     def check_vocabulary(self, size: int, name: str, task: str | None) -> None:
         """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
-        if self.source is None or self.source.state.vocabulary in (None, {"size": size, "name": name}):
+        if self.source is None or self.source.trainer_state.vocabulary in (None, {"size": size, "name": name}):
             return
-        stored = self.source.state.vocabulary or {}
+        stored = self.source.trainer_state.vocabulary or {}
         one_of_each = (task is None) != (self.source.config.data.task is None)
         keys = "train_data_paths, task" if one_of_each else "train_data_paths" if task is None else "task"
         raise UserError(
@@ -132,7 +132,7 @@ class ResumePlan:
             is_restored = self.reader.restore_rng(groups.mesh)
         if all(groups.gather_objects(is_restored)):
             return ()
-        world_size = self.source.state.world
+        world_size = self.source.trainer_state.world
         writers = "1 process" if world_size == 1 else f"{world_size} processes"
         return (f"random states: the checkpoint is of {writers}; those that read more sequences begin with fresh ones",)
 
@@ -203,11 +203,11 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
         )
     source = StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint))
     reader: StateReader = (
-        DeepSpeedStateReader(source.path, source.config, source.state)
+        DeepSpeedStateReader(source.path, source.config, source.trainer_state)
         if is_legacy
-        else ShardedStateReader(source.path, source.state)
+        else ShardedStateReader(source.path, source.trainer_state)
     )
-    state = source.state
+    state = source.trainer_state
     qualifier = "" if is_named else ", the newest whole checkpoint"
     notes += (f"resuming from {checkpoint} at step {state.step}{qualifier}", *_describe_changes(config, source))
     layout_before = f"{state.sizes}, ZeRO {state.zero_stage}"

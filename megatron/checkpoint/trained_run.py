@@ -32,7 +32,7 @@ class TrainedRun:
     name: str  # as the user wrote it
     checkpoint: Path
     config: Config  # with the paths of its data as they are found from here
-    progress: TrainerState
+    trainer_state: TrainerState
 
     @property
     def folder(self) -> Path:
@@ -42,15 +42,17 @@ class TrainedRun:
     @property
     def tokenizer_name(self) -> str | None:
         """The name of the tokenizer that it was trained with, if it is known."""
-        return (self.progress.vocabulary or {}).get("name")
+        return (self.trainer_state.vocabulary or {}).get("name")
 
 
 def open_run(path: str | Path) -> TrainedRun:
     """A run by its folder or one of its checkpoints. Raises UserError if there is none, RunError if it is damaged."""
     checkpoint = resolve_checkpoint_path(path)
     manifest.verify_checkpoint(checkpoint, (CONFIG, PROGRESS))
-    config, progress = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
-    return TrainedRun(str(path), checkpoint, resolve_data_paths(config, checkpoint, progress.directory), progress)
+    config, trainer_state = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
+    return TrainedRun(
+        str(path), checkpoint, resolve_data_paths(config, checkpoint, trainer_state.directory), trainer_state
+    )
 
 
 def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:

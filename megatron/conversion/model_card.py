@@ -56,7 +56,7 @@ def _render_plot(records: Sequence[Record]) -> bytes:
 
 
 def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    model, training, progress = run.config.model, run.config.training, run.progress
+    model, training, trainer_state = run.config.model, run.config.training, run.trainer_state
     architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
     options = {**run.config.position.pos_emb_options, **run.config.position.score_processor_options}
     rows = [
@@ -64,11 +64,11 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
         ("options of positions", ", ".join(f"{name} = {value}" for name, value in options.items()) or "defaults"),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens"),
     ]
-    if progress.step:
+    if trainer_state.step:
         optimizer = run.config.optimizer
         rows += [
-            ("steps", f"{progress.step:,}"),
-            ("tokens seen", f"{progress.consumed_tokens:,}"),
+            ("steps", f"{trainer_state.step:,}"),
+            ("tokens seen", f"{trainer_state.consumed_tokens:,}"),
             ("batch", f"{training.train_batch_size:,} sequences" if training.train_batch_size else "as configured"),
             ("precision", training.compute_dtype),
             ("optimizer", f"{optimizer.optimizer.type}, learning rate {optimizer.optimizer.params.lr:g}"),

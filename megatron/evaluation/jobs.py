@@ -225,8 +225,8 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
     return {
         "method": job.name,
         "run": run.name,
-        "step": run.progress.step,
-        "train_tokens": run.progress.consumed_tokens,
+        "step": run.trainer_state.step,
+        "train_tokens": run.trainer_state.consumed_tokens,
         "backend": options.backend or run.config.model.attention_backend,
         "machine": describe_machine(),
         "software": list_software_versions(),

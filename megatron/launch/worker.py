@@ -24,7 +24,7 @@ from megatron.utils.signals import end_with_parent
 
 
 def run_rank(
-    config: Config, log: Path, rank_info: RankInfo, end: Callable[[HangError, bool], None] | None = None
+    config: Config, log: Path, rank_info: RankInfo, on_hang: Callable[[HangError, bool], None] | None = None
 ) -> int:
     """Train as one rank; every rank writes to the same log.
 
@@ -32,7 +32,8 @@ def run_rank(
         config: resolved.
         log: where all goes that is not for the user.
         rank_info: which rank.
-        end: ends this process when a rank hangs; its second argument says whether this rank is the one to report it.
+        on_hang: ends this process when a rank hangs; its second argument says whether this rank is the one to report
+            it.
 
     Returns:
         0, or 128 + n if signal n ended the run early.
@@ -49,13 +50,13 @@ def run_rank(
         os._exit(error.exit_code)
 
     try:
-        return _train(config, log, rank_info, end or exit_process, user_errors)
+        return _train(config, log, rank_info, on_hang or exit_process, user_errors)
     finally:
         os.close(user_errors)
 
 
 def _train(
-    config: Config, log: Path, rank_info: RankInfo, end: Callable[[HangError, bool], None], user_errors: int
+    config: Config, log: Path, rank_info: RankInfo, on_hang: Callable[[HangError, bool], None], user_errors: int
 ) -> int:
     with run_console(log, silent=rank_info.rank > 0) as console, log_traceback(log):
         output = GuardedStream(console.file)
@@ -66,7 +67,7 @@ def _train(
 
         try:
             result = train_resolved(
-                config, rank_info, console if rank_info.rank == 0 else None, end, errors=user_errors
+                config, rank_info, console if rank_info.rank == 0 else None, on_hang, stderr_fd=user_errors
             )
         except BaseException:
             abandon_groups()

@@ -18,51 +18,51 @@ from megatron.options.model import ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
-from megatron.training.train_state import TrainState
+from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import FarfieldError
 from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count
 
 
-def estimate_seconds(state: TrainState, step: int) -> float:
+def estimate_seconds(run: TrainingRun, step: int) -> float:
     """What the steps after `step` may take, before any of them was timed.
 
     Their FLOPs at the speed of one matrix product of the model's own size. The rest of a step is slower than that, so
     the true time is rather longer: twice is usual, and a small model may take many times as long.
     """
-    training, model = state.config.training, state.config.model
+    training, model = run.config.training, run.config.model
     speed = measure_matmul_tflops(
-        state.groups.device,
+        run.groups.device,
         training.compute_dtype,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,
         inner=model.hidden_size,
         columns=ffn_hidden_size(model),
     )
-    lengths = state.datasets.lengths
-    flops_per_sequence = sum(length * state.flops_per_token[length] for length in lengths) / len(lengths)
+    lengths = run.datasets.lengths
+    flops_per_sequence = sum(length * run.flops_per_token[length] for length in lengths) / len(lengths)
     sequences = (training.train_iters - step) * (training.train_batch_size or 0)
-    return sequences * flops_per_sequence / state.groups.world_size / speed
+    return sequences * flops_per_sequence / run.groups.world_size / speed
 
 
-def log_start(state: TrainState) -> None:
+def log_start(run: TrainingRun) -> None:
     """Say what the run is and how long it may take, and begin to count."""
-    step, seconds = state.position.step, None
-    if state.console.console is not None and step < state.config.training.train_iters:
-        seconds = estimate_seconds(state, step)
-        state.console.log(describe_start(state, step, seconds))
-        for line in describe_layout(state.config, state.groups.mesh.sizes):
-            state.console.log(line)
-    state.console.begin(step, seconds)
+    step, seconds = run.data_position.step, None
+    if run.console.console is not None and step < run.config.training.train_iters:
+        seconds = estimate_seconds(run, step)
+        run.console.log(describe_start(run, step, seconds))
+        for line in describe_layout(run.config, run.groups.mesh.sizes):
+            run.console.log(line)
+    run.console.begin(step, seconds)
 
 
-def describe_start(state: TrainState, step: int, seconds: float) -> str:
+def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     """What a run is: size, device, precision, steps, layout, time."""
-    config, device = state.config, state.groups.device
-    training, lengths = config.training, state.datasets.lengths
+    config, device = run.config, run.groups.device
+    training, lengths = config.training, run.datasets.lengths
     length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
     hardware = (
         f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
     )
-    batch, world_size = training.train_batch_size or 0, state.groups.world_size
+    batch, world_size = training.train_batch_size or 0, run.groups.world_size
     parts = []
     if training.gradient_accumulation_steps > 1 or world_size > 1:
         parts.append(f"micro-batches of {training.train_micro_batch_size_per_gpu}")
@@ -73,9 +73,9 @@ def describe_start(state: TrainState, step: int, seconds: float) -> str:
     layout = f" ({', '.join(parts)})" if parts else ""
     tokens = format_count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
     progress = f"from step {step:,}, " if step else ""
-    reason = state.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
+    reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
-        f"{format_count(state.parameters)} parameters on {hardware} in {training.compute_dtype}; "
+        f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
         f"{training.train_iters:,} steps of {batch:,} × {length} tokens{layout} are {tokens} tokens; "
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"

@@ -1,6 +1,6 @@
 """The training loop: steps, reports, validations, checkpoints, and every way in which a run ends.
 
-    state = build_state(config, …)    build everything, resume if there is something to resume from (train_state.py)
+    build_training_run                build everything, resume if there is something to resume from (training_run.py)
     for each step:                    gradient accumulation, then one optimizer step (engine.py)
         every log_interval            a record to console, metrics.jsonl, TensorBoard, wandb
         every eval_interval           the loss on held-out sequences (validate.py)
@@ -34,9 +34,9 @@ from megatron.training.metrics import IntervalMetrics
 from megatron.training.records import DivergenceRecord
 from megatron.training.reporters import report_to_all
 from megatron.training.resolve_run import resolve_run
-from megatron.training.train_state import TrainState, build_state
+from megatron.training.training_run import TrainingRun, build_training_run
 from megatron.training.validate import Validator, is_test_done
-from megatron.training.watchdog import EndFunction, Watchdog
+from megatron.training.watchdog import HangHandler, Watchdog
 from megatron.utils.errors import RunError, is_out_of_memory
 from megatron.utils.signals import GracefulStop
 
@@ -93,9 +93,9 @@ def train_resolved(
     config: Config,
     rank_info: RankInfo,
     console: Console | None = None,
-    end: EndFunction | None = None,
+    on_hang: HangHandler | None = None,
     *,
-    errors: int = 2,
+    stderr_fd: int = 2,
 ) -> TrainResult:
     """Train a model. Every process of the run calls this with the same configuration.
 
@@ -103,9 +103,9 @@ def train_resolved(
         config: the run's configuration, resolved (`resolve_run`).
         rank_info: which of the run's processes this is; torchrun's variables in the environment say the same.
         console: where the first process reports; None for silence.
-        end: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
+        on_hang: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
             standard error.
-        errors: the descriptor that the user reads errors from; 2 may point to a log.
+        stderr_fd: the descriptor that the user reads errors from; 2 may point to a log.
 
     Returns:
         How the run ended: at its last step, or at a signal (`exit_code`).
@@ -119,7 +119,7 @@ def train_resolved(
     while True:
         reporter = ConsoleReporter(console, config.training.train_iters)
         try:
-            outcome = _run_attempt(config, rank_info, reporter, start_time, end, rollback, errors)
+            outcome = _run_attempt(config, rank_info, reporter, start_time, on_hang, rollback, stderr_fd)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -135,87 +135,89 @@ def _run_attempt(
     rank_info: RankInfo,
     console: ConsoleReporter,
     start_time: float,
-    end: EndFunction | None,
+    on_hang: HangHandler | None,
     rollback: Rollback | None,
-    errors: int,
+    stderr_fd: int,
 ) -> TrainResult | Rollback:
     """One start of a run, to its end or to where it goes back: as if it were started anew, by the same path."""
-    state = build_state(config, rank_info, console, rollback)
+    run = build_training_run(config, rank_info, console, rollback)
     try:
-        trainer = Trainer(state, start_time, end, rollback, errors)
+        trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd)
         try:
-            return trainer.run()
+            return trainer.train()
         finally:
             trainer.close()
     except RollbackRequested as request:
         request.__traceback__ = None  # its frames hold the engine
         return request.rollback
     finally:
-        state.close()
+        run.close()
 
 
 class Trainer:
     """Takes a run from where it is to its last step.
 
     Args:
-        state: the run, ready to take its next step.
+        run: the run, ready to take its next step.
         start_time: when `train` was called, by `time.perf_counter`.
-        end, errors: as of `train`.
+        on_hang, stderr_fd: as of `train`.
         rollback: by which this start of the run began, if it did.
     """
 
     def __init__(
         self,
-        state: TrainState,
+        run: TrainingRun,
         start_time: float,
-        end: EndFunction | None = None,
+        on_hang: HangHandler | None = None,
         rollback: Rollback | None = None,
-        errors: int = 2,
+        stderr_fd: int = 2,
     ) -> None:
-        self.state, self.start_time = state, start_time
-        config, groups = state.config, state.groups
-        run = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-        self.watchdog = Watchdog(groups, timeout=config.launch.hang_timeout, folder=run, end=end, errors=errors)
-        self.saver = Saver(run, config, groups, last_checkpoint=state.resume.checkpoint)
-        self.position = state.position
-        self.interval = IntervalMetrics(groups, state.peak_tflops)
-        self.guard = LossGuard(config, state.engine, groups, self._finish_saving, rollback)
-        self.validator = Validator(state, self.watchdog)
+        self.run, self.start_time = run, start_time
+        config, groups = run.config, run.groups
+        folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+        self.watchdog = Watchdog(
+            groups, timeout=config.launch.hang_timeout, folder=folder, on_hang=on_hang, stderr_fd=stderr_fd
+        )
+        self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint)
+        self.data_position = run.data_position
+        self.interval = IntervalMetrics(groups, run.peak_tflops)
+        self.guard = LossGuard(config, run.engine, groups, self._finish_saving, rollback)
+        self.validator = Validator(run, self.watchdog)
 
     def close(self) -> None:
         """End the threads that watch and write."""
         self.watchdog.close()
         self.saver.close()
 
-    def run(self) -> TrainResult:
+    def train(self) -> TrainResult:
         """All steps that are left, then the last checkpoint and the test."""
-        state, train_iters = self.state, self.state.config.training.train_iters
-        is_tested = is_test_done(state, self.saver.last_checkpoint)
-        if self.position.step >= train_iters:
-            state.console.log(summary.describe_finished(self.position.step, train_iters, is_tested=is_tested))
-        state.engine.model.train()
-        state.resume.progress.restore(self.interval, self.guard)
-        self.watchdog.begin(self.position.step)
+        run, train_iters = self.run, self.run.config.training.train_iters
+        is_tested = is_test_done(run, self.saver.last_checkpoint)
+        if self.data_position.step >= train_iters:
+            run.console.log(summary.describe_finished(self.data_position.step, train_iters, is_tested=is_tested))
+        run.engine.model.train()
+        run.resume.trainer_state.restore(self.interval, self.guard)
+        self.watchdog.begin(self.data_position.step)
         test, signum = None, None
-        with GracefulStop(state.console.log) as stop:
-            summary.log_start(state)
+        with GracefulStop(run.console.log) as stop:
+            summary.log_start(run)
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
             if is_stopped:
                 # It may have reached another process only.
-                signum = round(state.groups.all_reduce_max(stop.signal or 0))
-                state.console.log(summary.describe_stop(state.config, self.position.step, checkpoint, signum))
+                signum = round(run.groups.all_reduce_max(stop.signal or 0))
+                run.console.log(summary.describe_stop(run.config, self.data_position.step, checkpoint, signum))
             elif not is_tested:
-                test = self.validator.run("test", self.position.step)
+                test = self.validator.validate("test", self.data_position.step)
             if self.guard.num_rollbacks:
-                line = summary.describe_rollbacks(self.guard.num_rollbacks, self.position.skipped_samples)
-                state.console.log(line)
+                line = summary.describe_rollbacks(self.guard.num_rollbacks, self.data_position.skipped_samples)
+                run.console.log(line)
             if not is_stopped:
-                is_new = checkpoint != state.resume.checkpoint
-                state.console.log(summary.describe_end(state.config, checkpoint, now=is_new))
+                is_new = checkpoint != run.resume.checkpoint
+                run.console.log(summary.describe_end(run.config, checkpoint, now=is_new))
         return TrainResult(
-            step=self.position.step,
+            step=self.data_position.step,
             loss=self.interval.last_loss,
             valid_loss=self.validator.last.loss if self.validator.last else None,
             test_loss=test.loss if test else None,
@@ -226,37 +228,37 @@ class Trainer:
 
     def _train_steps(self, stop: GracefulStop) -> bool:
         """Train to the last step; True if the run was asked to stop before it."""
-        config = self.state.config
+        config = self.run.config
         training, checkpoint = config.training, config.checkpoint
-        if self.position.step == 0:
+        if self.data_position.step == 0:
             self._save_checkpoint()
-        while self.position.step < training.train_iters:
+        while self.data_position.step < training.train_iters:
             if self.train_step(stop):
                 return True
-            step = self.position.step
+            step = self.data_position.step
             is_last = step == training.train_iters
             if is_last or self._is_due(config.logging.log_interval):
                 self._report_interval()
             if training.eval_interval and (is_last or self._is_due(training.eval_interval)):
                 self.interval.pause()
-                self.validator.run("valid", step)
+                self.validator.validate("valid", step)
                 self.interval.resume()
             if self._is_due(checkpoint.checkpoint_factor) or step in checkpoint.extra_save_iters:
                 self._save_checkpoint()
         return False
 
     def _is_due(self, interval: int | None) -> bool:
-        return bool(interval) and self.position.step % interval == 0  # type: ignore[operator]
+        return bool(interval) and self.data_position.step % interval == 0  # type: ignore[operator]
 
     def train_step(self, stop: GracefulStop) -> bool:
         """One optimizer step; True instead if the run was asked to stop."""
-        state, engine, step = self.state, self.state.engine, self.position.step
-        training, groups = state.config.training, state.groups
+        run, engine, step = self.run, self.run.engine, self.data_position.step
+        training, groups = run.config.training, run.groups
         num_micro_batches = training.gradient_accumulation_steps
         if groups.world_size == 1 and stop.signal is not None:
             return True
         self.watchdog.enter_phase("data", step)
-        micro_batches = [next(state.batches) for _ in range(num_micro_batches)]
+        micro_batches = [next(run.batches) for _ in range(num_micro_batches)]
         local_scored = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
         local_read = sum(batch["tokens"].numel() for batch in micro_batches)
         self.watchdog.enter_phase("reduce", step)
@@ -271,66 +273,66 @@ class Trainer:
 
         def show_progress(done: int) -> None:
             self.watchdog.enter_phase("forward and backward", step)
-            state.console.micro_step(done, num_micro_batches)
+            run.console.micro_step(done, num_micro_batches)
 
         loss = engine.forward_backward(
             micro_batches,
             max(scored, 1),  # a mask may leave nothing of a batch
-            position_seed=rng.derive_position_seed(training.seed, self.position.samples),
+            position_seed=rng.derive_position_seed(training.seed, self.data_position.samples),
             progress=show_progress,
         )
         self.watchdog.enter_phase("step", step)
-        engine.step(state.schedule(step))
-        self.position.advance(training.train_batch_size or 0, read)
+        engine.step(run.schedule(step))
+        self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
-        self.interval.add(loss, read, read * state.flops_per_token[length], engine.grad_norm, engine.skipped)
+        self.interval.add(loss, read, read * run.flops_per_token[length], engine.grad_norm, engine.skipped)
         self._check_loss(loss)
-        state.console.step(self.position.step)
+        run.console.step(self.data_position.step)
         return False
 
     def _check_loss(self, loss: Tensor) -> None:
         """Stop or go back when the loss is bad. `loss` is this rank's part of the step's."""
-        state, position = self.state, self.position
+        run, position = self.run, self.data_position
         match self.guard.check(position.step, position.samples, loss):
             case Continue(note):
                 if note is not None:
-                    state.console.log(note)
+                    run.console.log(note)
             case Rollback() as rollback:
-                state.console.log(rollback.note)
+                run.console.log(rollback.note)
                 raise RollbackRequested(rollback)
             case Stop(reason, message):
-                report_to_all(state.reporters, DivergenceRecord(position.step, reason))
+                report_to_all(run.reporters, DivergenceRecord(position.step, reason))
                 raise RunError(message)
 
     def _report_interval(self) -> None:
-        self.watchdog.enter_phase("report", self.position.step)
-        state, step = self.state, self.position.step
+        self.watchdog.enter_phase("report", self.data_position.step)
+        run, step = self.run, self.data_position.step
         record = self.interval.report(
             step=step,
-            train_iters=state.config.training.train_iters,
-            tokens=self.position.tokens,
-            learning_rate=state.schedule(step - 1),
-            loss_scale=state.engine.loss_scale,
-            skipped_steps=state.engine.deepspeed.skipped_steps,
+            train_iters=run.config.training.train_iters,
+            tokens=self.data_position.tokens,
+            learning_rate=run.schedule(step - 1),
+            loss_scale=run.engine.loss_scale,
+            skipped_steps=run.engine.deepspeed.skipped_steps,
         )
-        state.console.train(record)
-        report_to_all(state.reporters, record)
+        run.console.train(record)
+        report_to_all(run.reporters, record)
 
     def _save_checkpoint(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""
-        state, saver, step = self.state, self.saver, self.position.step
-        is_requested = step > 0 or 0 in state.config.checkpoint.extra_save_iters
+        run, saver, step = self.run, self.saver, self.data_position.step
+        is_requested = step > 0 or 0 in run.config.checkpoint.extra_save_iters
         if saver.run is None or not is_requested or saver.has(step):
             return
         self.watchdog.enter_phase("save", step)
         self.interval.pause()
-        trainer_state = state.collect_trainer_state(self.interval, self.guard)
-        saver.begin(state.engine.deepspeed, trainer_state, state.console.log)
+        trainer_state = run.collect_trainer_state(self.interval, self.guard)
+        saver.begin(run.engine.deepspeed, trainer_state, run.console.log)
         self.interval.resume()
 
     def _finish_saving(self) -> Path | None:
         """The last checkpoint that is whole, once the pending save is finished."""
         if self.saver.run is not None:
-            self.watchdog.enter_phase("save", self.position.step)
+            self.watchdog.enter_phase("save", self.data_position.step)
             self.saver.finish()
         return self.saver.last_checkpoint

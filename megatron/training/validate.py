@@ -21,7 +21,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.records import ValidationRecord, find_record, perplexity
 from megatron.training.reporters import report_to_all
-from megatron.training.train_state import TrainState
+from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
 
 
@@ -77,47 +77,45 @@ def validate(
 class Validator:
     """Validates and tests a run, and reports it."""
 
-    def __init__(self, state: TrainState, watchdog: Watchdog) -> None:
-        self._state, self._watchdog = state, watchdog
+    def __init__(self, run: TrainingRun, watchdog: Watchdog) -> None:
+        self._run, self._watchdog = run, watchdog
         self.last: ValidationRecord | None = None
         """The last validation that was not the test."""
 
-    def run(self, split: Literal["valid", "test"], step: int) -> ValidationRecord | None:
+    def validate(self, split: Literal["valid", "test"], step: int) -> ValidationRecord | None:
         """The loss on a split after `step` steps; None if there are no data of it. All processes must call this."""
-        state = self._state
-        dataset = state.datasets.valid if split == "valid" else state.datasets.test
+        run = self._run
+        dataset = run.datasets.valid if split == "valid" else run.datasets.test
         if dataset is None:
             return None
 
         def show_progress(split: str, done: int, total: int) -> None:
             self._watchdog.enter_phase("validate", step)
-            state.console.show_validation(split, done, total)
+            run.console.show_validation(split, done, total)
 
-        record = validate(
-            state.engine, dataset, state.config, state.groups, step=step, split=split, progress=show_progress
-        )
-        state.console.evaluation(record)
-        report_to_all(state.reporters, record)
+        record = validate(run.engine, dataset, run.config, run.groups, step=step, split=split, progress=show_progress)
+        run.console.evaluation(record)
+        report_to_all(run.reporters, record)
         if split == "valid":
             self.last = record
         return record
 
 
-def is_test_done(state: TrainState, checkpoint: Path | None) -> bool:
+def is_test_done(run: TrainingRun, checkpoint: Path | None) -> bool:
     """Is a run that reached its end done with its test too? All processes must call this.
 
     The test follows the last checkpoint, so a run that is killed between the two has all its steps and no test.
 
     Args:
-        state: of the run, before its first step.
+        run: before its first step.
         checkpoint: that it goes on from, if there is one.
     """
-    step, train_iters, save = state.position.step, state.config.training.train_iters, state.config.checkpoint.save
+    step, train_iters, save = run.data_position.step, run.config.training.train_iters, run.config.checkpoint.save
     if step != train_iters:
         return step > train_iters  # went further than it is asked to now
-    if state.datasets.test is None or save is None or checkpoint is None:
+    if run.datasets.test is None or save is None or checkpoint is None:
         return True
     if checkpoint.resolve().parent.parent != Path(save).resolve():
         return True  # trained elsewhere
-    is_recorded = state.groups.is_main and find_record(save, "test", step)
-    return state.groups.find_first_error("recorded" if is_recorded else None) is not None
+    is_recorded = run.groups.is_main and find_record(save, "test", step)
+    return run.groups.find_first_error("recorded" if is_recorded else None) is not None

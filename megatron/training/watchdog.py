@@ -59,7 +59,7 @@ STACKS = "stacks"
 WRITE_INTERVAL = 10.0
 """Seconds between two heartbeat files."""
 
-EndFunction = Callable[[HangError, bool], None]
+HangHandler = Callable[[HangError, bool], None]
 """Ends this process at once, for its main thread may never come back. True: this rank is the one that tells it."""
 
 
@@ -128,8 +128,8 @@ class Watchdog:
         timeout: seconds without a new beat that mean that a rank hangs; None: nothing is watched but the heartbeat
             file is written.
         folder: the run's, for heartbeat and stacks; None: neither is written to files.
-        end: ends the process with the error.
-        errors: the descriptor that the user reads errors from.
+        on_hang: ends the process with the error.
+        stderr_fd: the descriptor that the user reads errors from.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class Watchdog:
         *,
         timeout: float | None,
         folder: Path | None,
-        end: EndFunction | None = None,
-        errors: int = 2,
+        on_hang: HangHandler | None = None,
+        stderr_fd: int = 2,
     ) -> None:
-        self.groups, self.timeout, self.folder, self.end = groups, timeout, folder, end or exit_on_hang
+        self.groups, self.timeout, self.folder, self.on_hang = groups, timeout, folder, on_hang or exit_on_hang
         self._store = HeartbeatStore(groups)
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
@@ -149,7 +149,7 @@ class Watchdog:
         self._answered = time.monotonic()
         self._closed, self._ending = threading.Event(), threading.Event()
         self._stacks: Any = None
-        self._errors = errors
+        self._stderr_fd = stderr_fd
         self._reporter: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=self._poll_heartbeats, name="watch", daemon=True)]
         if groups.rank > 0 and timeout is not None:
@@ -164,7 +164,7 @@ class Watchdog:
                 self._open_stacks()  # makes the folder
             self._reporter = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), seconds, path],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, bufsize=0,
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._stderr_fd, bufsize=0,
                 start_new_session=True,
             )  # fmt: skip
         self.enter_phase("start", step)
@@ -301,4 +301,4 @@ class Watchdog:
                     if all(store.get("dumped", rank) is not None for rank in ranks):
                         break
                     time.sleep(self._poll_interval / 4)
-        self.end(HangError(verdict), self.groups.rank == (0 if store is not None else 1))
+        self.on_hang(HangError(verdict), self.groups.rank == (0 if store is not None else 1))

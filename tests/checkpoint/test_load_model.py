@@ -41,7 +41,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     shutil.rmtree(run / "states")
     loaded = load_model(tmp_path)
     assert not loaded.model.training
-    assert loaded.progress["step"] == 4
+    assert loaded.trainer_state["step"] == 4
     assert loaded.config.architecture_keys() == config.architecture_keys()
     assert loaded.checkpoint == run
 

@@ -32,7 +32,7 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     loaded = load_model(imported(tmp_path / "source"))
     assert loaded.verified
     assert loaded.config.model.seq_length == LENGTH
-    assert loaded.progress["vocabulary"]["size"] == TOKENS
+    assert loaded.trainer_state["vocabulary"]["size"] == TOKENS
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = loaded.model(tokens)

@@ -43,7 +43,7 @@ def main() -> None:
     from megatron.config.load import read_config
     from megatron.training import trainer
 
-    prepare = trainer.build_state
+    prepare = trainer.build_training_run
 
     def prepared(*given: Any) -> Any:
         run = prepare(*given)
@@ -51,7 +51,7 @@ def main() -> None:
             run.batches = hanging(run.batches, how)
         return run
 
-    trainer.build_state = prepared
+    trainer.build_training_run = prepared
     trainer.train(read_config(Path(config)))
 
 

@@ -23,8 +23,8 @@ from megatron.training.console import ConsoleReporter
 from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.records import TrainRecord
 from megatron.training.resolve_run import resolve_run
-from megatron.training.train_state import TrainState
 from megatron.training.trainer import train
+from megatron.training.training_run import TrainingRun
 from megatron.utils.formatting import format_count
 
 RECORD = TrainRecord(
@@ -157,7 +157,7 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
         processes = SimpleNamespace(device=torch.device(device), world_size=1)
         own = {"engine": SimpleNamespace(model=model), "datasets": SimpleNamespace(lengths=(16,))}
         run = SimpleNamespace(config=config, groups=processes, parameters=5, **own)
-        lines[device] = summary.describe_start(cast(TrainState, run), 0, 1.0)
+        lines[device] = summary.describe_start(cast(TrainingRun, run), 0, 1.0)
     assert "attention" not in lines["cpu"]
     assert lines["cuda"].endswith(
         "; attention in row blocks, kept up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
@@ -210,7 +210,7 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
         stream = io.StringIO()
         reporter = ConsoleReporter(Console(file=stream, width=300), 8)
         config = resolve_run(tiny_config(corpus, **again, **more), LocalHardware.detect()).config
-        trainer.build_state(config, RankInfo(), reporter).close()
+        trainer.build_training_run(config, RankInfo(), reporter).close()
         return [line for line in stream.getvalue().splitlines() if "learning rate" in line]
 
     # Cosine from 1e-2 to 1e-4: step 3 of 4 trains with 1e-4 + 99e-4 (1 + cos 3π/4)/2, step 4 of 8 with the middle.

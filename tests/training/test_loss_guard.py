@@ -24,8 +24,8 @@ from megatron.training.engine import Engine
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
 from megatron.training.records import find_divergence
 from megatron.training.resolve_run import resolve_run
-from megatron.training.train_state import build_state
 from megatron.training.trainer import Trainer, train
+from megatron.training.training_run import build_training_run
 from megatron.utils.errors import RunError, UserError
 
 KEYS: dict[str, Any] = {"train_iters": 8, "checkpoint_factor": 2, "num_workers": 0}
@@ -65,10 +65,10 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     train(tiny_config(corpus, by_hand, **KEYS | {"train_iters": 4, "lr_decay_iters": 8}))
     rest = resolve_run(tiny_config(corpus, by_hand, load=str(by_hand), **KEYS), LocalHardware.detect()).config
     behind_step_6 = Rollback(str(by_hand), 4, samples=24)
-    run = build_state(rest, RankInfo(), ConsoleReporter(None, 8), behind_step_6)
-    loop = Trainer(run, 0.0)
-    loop.run()
-    loop.close()
+    run = build_training_run(rest, RankInfo(), ConsoleReporter(None, 8), behind_step_6)
+    trainer = Trainer(run, 0.0)
+    trainer.train()
+    trainer.close()
     run.close()
 
     went_back = tmp_path / "went_back"

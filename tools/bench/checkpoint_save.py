@@ -31,8 +31,8 @@ from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.resolve_run import resolve_run  # noqa: E402
-from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.training.training_run import build_training_run  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 
 SHAPES = {"125M": (12, 768, 12, 512, 50304), "tiny": (2, 64, 2, 64, 64)}
@@ -50,7 +50,7 @@ def build_trainer(shape: str, corpus: Path, save: Path) -> Trainer:
     }  # fmt: skip
     config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
     config = resolve_run(config, LocalHardware.detect()).config
-    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
+    run = build_training_run(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
 
@@ -58,28 +58,28 @@ def build_trainer(shape: str, corpus: Path, save: Path) -> Trainer:
 def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
     """Seconds of each kind, one per round or step; the first round warms up."""
     prepare_corpus(CorpusOptions(sources=["python"]), place / "corpus")
-    loop = build_trainer(shape, place / "corpus", place / "run")
-    saver = loop.saver
+    trainer = build_trainer(shape, place / "corpus", place / "run")
+    saver = trainer.saver
     times: dict[str, list[float]] = {"step": [], "stall": [], "step_while_writing": [], "written": [], "waited_for": []}
 
     def step(kind: str, stop: GracefulStop) -> None:
         begun = time.perf_counter()
-        loop.train_step(stop)
+        trainer.train_step(stop)
         times[kind].append(time.perf_counter() - begun)
 
-    with closing(loop.state), GracefulStop() as stop:
+    with closing(trainer.run), GracefulStop() as stop:
         for number in range(rounds + 1):
             step("step", stop)
             step("step", stop)
             begun = time.perf_counter()
-            loop._save_checkpoint()
+            trainer._save_checkpoint()
             times["stall"].append(time.perf_counter() - begun)
             while saver.pending_step is not None:
                 step("step_while_writing", stop)
             times["written"].append(time.perf_counter() - begun)
             step("step", stop)
             begun = time.perf_counter()
-            loop._save_checkpoint()
+            trainer._save_checkpoint()
             saver.finish()
             times["waited_for"].append(time.perf_counter() - begun)
             if number == 0:
@@ -90,7 +90,7 @@ def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
         files = [path for path in layout.resolve_checkpoint_path(place / "run").rglob("*") if path.is_file()]
     return {
         "shape": shape,
-        "parameters": loop.state.parameters,
+        "parameters": trainer.run.parameters,
         "bytes": sum(path.stat().st_size for path in files),
         "first_stall": round(first, 4),
         "medians": {kind: round(statistics.median(found), 4) for kind, found in times.items() if found},

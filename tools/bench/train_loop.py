@@ -40,8 +40,8 @@ from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.training.console import ConsoleReporter  # noqa: E402
 from megatron.training.resolve_run import resolve_run  # noqa: E402
-from megatron.training.train_state import build_state  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
+from megatron.training.training_run import build_training_run  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.bench.plain_gpt import PlainGPT  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
@@ -73,7 +73,7 @@ def build_trainer(shape: dict, method: str, corpus: Path) -> Trainer:
         values["score_processor_options.width"] = shape["cdape_width"]
     config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
     config = resolve_run(config, LocalHardware.detect()).config
-    run = build_state(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
+    run = build_training_run(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()
     return Trainer(run, time.perf_counter())
 
@@ -118,12 +118,12 @@ def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps
         Stopped: the process was asked to end.
     """
     shape = SHAPES[shape_name]
-    loop = build_trainer(shape, method, corpus)
-    plain = PlainTrainer(shape, method, corpus, loop.state.vocabulary.size)
+    trainer = build_trainer(shape, method, corpus)
+    plain = PlainTrainer(shape, method, corpus, trainer.run.vocabulary.size)
     tokens = shape["batch"] * shape["length"] * steps
     times: dict[str, list[float]] = {"farfield": [], "plain": []}
-    with closing(loop.state), GracefulStop() as stop:
-        takers = {"farfield": lambda: loop.train_step(stop), "plain": plain.step}
+    with closing(trainer.run), GracefulStop() as stop:
+        takers = {"farfield": lambda: trainer.train_step(stop), "plain": plain.step}
         for block in range(blocks + 1):  # the first block warms up
             for name in sorted(takers, reverse=bool(block % 2)):
                 begun = time.perf_counter()
@@ -138,7 +138,7 @@ def measure_speed(shape_name: str, method: str, corpus: Path, blocks: int, steps
         "shape": shape_name,
         "method": method,
         **{k: shape[k] for k in ("layers", "width", "heads", "length", "batch")},
-        "parameters": {"farfield": sum(p.numel() for p in loop.state.engine.model.parameters()),
+        "parameters": {"farfield": sum(p.numel() for p in trainer.run.engine.model.parameters()),
                        "plain": sum(p.numel() for p in plain.model.parameters())},
         "tokens_per_second": {name: round(tokens / statistics.median(t)) for name, t in times.items()},
         "ratio": round(statistics.median(ratios), 3),

@@ -2,10 +2,10 @@
 
 The configuration was resolved by whoever starts the run (resolve_run.py).
 
-    begin_session       the folder's lock, the other processes, seeds and determinism
-    build_components    data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
-    load_state          every state of the checkpoint to start from, if there is one; from then on the folder is this
-                        run's
+    begin_session          the folder's lock, the other processes, seeds and determinism
+    build_components       data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
+    restore_training_run   every state of the checkpoint to start from, if there is one; from then on the folder is this
+                           run's
 
 What there is to start from is decided between the first and the second: all processes verify its files together, and
 it must fit the configuration before anything is built.
@@ -142,7 +142,7 @@ class DataPosition:
 
 
 @dataclass
-class TrainState:
+class TrainingRun:
     """A run that is ready to take its next step."""
 
     config: Config
@@ -150,7 +150,7 @@ class TrainState:
     resume: ResumePlan
     vocabulary: Vocabulary
     datasets: Datasets
-    position: DataPosition
+    data_position: DataPosition
     engine: Engine
     schedule: LearningRateSchedule
     batches: Iterator[Batch]
@@ -171,7 +171,7 @@ class TrainState:
         """What a checkpoint of now has to say of the run, with what these parts of the loop know of it. All processes
         must call this."""
         training, sizes = self.config.training, self.groups.mesh.sizes
-        run = TrainerState(
+        trainer_state = TrainerState(
             vocabulary={"size": self.vocabulary.size, "name": self.vocabulary.name},
             world=sizes.world_size,
             tensor=sizes.tensor,
@@ -181,7 +181,7 @@ class TrainState:
             precision=training.compute_dtype,
             directory=os.getcwd(),
         )
-        return run.collect(self.position, EngineCounters(self.engine.deepspeed), *parts)
+        return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
     def close(self) -> None:
         """Close files, release the engine and the folder."""
@@ -192,9 +192,9 @@ class TrainState:
         self.session.close()
 
 
-def build_state(
+def build_training_run(
     config: Config, rank_info: RankInfo, console: ConsoleReporter, rollback: Rollback | None = None
-) -> TrainState:
+) -> TrainingRun:
     """Build a run from its configuration. Every process calls this; only the first one's console is used.
 
     Args:
@@ -211,14 +211,14 @@ def build_state(
     try:
         resume = plan_resume(config, session.groups)
         if rollback is not None:
-            resume = replace(resume, progress=rollback.skip_samples(resume.progress))
+            resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
         with _announce_resume(console, session, resume):
-            state = build_components(config, session, resume, console)
-            load_state(state)
+            run = build_components(config, session, resume, console)
+            restore_training_run(run)
     except BaseException:
         session.close()
         raise
-    return state
+    return run
 
 
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
@@ -231,7 +231,7 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 def build_components(
     config: Config, session: TrainingSession, resume: ResumePlan, console: ConsoleReporter
-) -> TrainState:
+) -> TrainingRun:
     """Data, model and engine of a run that starts from `resume`, its states still fresh. All processes must call this.
 
     Raises:
@@ -244,7 +244,7 @@ def build_components(
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     check_position_options(config.model, config.position)  # before the data leave anything behind
     position = DataPosition()
-    resume.progress.restore(position)
+    resume.trainer_state.restore(position)
     datasets = _build_datasets(config, position, vocabulary, groups)
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
@@ -261,13 +261,13 @@ def build_components(
     flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
     parameters = model.num_parameters()
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
-    return TrainState(
+    return TrainingRun(
         config=config,
         session=session,
         resume=resume,
         vocabulary=vocabulary,
         datasets=datasets,
-        position=position,
+        data_position=position,
         engine=Engine(config, model, groups),
         schedule=build_schedule(config.optimizer, training.train_iters),
         batches=iter(
@@ -287,42 +287,42 @@ def build_components(
     )
 
 
-def load_state(state: TrainState) -> None:
+def restore_training_run(run: TrainingRun) -> None:
     """Put the states of the checkpoint back, if there is one, and take the folder over. All processes must call this.
 
     Raises:
         UserError: the folder holds something else where the copy of the tokenizer belongs.
         RunError: files are missing or damaged, or the disk refuses.
     """
-    config, resume, groups = state.config, state.resume, state.groups
+    config, resume, groups = run.config, run.resume, run.groups
     if resume.resumes:
-        resume.restore(state.engine.deepspeed, groups)
-        state.engine.restore_options()
+        resume.restore(run.engine.deepspeed, groups)
+        run.engine.restore_options()
         for note in resume.restore_rng(groups):
-            state.console.log(note)
+            run.console.log(note)
     if not groups.is_main:
         return
     if (folder := config.checkpoint.save) is not None:
-        if state.vocabulary.tokenizer is not None:
-            save_tokenizer(state.vocabulary.tokenizer, folder)
+        if run.vocabulary.tokenizer is not None:
+            save_tokenizer(run.vocabulary.tokenizer, folder)
         # From here on the run is this one: nothing can be refused any more.
         prune_checkpoints(folder, None)
         for note in move_superseded_aside(resume, Path(folder) / METRICS_FILE):
-            state.console.log(note)
+            run.console.log(note)
         if resume.resumes:
             for note in set_damage_aside(Path(folder)):
-                state.console.log(note)
-        if resume.progress.step < config.training.train_iters:
+                run.console.log(note)
+        if resume.trainer_state.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
             if (line := save_config(again, folder)) is not None:
-                state.console.log(line)
-    state.reporters = build_reporters(config, resume.progress.step)
+                run.console.log(line)
+    run.reporters = build_reporters(config, resume.trainer_state.step)
 
 
 def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:
     """A line if the run goes on with another learning rate than the one it had come to."""
-    step = resume.progress.step
+    step = resume.trainer_state.step
     if resume.source is None or not resume.resumes or step >= config.training.train_iters:
         return []
     old, new = (build_schedule(run.optimizer, run.training.train_iters) for run in (resume.source.config, config))
