@@ -2,7 +2,7 @@
 
 The configuration was resolved by whoever starts the run (resolve_run.py).
 
-    begin_session          the folder's lock, the other processes, seeds and determinism
+    begin_session          the other processes, the folder's lock, seeds and determinism
     build_components       data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
     restore_training_run   every state of the checkpoint to start from, if there is one; from then on the folder is this
                            run's
