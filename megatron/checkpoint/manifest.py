@@ -1,6 +1,6 @@
 """`manifest.json`: the size and the checksum of every file of a checkpoint, so that none is believed unseen.
 
-    {"format": 3, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
+    {"format": 5, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
 
 It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
 Every rank takes the checksums of what it wrote itself. Before anything is loaded the files are compared with it, so a

@@ -1,6 +1,6 @@
 """Files and overrides in, a checked `Config` out.
 
-    loaded = load(["125M", "kerple_log", "local_setup"], ["train_iters=1000"])
+    loaded = load_config(["125M", "kerple_log", "local_setup"], ["train_iters=1000"])
     loaded.config    the frozen configuration
     loaded.notes     one line each: what replaced what, what has no effect, what was inferred
 
@@ -76,14 +76,17 @@ def load_config(
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read one configuration file by its path, such as one that `Config.save` wrote. Raises UserError as `load`."""
+    """Read one configuration file by its path, such as one that `Config.save` wrote.
+
+    Raises UserError as `load_config` does.
+    """
     return merge_documents([read_yaml(Path(path))]).config
 
 
 def merge_documents(
     documents: Iterable[YamlDocument], overrides: Iterable[str] = (), files: Iterable[Path] = ()
 ) -> LoadedConfig:
-    """`load` for documents that were read already (a sweep's variants); `files` are only passed on."""
+    """`load_config` for documents that were read already (a sweep's variants); `files` are only passed on."""
     layers, documents = ConfigLayers(RULES, VALUE_RULES), list(documents)
     for document in documents:
         layers.add_file(document)

@@ -62,8 +62,8 @@ def gather_sequence(x: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 @dataclass
-class LayerPositionConfig:
-    """The encoding, processor, window and backend of one layer."""
+class LayerAttention:
+    """What the attention of one layer is made of: the modules of its position method, its window and its backend."""
 
     encoding: Encoding
     shared: bool
@@ -77,7 +77,7 @@ class KVCache:
     """Keys and values of the tokens of a batch read so far, in every layer: decoding computes each of them once. Use it
     without gradients.
 
-    cache = gpt.new_kv_cache(length)          room for `length` tokens
+        cache = gpt.new_kv_cache(length)          room for `length` tokens
         gpt(prompt, kv_cache=cache)               all its tokens at once, or in chunks
         gpt(token, kv_cache=cache)                one token at a time
 
@@ -116,7 +116,7 @@ class KVCache:
         return stored[0][:, :, :stop], stored[1][:, :, :stop]
 
     def _grow(self, stored: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, needed: int) -> tuple[Tensor, Tensor]:
-        """Room for what is needed and as much again, and never for more than `room`: a text may end long before."""
+        """Room for what is needed and as much again, and never for more than `capacity`: a text may end sooner."""
         size = min(self.capacity, max(2 * needed, MIN_CAPACITY))
         larger = tuple(x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
         if stored is not None:
@@ -143,22 +143,22 @@ class PositionedAttention(MegatronModule):
 
     Args:
         config: megatron-core's.
-        position: of this layer.
+        layer_attention: what it is made of in this layer.
         layer_index: its number, from 0.
         groups: those that share it.
     """
 
     def __init__(
-        self, config: TransformerConfig, position: LayerPositionConfig, layer_index: int, groups: ProcessGroups
+        self, config: TransformerConfig, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
     ) -> None:
         super().__init__(config=config)
         # In a tuple the shared encoding is no submodule here: its parameters are registered by the model, once.
-        self._shared: tuple[Encoding, ...] = (position.encoding,) if position.shared else ()
+        self._shared: tuple[Encoding, ...] = (layer_attention.encoding,) if layer_attention.shared else ()
         # The attributes' names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
-        self.position = None if position.shared else position.encoding
-        self.processor = position.processor
-        self.window = position.window
-        self.backend = position.backend
+        self.position = None if layer_attention.shared else layer_attention.encoding
+        self.processor = layer_attention.processor
+        self.window = layer_attention.window
+        self.backend = layer_attention.backend
         self.layer_index = layer_index
         self.groups = groups
         self.heads = tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)

@@ -13,7 +13,7 @@ from megatron.attention.backends.registry import row_blocks_reason, select_backe
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.model.attention import LayerPositionConfig, PositionedAttention
+from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.gpt import GPT
 from megatron.model.layer import BiasedSelfAttention, GPTLayer, OffStageLayer
 from megatron.model.megatron_core import (
@@ -99,7 +99,7 @@ def _register_gradient_sums(encoding: Encoding | None, processor: Processor | No
 
 
 def _layer_spec(
-    model: ModelOptions, position: LayerPositionConfig, layer_index: int, groups: ProcessGroups
+    model: ModelOptions, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
 ) -> ModuleSpec:
     """megatron-core's GPT layer with our layer class and our attention in it."""
     spec = get_gpt_layer_local_spec(normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm])
@@ -111,7 +111,7 @@ def _layer_spec(
         spec.submodules.pre_mlp_layernorm = IdentityOp
 
     def core_attention(*, config: Any, **_: object) -> PositionedAttention:
-        return PositionedAttention(config, position, layer_index, groups)
+        return PositionedAttention(config, layer_attention, layer_index, groups)
 
     attention = spec.submodules.self_attention
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
@@ -170,10 +170,8 @@ def _build_gpt(
     selected = select_backend(backend, model.attention_chunk_rows, *methods[0])
     layers = []
     for layer, (encoding, processor) in enumerate(methods):
-        layer_position = LayerPositionConfig(
-            encoding, shared is not None, processor, position.attention_window, selected
-        )
-        layers.append(_layer_spec(model, layer_position, layer, groups))
+        layer_attention = LayerAttention(encoding, shared is not None, processor, position.attention_window, selected)
+        layers.append(_layer_spec(model, layer_attention, layer, groups))
         _register_gradient_sums(encoding if shared is None else None, processor, groups)
     _register_gradient_sums(shared, None, groups)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)

@@ -98,7 +98,7 @@ def init_constant(value: float) -> Callable[[Tensor], object]:
 def build_per_head_parameter(
     option: str, num_heads: int, upper: float, *, low: float = 1e-2, high: float = math.inf
 ) -> BoundedParameter:
-    """A scalar per head that starts from U(0, below), moved inside its bounds: the parameters of KERPLE's kernels.
+    """A scalar per head that starts from U(0, upper), moved inside its bounds: the parameters of KERPLE's kernels.
 
     Raises:
         ValueError: `upper` is outside the bounds; names the option that gave it.

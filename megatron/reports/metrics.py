@@ -1,7 +1,7 @@
 """What can be measured: each metric with its unit, its better direction, and how its values are compared and shown.
 
 A record holds one value of one metric, under the metric's name (`megatron.reports.records`). Tables, plots and pages
-ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS_FILE` and nothing else.
+ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS` and nothing else.
 """
 
 import math

@@ -133,7 +133,7 @@ def test_the_bias_share_from_a_table_equals_the_convolution_of_the_bias(k: int, 
     table, share = inputs.table, inputs.bias_contribution
     lower = causal_mask(whole, whole)
     dense = toeplitz(table.bias, whole, whole).masked_fill(~lower, 0)
-    exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.biases)[0]
+    exact = processor.hidden(torch.nn.functional.pad(dense, (0, p))[None].double(), processor.bias_channels)[0]
     used = causal_mask(TokenRange(p, length), TokenRange(0, length + p))  # what any output that is seen reads
     for start in range(length):
         rows = TokenRange(start, length - start)

@@ -33,7 +33,7 @@ class EagerBackend:
 
 
 class ChunkedBackend:
-    """Blocks of `choose_block_size` query rows.
+    """Blocks of query rows, one after the other: the score map is never whole.
 
     Args:
         block_size: rows of a block.

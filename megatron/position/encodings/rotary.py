@@ -48,7 +48,7 @@ class RotaryScaling:
     Raises ValueError: an option that is missing, that this one does not take, or that makes no sense, naming it.
     """
 
-    scaling: str = "none"
+    kind: str = "none"
     factor: float | None = None
     original_length: int | None = None
     low_freq_factor: float | None = None
@@ -58,19 +58,19 @@ class RotaryScaling:
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        if self.scaling not in SCALINGS:
-            raise OptionError("scaling", f"is {self.scaling!r}; choose from {', '.join(SCALINGS)}")
-        allowed = SCALINGS[self.scaling]
-        values = {name: value for name, value in vars(self).items() if name != "scaling" and value is not None}
+        if self.kind not in SCALINGS:
+            raise OptionError("scaling", f"is {self.kind!r}; choose from {', '.join(SCALINGS)}")
+        allowed = SCALINGS[self.kind]
+        values = {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
         for name, value in values.items():
             if name not in allowed:
                 says = f"takes {', '.join(allowed)}" if allowed else "takes no options"
-                raise OptionError(name, f"is {value}, but scaling {self.scaling} {says}")
+                raise OptionError(name, f"is {value}, but scaling {self.kind} {says}")
             if not 0 < value < math.inf:
                 raise OptionError(name, f"is {value}; it must be a positive number")
         for name in allowed:
             if name not in values and name not in _DEFAULTS and name not in _OPTIONAL:
-                raise OptionError(name, f"is missing; scaling {self.scaling} needs it")
+                raise OptionError(name, f"is missing; scaling {self.kind} needs it")
         if self.factor is not None and self.factor < 1:
             raise OptionError("factor", f"is {self.factor}; it must be at least 1")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
@@ -85,7 +85,7 @@ class RotaryScaling:
 
     def frequencies(self, plain: Tensor, base: float) -> Tensor:
         """The stretched frequencies of the plain ones, float64 [half]."""
-        match self.scaling:
+        match self.kind:
             case "none":
                 return plain
             case "linear":
@@ -113,7 +113,7 @@ class RotaryScaling:
     @property
     def amplitude(self) -> float:
         """What cosines and sines are multiplied by."""
-        if self.scaling != "yarn":
+        if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
             return float(self.attention_factor)

@@ -114,7 +114,7 @@ class Cdape(Processor):
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
         self.left_context = kernel_size // 2  # hidden values there are not zero, although what they see is
         heads = dims.num_heads
-        self.scores, self.biases = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
+        self.score_channels, self.bias_channels = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
         # With zero_init the processor starts as the identity, so a trained model keeps its loss.
         self.output = KeyConvolution(width, heads, kernel_size, zero=zero_init)
@@ -131,12 +131,12 @@ class Cdape(Processor):
         # row's key axis read backwards is the table's axis of distances, and the triangle's zeros are those at n < 0.
         table = table.to(torch.promote_types(table.dtype, self.hidden.weight.dtype))
         flipped_table = F.pad(table.flip(-1), (0, self.left_context))
-        by_distance = self.hidden(flipped_table[None, :, None], self.biases)[0, :, 0].flip(-1)
+        by_distance = self.hidden(flipped_table[None, :, None], self.bias_channels)[0, :, 0].flip(-1)
         rows, strip = TokenRange(0, table.shape[-1]), TokenRange(0, 2 * self.left_context)
         visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
         # Without left context the strip has no columns, and neither has the edge.
         edge = (
-            self.hidden(visible_bias[None], self.biases)[0, ..., : self.left_context]
+            self.hidden(visible_bias[None], self.bias_channels)[0, ..., : self.left_context]
             if self.left_context
             else by_distance[:, :, None][..., :0]
         )
@@ -151,13 +151,15 @@ class Cdape(Processor):
         bias_contribution: Tensor | None = None,
     ) -> Tensor:
         columns, extension = scores.shape[-1], (0, self.left_context)
-        hidden = self.hidden(F.pad(scores.masked_fill(~visible, 0), extension), self.scores, constant=bias is None)
+        hidden = self.hidden(
+            F.pad(scores.masked_fill(~visible, 0), extension), self.score_channels, constant=bias is None
+        )
         if bias is None:
             hidden = _activate(hidden, scores.dtype)
         else:
             if bias_contribution is None:
                 visible_bias = _cast_saturating(bias, scores.dtype).masked_fill(~visible, 0)
-                bias_contribution = self.hidden(F.pad(visible_bias, extension), self.biases)
+                bias_contribution = self.hidden(F.pad(visible_bias, extension), self.bias_channels)
             # Channels last in shape too: the gradient's sum over the batch is slow otherwise.
             both = hidden.movedim(1, -1) + _cast_saturating(bias_contribution, scores.dtype).movedim(-3, -1)
             hidden = _activate(both, scores.dtype).movedim(-1, 1)
