@@ -219,12 +219,12 @@ def test_a_refused_peer_is_an_error_line_and_exit_code_1(
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, length: int, after: int) -> None:
     """Ctrl-C at a length, after so many clocked passes there."""
-    clock, taken = attention_bench.clock, iter(range(99))
+    time_passes, taken = attention_bench.time_passes, iter(range(99))
 
     def interrupted(problem: AttentionProblem, *rest: Any) -> Timing:
         if problem.length == length and next(taken) == after:
             raise KeyboardInterrupt
-        return clock(problem, *rest)
+        return time_passes(problem, *rest)
 
     monkeypatch.setattr(attention_bench, "time_passes", interrupted)
 
