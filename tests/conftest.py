@@ -65,9 +65,9 @@ SLOW = (
     ),
     "test_cli.py",
     *("config/test_keys_are_used.py", "test_tutorial.py"),
-    *("data/test_corpus.py", "data/test_datasets.py", "data/test_description.py", "data/test_sources.py"),
+    *("data/test_corpus.py", "data/test_datasets.py", "data/test_corpus_metadata.py", "data/test_sources.py"),
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
-    *("distributed/test_processes.py", "planning/test_memory.py", "utils/test_output.py"),
+    *("distributed/test_process_groups.py", "planning/test_memory.py", "utils/test_output.py"),
     *("training/test_kills.py", "training/test_layouts.py", "training/test_trainer.py", "training/test_methods.py"),
     *(
         "training/test_processes.py",

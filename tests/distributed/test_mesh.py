@@ -1,13 +1,21 @@
 """Coordinates and groups against counting by hand and against megatron-core's own, without any process."""
 
-from itertools import product
+from itertools import chain, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.distributed.megatron_core import parallel_state
-from megatron.distributed.mesh import DIMENSION_ORDER, Axis, Mesh, ParallelSizes
+from megatron.distributed.mesh import (
+    DIMENSION_ORDER,
+    Axis,
+    Mesh,
+    ParallelSizes,
+    list_chunk_owners,
+    list_context_chunks,
+    pipeline_layer_range,
+)
 
 CORE = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
 
@@ -88,3 +96,45 @@ def test_what_is_no_mesh_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r" is 0|rank 4 of 4|index -?[12] of 2"):
             wrong()
+
+
+# Which layers a pipeline stage holds.
+
+
+@given(st.integers(1, 40), st.data())
+def test_stages_divide_the_layers_in_order_and_evenly(layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, layers))
+    parts = [pipeline_layer_range(layers, Axis(stage, stages)) for stage in range(stages)]
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    counts = [len(part) for part in parts]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] - counts[-1] in (0, 1)
+
+
+@pytest.mark.parametrize(("stage", "expected"), [(0, [0, 1, 2]), (1, [3, 4]), (2, [5, 6])])
+def test_an_uneven_division(stage: int, expected: list[int]) -> None:
+    assert list(pipeline_layer_range(7, Axis(stage, 3))) == expected
+
+
+# Which chunks of a sequence a context-parallel rank holds: each place once, and as many scores for every rank.
+
+
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_ranks_together_hold_every_place_once_and_share_the_work(ranks: int, size: int) -> None:
+    length = 2 * ranks * size
+    places = [
+        [place for start, n in list_context_chunks(length, Axis(rank, ranks)) for place in range(start, start + n)]
+        for rank in range(ranks)
+    ]
+    assert sorted(chain(*places)) == list(range(length))
+    scores = {sum(place + 1 for place in mine) for mine in places}
+    assert len(scores) == 1  # a causal row sees its own place and all before it
+    assert [places[rank][number * size] for rank, number in list_chunk_owners(ranks)] == (
+        list(range(0, length, size)) if ranks > 1 else [0]
+    )
+
+
+def test_a_length_that_does_not_divide_is_refused() -> None:
+    assert list_context_chunks(7, Axis()) == ((0, 7),)
+    with pytest.raises(ValueError, match="a sequence of 12 tokens does not divide into 8 chunks"):
+        list_context_chunks(12, Axis(0, 4))

@@ -23,7 +23,7 @@ STARTED_BY = (
     "checkpoint/test_legacy.py",
     "data/test_datasets.py",
     "model/test_tensor_parallel.py",
-    "distributed/test_processes.py",
+    "distributed/test_process_groups.py",
     "planning/test_memory.py",
     "test_cli.py",
     "training/test_kills.py",
@@ -32,7 +32,7 @@ STARTED_BY = (
     "training/test_tasks.py",
 )
 """Files whose tests start ranks that compute."""
-WAITING = ("cluster", "launch/test_nodes.py", "training/test_watchdog.py")
+WAITING = ("cluster", "launch/test_ssh_launcher.py", "training/test_watchdog.py")
 """Folders and files whose tests start processes, and wait more than they compute."""
 
 TURNS = max(1, len(os.sched_getaffinity(0)) // 2)

@@ -15,7 +15,7 @@ from megatron.cli import run_command
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import exit_on_signal, raising_on_signals
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DEEPY = ROOT / "deepy.py"
 
 

@@ -1,11 +1,12 @@
-"""Files that may hold anything, and places that hold something already."""
+"""Files that may hold anything, places that hold something already, and the version of the project."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron.utils.atomic_io import parse_json, refuse_foreign_files
-from megatron.utils.errors import UserError, shorten_text, to_path_error
+from megatron.utils.atomic_io import get_farfield_version, parse_json, refuse_foreign_files
+from megatron.utils.errors import UserError
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "{", "1" * 5000, b"\xff\xff"])
@@ -23,12 +24,8 @@ def test_files_of_others_are_refused_and_ours_are_not(tmp_path: Path) -> None:
         refuse_foreign_files("--output", [absent, ours, theirs], lambda path: path == ours)
 
 
-def test_a_path_is_to_blame_for_some_errors_of_the_system_alone(tmp_path: Path) -> None:
-    with pytest.raises(OSError) as caught:  # noqa: PT011
-        (tmp_path / ("x" * 300)).stat()
-    told = to_path_error(caught.value)
-    assert str(told).endswith("x: cannot be used (File name too long)")
-    assert len(str(told)) < 250
-    assert to_path_error(FileNotFoundError(2, "No such file", "gone")) is None
-    assert to_path_error(PermissionError(13, "Permission denied")) is None  # of no path
-    assert shorten_text("a\nb\x1b[2J") == "a\\nb\\x1b[2J"
+def test_the_version_is_that_of_the_project() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    version = re.search(r'^version = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
+    assert version is not None
+    assert get_farfield_version() == version[1]
