@@ -133,7 +133,8 @@ a logarithmic scale where they span more than a decade.
 - Contextual terms: their values for queries and keys drawn from N(0, 1).
 - No hook at all: the attention of the causal mask when all scores are equal.
 - Processors: row {PROCESSOR_MAP_SIZE - 1} before and after, what is added to it, and what is added elsewhere when one
-  score rises by 1. They work on `{BASE_ENCODING}` here, with queries and keys drawn from N(0, 1); the last panel has no bias.
+  score rises by 1. They work on `{BASE_ENCODING}` here, with queries and keys drawn from N(0, 1);
+  the last panel has no bias.
 """
 
 
