@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # torch is imported where it is used: a mistake in the options is reported at once.
 
-DEFAULT_MULTIPLES = [1.0, 4.0]
+DEFAULT_ANALYSIS_MULTIPLES = [1.0, 4.0]
 """Window lengths in training lengths, unless said otherwise."""
 PAGE_FILE = "analysis.html"
 RESULTS_FOLDER = "analysis"
@@ -147,7 +147,7 @@ def _choose_lengths_and_inputs(
 ) -> tuple[tuple[int, ...], AnalysisInputs | None]:
     """The lengths of windows in tokens, and the runs' inputs, if any of the analyses reads."""
     no_lengths = options.lengths is None and options.multiples is None
-    multiples = DEFAULT_MULTIPLES if no_lengths else options.multiples
+    multiples = DEFAULT_ANALYSIS_MULTIPLES if no_lengths else options.multiples
     eval_options = EvaluationOptions(
         lengths=options.lengths, multiples=multiples, data=options.data, windows=options.windows
     )

@@ -22,7 +22,7 @@ CHECKPOINTS, SUPERSEDED = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
 MAX_RUNS_LISTED = 10
 """Runs that a line names."""
-MAX_DEPTH = 4
+MAX_FOLDER_DEPTH = 4
 """Folders inside each other that are looked through for runs."""
 _NAME = re.compile(r"step_(\d{7,})")
 
@@ -136,7 +136,7 @@ def _list_runs_in(path: Path) -> list[Path]:
         if CHECKPOINTS in subfolders and list_checkpoints(run):
             runs.append(run)
             subfolders.clear()
-        if len(run.parts) - len(path.parts) >= MAX_DEPTH:
+        if len(run.parts) - len(path.parts) >= MAX_FOLDER_DEPTH:
             subfolders.clear()
         subfolders.sort()
     return runs

@@ -212,7 +212,7 @@ class PruneResult:
     """How many of those that stayed are as they were written."""
 
 
-def prune_run(run: Path, count: int, spare: Collection[int]) -> PruneResult:
+def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> PruneResult:
     """Delete what is older than the newest `count` checkpoints that are whole; those of the steps in `spare` stay.
 
     Every byte of those that stay is compared with the manifest: what is damaged is no checkpoint to rely on, so it is

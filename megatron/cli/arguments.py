@@ -94,7 +94,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in arguments if text not in pairs], pairs
 
 
-def load_config(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
+def load_config_arguments(arguments: Sequence[str], conf_dir: Path | None, *, silent: bool = False) -> LoadedConfig:
     """Read the configuration and print its notes, unless another rank does (`silent`)."""
     from megatron.config.load import load_config
 

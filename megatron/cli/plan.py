@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.cli.arguments import Arguments, ConfigFolder, load_config, with_options
+from megatron.cli.arguments import Arguments, ConfigFolder, load_config_arguments, with_options
 from megatron.cli.console import print_notes
 from megatron.options.commands import PlanOptions
 from megatron.utils.errors import FarfieldError
@@ -44,7 +44,7 @@ def plan(
 
     request = section_from_cli(PlanOptions, options)
     gpu = get_gpu_spec(request.gpu)
-    loaded = load_config(arguments, conf_dir)
+    loaded = load_config_arguments(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu)
     result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)

@@ -25,10 +25,10 @@ def checkpoints(
 
       ./deepy.py checkpoints runs/a --keep 2
     """
-    from megatron.launch.run_status import print_checkpoints, prune_checkpoints
+    from megatron.launch.run_status import print_checkpoints, prune_and_report
 
     if keep is not None:
-        prune_checkpoints(run, keep, print)
+        prune_and_report(run, keep, print)
     if not print_checkpoints(run, verify=verify, as_json=as_json):
         raise typer.Exit(1)
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.cli.arguments import Arguments, ConfigFolder, load_config
+from megatron.cli.arguments import Arguments, ConfigFolder, load_config_arguments
 from megatron.cli.console import print_notes
 
 
@@ -40,4 +40,6 @@ def train(
     """
     from megatron.launch.dispatch import launch_training as dispatch
 
-    return dispatch(lambda silent: load_config(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run)
+    return dispatch(
+        lambda silent: load_config_arguments(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run
+    )

@@ -88,7 +88,7 @@ What no configuration file holds: `evaluate.limit` is `--limit` of `./deepy.py e
 `evaluate` are those of a sweep.
 """
 
-COMMANDS: dict[str, type[ConfigSection]] = {
+COMMAND_SECTIONS: dict[str, type[ConfigSection]] = {
     "analyze": AnalysisOptions,
     "evaluate": TaskOptions,
     "export": ExportOptions,
@@ -210,7 +210,7 @@ def _list_rule_rows(rules: Iterable[NeoxRule]) -> list[list[str]]:
 def build_reference() -> str:
     """The whole page."""
     parts = [INTRODUCTION, *(_format_section(name) for name in SECTIONS), _format_options(SWEEP_INTRODUCTION, SWEEP)]
-    parts += [_format_options(COMMANDS_INTRODUCTION, COMMANDS), NEOX_INTRODUCTION]
+    parts += [_format_options(COMMANDS_INTRODUCTION, COMMAND_SECTIONS), NEOX_INTRODUCTION]
     return "\n".join(
         [
             *parts,

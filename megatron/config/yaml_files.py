@@ -37,7 +37,7 @@ TEXT_TAG = "tag:yaml.org,2002:str"
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 """Keys, values, lists and mappings, with those that an alias stands for. The zoo, the largest file here, has 500."""
-MAX_DEPTH = 50
+MAX_NESTING = 50
 """Lists and mappings inside each other."""
 
 
@@ -100,8 +100,8 @@ class _BoundedParser(Parser):
             self.anchors |= {anchor: self.num_nodes - num_nodes_before} if anchor else {}
         if self.num_nodes > MAX_NODES:
             raise self._build_error(event, f"more than {MAX_NODES:,} values, aliases counted as what they stand for")
-        if len(self.opened) > MAX_DEPTH:
-            raise self._build_error(event, f"nested too deeply to be a configuration: more than {MAX_DEPTH} times")
+        if len(self.opened) > MAX_NESTING:
+            raise self._build_error(event, f"nested too deeply to be a configuration: more than {MAX_NESTING} times")
         return event
 
     def _build_error(self, event: Event, reason: str) -> UserError:

@@ -23,7 +23,7 @@ IGNORED_KEYS = frozenset(
 )  # fmt: skip
 """Keys that say nothing of what the weights compute."""
 
-TRAINING_KEYS = (
+HF_TRAINING_KEYS = (
     "attention_dropout",
     "hidden_dropout",
     "dropout",
@@ -68,7 +68,7 @@ class HFConfigReader:
 
     def __init__(self, values: Mapping[str, Any], source: str, auto_map: Mapping[str, str] | None = None) -> None:
         self._values, self.source = values, source
-        self._read_keys = {*IGNORED_KEYS, *TRAINING_KEYS}
+        self._read_keys = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
         for name, (allowed, reason) in COMMON_RESTRICTIONS.items():
             own_auto_map = (
                 (values[name],)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MIN_LAYERS_TO_CHECK = 500
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 
-TOKENIZER_FILES = (
+HF_TOKENIZER_FILES = (
     ("HFTokenizer", ("tokenizer.json",)),
     ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
     ("SPMTokenizer", ("tokenizer.model",)),
@@ -142,18 +142,20 @@ def resolve_tokenizer(
         return tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: say which tokenizer it belongs to with --tokenizer")
-    files_by_type = dict(TOKENIZER_FILES)
+    files_by_type = dict(HF_TOKENIZER_FILES)
     if source.tokenizer_folder is not None:
         declared_type = _read_tokenizer_type(source.tokenizer_folder)
         for candidate_type, files in (
-            ((declared_type, files_by_type.get(declared_type, ())),) if declared_type is not None else TOKENIZER_FILES
+            ((declared_type, files_by_type.get(declared_type, ())),)
+            if declared_type is not None
+            else HF_TOKENIZER_FILES
         ):
             if all((source.tokenizer_folder / file).is_file() for file in files):
                 bos = _resolve_bos(source.tokenizer_folder, candidate_type, add_bos)
                 return tokenizer_from_files(
                     candidate_type, *(source.tokenizer_folder / file for file in files), end_token=end_token, bos=bos
                 )
-    names = "; ".join(" and ".join(files) for _, files in TOKENIZER_FILES)
+    names = "; ".join(" and ".join(files) for _, files in HF_TOKENIZER_FILES)
     raise UserError(
         f"{source.path}: holds no tokenizer ({names}); name it with --tokenizer (bytes, HFTokenizer, GPT2BPETokenizer "
         "or SPMTokenizer) and --vocab-file"

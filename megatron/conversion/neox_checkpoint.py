@@ -27,7 +27,7 @@ from megatron.conversion.neox_weights import (
     NEOX_EMBEDDING,
     NeoxWeight,
     TensorParallelShards,
-    list_encoding_weights,
+    list_neox_encoding_weights,
     list_neox_weights,
 )
 from megatron.options.model import GATED_ACTIVATIONS, ffn_hidden_size, intermediate_size_of
@@ -40,7 +40,7 @@ LATEST_FILE, CONFIGS_FOLDER = "latest", "configs"
 MAX_LATEST_CHARS = 4096
 """Characters that are read of `latest`, which holds a name."""
 
-TRAINING_KEYS = {
+NEOX_TRAINING_KEYS = {
     "init_method", "output_layer_init_method", "init_method_std", "hidden_dropout", "attention_dropout",
     "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows",
     "make_vocab_size_divisible_by",
@@ -116,7 +116,7 @@ def _select_model_keys(document: YamlDocument) -> YamlDocument:
 def _is_model_key(name: str) -> bool:
     if (rule := RULES.get(name)) is not None:
         return rule.describes_model() or name in UNSUPPORTED_MODEL_KEYS
-    return map_key_owners().get(name) in MODEL_SECTIONS and name not in TRAINING_KEYS
+    return map_key_owners().get(name) in MODEL_SECTIONS and name not in NEOX_TRAINING_KEYS
 
 
 @contextmanager
@@ -168,7 +168,7 @@ class NeoxWeightReader:
 
     def _get_weight(self, name: str) -> NeoxWeight:
         if name not in self.weights:
-            encodings = ", ".join(sorted(list_encoding_weights(self.config)))
+            encodings = ", ".join(sorted(list_neox_encoding_weights(self.config)))
             raise UserError(
                 f"{self.checkpoint}: pos_emb {self.config.position.pos_emb} cannot be imported from GPT-NeoX's files; "
                 f"of those with weights, {encodings} can"

@@ -59,7 +59,7 @@ class SplitCounts(BaseModel):
     bytes: NonNegativeInt
 
 
-class FileChecksum(BaseModel):
+class FileDigest(BaseModel):
     """What a file was when the corpus was made."""
 
     model_config = _STRICT_CONFIG
@@ -105,7 +105,7 @@ class CorpusMetadata(BaseModel):
     tokenizer: TokenizerMetadata
     splits: Annotated[dict[SplitName, SplitCounts], Field(min_length=1)]
     notes: list[Any] = []
-    files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileChecksum] | None = None  # not in older corpora
+    files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileDigest] | None = None  # not in older corpora
 
     @field_validator("sources", "notes")
     @classmethod
@@ -211,9 +211,9 @@ def _describe_problem(error: ValidationError) -> str:
     return f"{name} is {shown if len(shown) <= 60 else shown[:60] + ' …'}; {message[0].lower()}{message[1:]}"
 
 
-def compute_file_checksum(path: Path) -> FileChecksum:
+def compute_file_digest(path: Path) -> FileDigest:
     """Size and checksum of a file as it is now."""
-    return FileChecksum(size=path.stat().st_size, sha256=_sha256(path))
+    return FileDigest(size=path.stat().st_size, sha256=_sha256(path))
 
 
 def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *, content: bool) -> None:

@@ -39,7 +39,7 @@ import torch
 from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.data.corpus_metadata import FileChecksum, compute_file_checksum
+from megatron.data.corpus_metadata import FileDigest, compute_file_digest
 from megatron.data.indexed_dataset import DatasetSlice, IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
@@ -52,7 +52,7 @@ from megatron.utils.errors import FarfieldError, RunError, describe_cause
 
 Sample = dict[str, torch.Tensor]
 
-MANIFEST = "index.json"
+INDEX_MANIFEST = "index.json"
 UNREADABLE = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError)
 """What numpy's reader and json raise for files that are not theirs."""
 
@@ -260,9 +260,9 @@ class SampleIndex(NamedTuple):
 class _Manifest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    document_index: FileChecksum
-    sample_index: FileChecksum
-    shuffle_index: FileChecksum
+    document_index: FileDigest
+    sample_index: FileDigest
+    shuffle_index: FileDigest
 
 
 class IndexedGPTDataset(GPTDataset):
@@ -279,15 +279,15 @@ class IndexedGPTDataset(GPTDataset):
 def write_sample_index(folder: Path, build: Callable[[Path], GPTDataset]) -> None:
     """Let `build` have megatron-core write an index into an empty folder, then name and record the files."""
     build(folder)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    checksums: dict[str, FileChecksum] = {}
+    (folder / INDEX_MANIFEST).unlink(missing_ok=True)
+    digests: dict[str, FileDigest] = {}
     for path in list(folder.iterdir()):
         name = next((name for name in SampleIndex._fields if path.name.endswith(f"-{name}.npy")), None)
         if name is None:
             path.unlink()  # its description, which `_cache_key` has taken care of
         else:
-            checksums[name] = compute_file_checksum(path.rename(folder / f"{name}.npy"))
-    (folder / MANIFEST).write_text(_Manifest(**checksums).model_dump_json(indent=2) + "\n", encoding="utf-8")
+            digests[name] = compute_file_digest(path.rename(folder / f"{name}.npy"))
+    (folder / INDEX_MANIFEST).write_text(_Manifest(**digests).model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_sample_index(folder: Path) -> SampleIndex:
@@ -299,13 +299,13 @@ def find_index_damage(folder: Path, num_samples: int, lengths: np.ndarray, first
     """What is wrong with the index in a folder, which must have at least `num_samples` samples of the sequences
     first … last − 1 of the given lengths; None if nothing is."""
     try:
-        manifest = _Manifest.model_validate(parse_json((folder / MANIFEST).read_text(encoding="utf-8")))
+        manifest = _Manifest.model_validate(parse_json((folder / INDEX_MANIFEST).read_text(encoding="utf-8")))
         for name in SampleIndex._fields:
-            if compute_file_checksum(folder / f"{name}.npy") != getattr(manifest, name):
-                return f"{name}.npy is not what {MANIFEST} recorded"
+            if compute_file_digest(folder / f"{name}.npy") != getattr(manifest, name):
+                return f"{name}.npy is not what {INDEX_MANIFEST} recorded"
         index = read_sample_index(folder)
     except ValidationError:
-        return f"{MANIFEST} does not describe one"
+        return f"{INDEX_MANIFEST} does not describe one"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except UNREADABLE as error:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.harness import RequestCounts
 
-TEXT_OPTIONS = ("data", "protocol", "windows", "targets", "stride", "measures")
+OPTIONS_UNUSED_BY_HARNESS = ("data", "protocol", "windows", "targets", "stride", "measures")
 """Options that have no meaning for tasks."""
 
 OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
@@ -82,7 +82,7 @@ def evaluate_tasks(
         RunError: a task's data cannot be had, or it asks for something that cannot be done; finished runs stay.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, TEXT_OPTIONS, "tasks bring their own")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks bring their own")
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
     tokenizers = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.options.evaluation import MAX_LENGTH, EvaluationOptions, build_length_error
+from megatron.options.evaluation import MAX_EVALUATION_LENGTH, EvaluationOptions, build_length_error
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
                 f"lengths: {multiple:g}x is ambiguous, as the runs were trained at different lengths; name tokens"
             )
         length = multiple * train_lengths[0]
-        if not (1 <= length < MAX_LENGTH and math.floor(length) == length):
+        if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
             raise build_length_error(f"{multiple:g}x")
         lengths.add(int(length))
     return tuple(sorted(lengths))

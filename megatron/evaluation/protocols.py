@@ -44,13 +44,13 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from megatron.evaluation.lengths import choose_lengths, count_flops_by_length
-from megatron.options.evaluation import PROBES, EvaluationOptions, Protocol
+from megatron.options.evaluation import PROBE_PROTOCOLS, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
-PROTOCOLS: tuple[str, ...] = tuple(name for name in get_args(Protocol) if name not in PROBES)
+PROTOCOLS: tuple[str, ...] = tuple(name for name in get_args(Protocol) if name not in PROBE_PROTOCOLS)
 
 DEFAULT_WINDOWS = 64
 """Windows of `last` unless said otherwise: a standard error of about 2% in perplexity on text of code or prose."""

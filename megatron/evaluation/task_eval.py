@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DEFAULT_NUM_SEQUENCES = 512
 """Fresh sequences at each length, as in Delétang et al. (2023)."""
 
-DEFAULT_MULTIPLES = [1.0, 2.0, 4.0, 8.0]
+DEFAULT_TASK_MULTIPLES = [1.0, 2.0, 4.0, 8.0]
 """Lengths in longest training inputs, unless said otherwise."""
 
 NUM_FITTING_SEQUENCES = 2048
@@ -50,7 +50,7 @@ MAX_FITTING_TOKENS = 1 << 26
 
 TASK_SEED = 20_230_609
 
-TEXT_OPTIONS = ("data", "protocol", "targets", "stride", "measures")
+OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures")
 """Options that have no meaning for a task."""
 
 
@@ -181,10 +181,10 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     Raises:
         UserError: lengths that the task does not have, or options that are about texts.
     """
-    refuse_choices_of_text(options, TEXT_OPTIONS, "a task is none")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "a task is none")
     task_configs = [read_task_config(config.data) for config in configs]
     if options.lengths is None and options.multiples is None:
-        options = options.replace(multiples=DEFAULT_MULTIPLES)
+        options = options.replace(multiples=DEFAULT_TASK_MULTIPLES)
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
     task_config = task_configs[0]
     for length in lengths:

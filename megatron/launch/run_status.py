@@ -236,13 +236,13 @@ def print_status(paths: Sequence[Path], *, as_json: bool, watch: bool, console: 
             live.update(build_status_table([read_status(run) for run in find_runs(paths)]), refresh=True)
 
 
-def prune_checkpoints(run: Path, keep: int, log: Callable[[str], None]) -> None:
+def prune_and_report(run: Path, keep: int, log: Callable[[str], None]) -> None:
     """Delete all but the newest `keep` that are whole; those of the run's extra_save_iters stay.
 
     Raises UserError (see `list_checkpoint_infos`).
     """
     run_folder.list_checkpoint_infos(run, checksums=False)  # is it a run?
-    result = run_folder.prune_run(run, keep, _list_extra_save_steps(run))
+    result = run_folder.prune_with_verification(run, keep, _list_extra_save_steps(run))
     for path in result.deleted:
         log(f"deleted {path}")
     for path, problem in result.damaged:

@@ -9,13 +9,13 @@ from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
 Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
-PROBES = ("repeated", "passkey")
+PROBE_PROTOCOLS = ("repeated", "passkey")
 """Protocols that make up what they score."""
 
 Measure = Literal["perplexity", "delta_perplexity", "position"]
 
 
-MAX_LENGTH = 2**40
+MAX_EVALUATION_LENGTH = 2**40
 
 
 def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
@@ -36,7 +36,7 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
             value = float(number) if number != bare else int(number)
         except ValueError:
             value = 0  # refused below
-        if not 0 < value < MAX_LENGTH:
+        if not 0 < value < MAX_EVALUATION_LENGTH:
             raise build_length_error(part)
         if isinstance(value, int):
             tokens.append(value)

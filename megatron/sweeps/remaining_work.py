@@ -65,7 +65,7 @@ def find_finished_step(member: SweepMember) -> int:
     return TrainerState.read(checkpoint).step
 
 
-def find_divergence(member: SweepMember) -> RunFailure | None:
+def find_member_divergence(member: SweepMember) -> RunFailure | None:
     """How the member's training ended, if its loss stayed bad: that is its result until it is asked for again.
 
     A folder whose run was configured otherwise says nothing of the member.

@@ -44,8 +44,8 @@ from megatron.sweeps.remaining_work import (
     MemberWork,
     build_failure,
     estimate_work,
-    find_divergence,
     find_finished_step,
+    find_member_divergence,
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
@@ -180,7 +180,7 @@ def _run_members(
     finished_steps = {member: find_finished_step(member) for member in sweep.members}  # refuses foreign folders first
     diverged: dict[SweepMember, RunFailure] = {}
     if not retry_failed:
-        diverged = {m: failure for m in sweep.members if (failure := find_divergence(m)) is not None}
+        diverged = {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
@@ -205,7 +205,7 @@ def _run_members(
         files = ", ".join(str(sweep.output_folder / name) for name in names)
         log(f"{files} ({format_duration(time.monotonic() - start_time)})")
     if failures:
-        num_diverged = sum(find_divergence(member) is not None for member in works)
+        num_diverged = sum(find_member_divergence(member) is not None for member in works)
         raise RunError(_describe_failures(failures, num_diverged, len(works)))
     return records
 
@@ -229,7 +229,7 @@ def _run_all_members(
                 try:
                     records += run_member(member, work, meter)
                 except FarfieldError as error:
-                    failures.append(find_divergence(member) or build_failure(member, str(error)))
+                    failures.append(find_member_divergence(member) or build_failure(member, str(error)))
                     meter.skip(work.training)
                     meter.skip(work.evaluation)
                     meter.log(f"{member.name}: {failures[-1]}")

@@ -57,10 +57,10 @@ def test_the_newest_and_the_milestones_stay(run: Path) -> None:
     said: list[str] = []
     config = run / "config.yml"
     config.write_text(config.read_text().replace("extra_save_iters: []", "extra_save_iters: [2]"))
-    run_status.prune_checkpoints(run, 1, said.append)
+    run_status.prune_and_report(run, 1, said.append)
     assert len(layout.list_checkpoints(run)) == 2
     config.write_text(config.read_text().replace("extra_save_iters: [2]", "extra_save_iters: []"))
-    run_status.prune_checkpoints(run, 1, said.append)
+    run_status.prune_and_report(run, 1, said.append)
     assert [path.name for path in layout.list_checkpoints(run)] == [layout.format_checkpoint_name(4)]
     assert said == [f"deleted {run / 'checkpoints' / layout.format_checkpoint_name(2)}"]
 
@@ -71,12 +71,12 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
     monkeypatch.setattr("megatron.checkpoint.run_folder.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
     with pytest.raises(UserError, match="another run is writing there"):
-        run_status.prune_checkpoints(run, 1, print)
+        run_status.prune_and_report(run, 1, print)
     lock.release()
     for step in (2, 4):
         flip(run / "checkpoints" / layout.format_checkpoint_name(step) / "model.safetensors")
     with pytest.raises(UserError, match=r"--keep 1: .*step_0000004 and all others are damaged; nothing was deleted"):
-        run_status.prune_checkpoints(run, 1, print)
+        run_status.prune_and_report(run, 1, print)
     assert len(layout.list_checkpoints(run)) == 2
 
 
@@ -103,7 +103,7 @@ def test_only_whole_ones_count(
     for step in damaged:
         flip(there / layout.format_checkpoint_name(step) / "model.safetensors")
     said: list[str] = []
-    run_status.prune_checkpoints(run, keep, said.append)
+    run_status.prune_and_report(run, keep, said.append)
     assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == list(stay)
     told = said[-1]
     for step in range(1, 6):

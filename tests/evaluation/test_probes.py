@@ -149,7 +149,7 @@ def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
 
 
 def test_options_of_probes() -> None:
-    assert tuple(PROBES) == evaluation.PROBES
+    assert tuple(PROBES) == evaluation.PROBE_PROTOCOLS
 
     def probe(**choices: object) -> Probe:
         return build_probe(Options(**choices), [64, 128], BYTES)

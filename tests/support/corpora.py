@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.validation_errors import section_from_cli
-from megatron.data.corpus.documents import ProgressCallback
+from megatron.data.corpus.documents import CorpusProgress
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.corpus_metadata import CorpusInfo
 from megatron.options.data import CorpusOptions
@@ -16,7 +16,7 @@ def prepare(
     output: str | Path,
     *,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: CorpusProgress | None = None,
     **options: Any,
 ) -> CorpusInfo:
     """`prepare_corpus`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""

@@ -30,7 +30,7 @@ from megatron.options.data import SPLITS
 from megatron.utils.errors import RunError, UserError
 
 ItemT = TypeVar("ItemT")
-ProgressCallback = Callable[[str, int, int], None]
+CorpusProgress = Callable[[str, int, int], None]
 """Called with the stage of the work, the bytes that are done, and those of the whole."""
 
 SplitDocuments = Iterator[tuple[RawDocument, int]]
@@ -44,7 +44,7 @@ class CorpusDocuments:
     files: list[SourceFile]
     column: str  # where a line or a row holds its text
     download_folder: Path  # for what is read of the hub
-    progress: ProgressCallback
+    progress: CorpusProgress
     limit: int | None = None  # the first so many documents alone
 
     @property

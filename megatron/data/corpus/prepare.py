@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megatron.data.corpus.documents import (
     CorpusDocuments,
-    ProgressCallback,
+    CorpusProgress,
     SplitAssignment,
     assign_splits,
     count_documents_for_tokens,
@@ -40,7 +40,7 @@ from megatron.data.corpus_metadata import (
     CorpusMetadata,
     SplitCounts,
     SplitName,
-    compute_file_checksum,
+    compute_file_digest,
     read_corpus,
 )
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
@@ -56,7 +56,7 @@ def prepare_corpus(
     output: str | Path,
     *,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: CorpusProgress | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> CorpusInfo:
     """Make a corpus folder from sources of text, or find it made already.
@@ -89,7 +89,7 @@ def prepare_corpus(
     return read_corpus(output)
 
 
-def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: ProgressCallback) -> None:
+def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) -> None:
     """Write all files of a corpus, or those that earlier work has left to do."""
     options, work = recipe.options, folder.parent
     earlier = read_progress(work)
@@ -128,7 +128,7 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: ProgressCallback
         tokenizer=tokenizer.metadata,
         splits=writer.split_counts,
         notes=notes,
-        files={path.name: compute_file_checksum(path) for path in sorted(folder.iterdir())},
+        files={path.name: compute_file_digest(path) for path in sorted(folder.iterdir())},
     )
     content = json.dumps(metadata.model_dump(), indent=2)  # model_dump_json takes Unicode alone: not all names are
     (folder / CORPUS_FILE).write_text(content + "\n", encoding="utf-8")

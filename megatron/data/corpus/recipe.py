@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.data.corpus.documents import ProgressCallback, check_fractions, is_single_text
+from megatron.data.corpus.documents import CorpusProgress, check_fractions, is_single_text
 from megatron.data.corpus.hub_dataset import HUB_PREFIX
 from megatron.data.corpus.sources import SourceFile, scan_sources
 from megatron.data.corpus_metadata import (
@@ -154,7 +154,7 @@ def _hash_value(value: Any) -> str:
 
 
 def find_existing_corpus(
-    output: Path, recipe: CorpusRecipe, *, overwrite: bool, progress: ProgressCallback
+    output: Path, recipe: CorpusRecipe, *, overwrite: bool, progress: CorpusProgress
 ) -> CorpusInfo | None:
     """The corpus at `output` if it is the recipe's, and undamaged; None if one may be written there.
 
@@ -202,7 +202,7 @@ def find_existing_corpus(
     )
 
 
-def _verify_files(folder: Path, metadata: CorpusMetadata, progress: ProgressCallback) -> None:
+def _verify_files(folder: Path, metadata: CorpusMetadata, progress: CorpusProgress) -> None:
     """Compare every file of a corpus with its checksum."""
     files = metadata.files or {}
     done, total = 0, sum(file.size for file in files.values())
