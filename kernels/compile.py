@@ -90,7 +90,7 @@ FLOAT_ARGUMENTS = ("scale", "above", "largest")
 def build_signature(
     kernel: Any,
     constexprs: Collection[str],
-    kind: str,
+    dtype_name: str,
     float32: Collection[str],
     aligned: Collection[str] = (),
     tuples: Mapping[str, Any] = MappingProxyType({}),
@@ -101,7 +101,7 @@ def build_signature(
 
     Args:
         constexprs: names that have no type.
-        kind: the compute type: bf16, fp16 or fp32.
+        dtype_name: the compute type: bf16, fp16 or fp32.
         float32: pointers to float32 whatever the compute type.
         aligned: integers that are divisible by 16, beside the strides.
         tuples: the arguments that are NamedTuples, by name their class, whose fields are named as arguments are.
@@ -110,7 +110,7 @@ def build_signature(
 
     def type_of(name: str) -> str:
         if name.endswith("ptr"):
-            return "*fp32" if name in float32 else f"*{kind}"
+            return "*fp32" if name in float32 else f"*{dtype_name}"
         if name in FLOAT_ARGUMENTS:
             return "fp32"
         return "i32:16" if name.startswith("stride_") or name in aligned else "i32"

@@ -26,12 +26,12 @@ class CompileError(RuntimeError):
 
 
 @cache
-def build_library(folder: Path, processor: tuple[str, ...] = ARCH_FLAGS) -> ctypes.CDLL:
+def build_library(folder: Path, arch_flags: tuple[str, ...] = ARCH_FLAGS) -> ctypes.CDLL:
     """All of the folder's C files as one library.
 
     Args:
         folder: holds the sources and nothing else that ends in .c or .h.
-        processor: the compiler's flags that choose instructions.
+        arch_flags: the compiler's flags that choose instructions.
 
     Raises:
         CompileError: no compiler was found, or it failed.
@@ -40,35 +40,35 @@ def build_library(folder: Path, processor: tuple[str, ...] = ARCH_FLAGS) -> ctyp
     if compiler is None:
         raise CompileError(f"no C compiler was found ({', '.join(COMPILERS)})")
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
-    command = [compiler, *COMPILER_FLAGS, *processor]
+    command = [compiler, *COMPILER_FLAGS, *arch_flags]
     name = f"{folder.parent.name}-{_hash_sources(sources, command)}.so"
-    for place in (_cache_folder, _temporary_folder):
+    for find_folder in (_cache_folder, _temporary_folder):
         try:
-            return _load(place(), name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+            return _load(find_folder(), name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
         except OSError as error:
             failed = error
     raise CompileError(f"what was compiled cannot be kept or loaded: {failed}")
 
 
-def _load(place: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
-    place.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if place.stat().st_uid != os.getuid():
-        raise OSError(f"{place} belongs to somebody else")
-    if (place / name).exists():
+def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to somebody else")
+    if (folder / name).exists():
         try:
-            return ctypes.CDLL(str(place / name))
+            return ctypes.CDLL(str(folder / name))
         except OSError:
             pass  # it is damaged, and made again
     # Ranks that begin together each compile their own, and the last one's stays.
-    with tempfile.TemporaryDirectory(dir=place) as own:
-        made = Path(own) / name
-        done = subprocess.run([*command, "-o", str(made), "-lm"], capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        library = Path(own) / name
+        done = subprocess.run([*command, "-o", str(library), "-lm"], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             said = done.stderr.strip().splitlines() or ["it says nothing"]
             error = next((line for line in said if "error" in line), said[0])
             raise CompileError(f"{Path(command[0]).name} failed: {error}")
-        made.replace(place / name)
-    return ctypes.CDLL(str(place / name))
+        library.replace(folder / name)
+    return ctypes.CDLL(str(folder / name))
 
 
 def _cache_folder() -> Path:

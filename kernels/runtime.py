@@ -26,7 +26,7 @@ class Tile:
     block_m: int
     """Rows."""
     block_n: int
-    """Columns; in CDAPE's mixer and in sums over diagonals, distances."""
+    """Columns; in CDAPE's processor kernels and in sums over diagonals, distances."""
     num_warps: int
     num_stages: int
 

@@ -12,35 +12,39 @@ from kernels.runtime import Tile
 HEADS = (16, 32, configs.MAX_HEADS)
 """Filled up to a power of two; fewer compile to what 16 do."""
 WIDTHS = (32, configs.MAX_WIDTH)
-TYPES = ("bf16", "fp32")
-TYPED = ("out_ptr", "dout_ptr")
+DTYPE_NAMES = ("bf16", "fp32")
+DTYPE_POINTERS = ("out_ptr", "dout_ptr")
 """Pointers to the compute type; the others are to float32."""
 
 
 def list_configurations() -> Iterator[KernelConfig]:
     """Every kernel in both types; FIRE's for each padded number of heads and of hidden units."""
     fwd, bwd = configs.TOEPLITZ_FWD, configs.TOEPLITZ_BWD
-    for kind in TYPES:
-        yield _configuration(f"toeplitz_fwd {kind}", _toeplitz_fwd_kernel, kind, fwd, {"SATURATE": False, **fwd.blocks})
-        yield _configuration(
-            f"toeplitz_bwd {kind}", _toeplitz_bwd_kernel, kind, bwd, {"factor_ptr": None, **bwd.blocks}
+    for dtype_name in DTYPE_NAMES:
+        yield _build_config(
+            f"toeplitz_fwd {dtype_name}", _toeplitz_fwd_kernel, dtype_name, fwd, {"SATURATE": False, **fwd.blocks}
+        )
+        yield _build_config(
+            f"toeplitz_bwd {dtype_name}", _toeplitz_bwd_kernel, dtype_name, bwd, {"factor_ptr": None, **bwd.blocks}
         )
         for heads in HEADS:
             constants = configs.fire_fwd_constants(configs.FIRE_FWD, heads)
-            yield _configuration(f"fire_fwd H={heads} {kind}", _fire_fwd_kernel, kind, configs.FIRE_FWD, constants)
+            yield _build_config(
+                f"fire_fwd H={heads} {dtype_name}", _fire_fwd_kernel, dtype_name, configs.FIRE_FWD, constants
+            )
             for width in WIDTHS:
                 constants = configs.fire_bwd_constants(configs.FIRE_BWD, heads, width)
-                name = f"fire_bwd H={heads} W={width} {kind}"
-                yield _configuration(name, _fire_bwd_kernel, kind, configs.FIRE_BWD, constants)
-    yield _configuration("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
+                name = f"fire_bwd H={heads} W={width} {dtype_name}"
+                yield _build_config(name, _fire_bwd_kernel, dtype_name, configs.FIRE_BWD, constants)
+    yield _build_config("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 
-def _configuration(name: str, kernel: Any, kind: str, tile: Tile, constants: dict[str, Any]) -> KernelConfig:
-    float32 = [argument for argument in kernel.arg_names if argument not in TYPED]
+def _build_config(name: str, kernel: Any, dtype_name: str, tile: Tile, constants: dict[str, Any]) -> KernelConfig:
+    float32 = [argument for argument in kernel.arg_names if argument not in DTYPE_POINTERS]
     return KernelConfig(
         name=name,
         kernel=kernel,
-        signature=build_signature(kernel, constants, kind, float32),
+        signature=build_signature(kernel, constants, dtype_name, float32),
         constexprs=constants,
         options=tile.options,
     )

@@ -43,5 +43,5 @@ def fire_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
 def split_rows(programs: int, rows: int) -> tuple[int, int]:
     """(S, rows per part): how rows are split among programs of which there are `programs` per part."""
     count = min(max(-(-MAX_PARTS // programs), 1), -(-rows // 64))
-    each = -(-rows // count)
-    return -(-rows // each), each
+    rows_per_part = -(-rows // count)
+    return -(-rows // rows_per_part), rows_per_part

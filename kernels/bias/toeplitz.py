@@ -120,11 +120,11 @@ def sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -
     heads, rows, columns = grad.shape
     tile = configs.launch_options(get_arch(grad), configs.TOEPLITZ_BWD)
     blocks = triton.cdiv(size, tile.block_n)
-    count, each = configs.split_rows(blocks * heads, rows)
+    count, rows_per_part = configs.split_rows(blocks * heads, rows)
     partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
     with launch_context(grad):
         _toeplitz_bwd_kernel[(blocks, heads, count)](
-            *(grad, factor, partial, heads, rows, columns, size, offset, each), **tile.blocks, **tile.options
+            *(grad, factor, partial, heads, rows, columns, size, offset, rows_per_part), **tile.blocks, **tile.options
         )
     return partial.sum(0)
 

@@ -15,10 +15,10 @@ from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, bu
 from kernels.instructions import PassKernel
 
 HEAD_DIMS = (32, 64, 80, 128)
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+weight": ()}
 """What is there of the tables, by which of them is absent."""
-FLOAT32 = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr")
+FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr")
 TUPLES = {
     **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
     **dict.fromkeys(("tables", "dtables"), Tables),
@@ -29,32 +29,34 @@ TUPLES = {
 def list_configurations() -> Iterator[KernelConfig]:
     """bias in all types and with a window; plain and bias + weight, which share the tiles, in bf16."""
     for dim in HEAD_DIMS:
-        for kind in TYPES:
-            yield from _list_kernels("bias", dim, kind, windowed=False)
+        for dtype_name in DTYPES_BY_NAME:
+            yield from _list_kernels("bias", dim, dtype_name, windowed=False)
         yield from _list_kernels("bias", dim, "bf16", windowed=True)
         yield from _list_kernels("plain", dim, "bf16", windowed=False)
         yield from _list_kernels("bias+weight", dim, "bf16", windowed=False)
 
 
-def _list_kernels(tables: str, dim: int, kind: str, *, windowed: bool) -> Iterator[KernelConfig]:
+def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> Iterator[KernelConfig]:
     for arch in (80, 90):
-        config = configs.choose_config(arch, TYPES[kind], dim)
-        for which, kernel, tile in (
-            ("fwd", _fwd_kernel, config.fwd),
-            ("bwd_dq", _bwd_dq_kernel, config.bwd_dq),
-            ("bwd_dkdv", _bwd_dkdv_kernel, config.bwd_dkdv),
+        tiles = configs.choose_tiles(arch, DTYPES_BY_NAME[dtype_name], dim)
+        for kernel_name, kernel, tile in (
+            ("fwd", _fwd_kernel, tiles.fwd),
+            ("bwd_dq", _bwd_dq_kernel, tiles.bwd_dq),
+            ("bwd_dkdv", _bwd_dkdv_kernel, tiles.bwd_dkdv),
         ):
             constants = configs.tile_constants(tile, dim, windowed=windowed)
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             yield KernelConfig(
-                name=f"{which} {tables}{' window' if windowed else ''} d={dim} {kind}",
+                name=f"{kernel_name} {tables}{' window' if windowed else ''} d={dim} {dtype_name}",
                 kernel=kernel,
-                signature=build_signature(kernel, constants, kind, FLOAT32, tuples=TUPLES, absent=TABLES[tables]),
+                signature=build_signature(
+                    kernel, constants, dtype_name, FLOAT32_POINTERS, tuples=TUPLES, absent=TABLES[tables]
+                ),
                 constexprs=constants,
                 options=tile.options,
                 arches=(arch,),
-                spill_budget=SPILL_BUDGET_FLOAT32 if kind == "fp32" else SPILL_BUDGET,
+                spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
             )
 
 

@@ -44,7 +44,7 @@ def _add_to(ptr, n, values, N, wanted):
 
 
 @triton.jit
-def _dq_against(
+def _bwd_dq_inner(
     state,
     first,
     last,
@@ -188,12 +188,12 @@ def _bwd_dq_kernel(
             block = (q_a, q_b, do_a, do_b, lse, delta)
             # fmt: off
             if HAS_WINDOW:
-                state = _dq_against(state, first, full, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                    BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _dq_against(state, full, partial, block, k, v, tables, dtables, top, sizes, False, HAS_WINDOW,
-                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _dq_against(state, partial, last, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
+                                      BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+            state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, top, sizes, False, HAS_WINDOW,
+                                  BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+            state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
+                                  BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
@@ -214,7 +214,7 @@ def _bwd_dq_kernel(
 
 
 @triton.jit
-def _dkdv_against(
+def _bwd_dkdv_inner(
     state,
     first,
     last,
@@ -330,13 +330,13 @@ def _bwd_dkdv_kernel(
     state = (dk_a, dk_b, dv_a, dv_b)
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
-    state = _dkdv_against(state, first, full, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
-                          BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _dkdv_against(state, full, partial, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, False, HAS_WINDOW,
-                          BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _bwd_dkdv_inner(state, first, full, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
+                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _bwd_dkdv_inner(state, full, partial, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, False,
+                            HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     if HAS_WINDOW:
-        state = _dkdv_against(state, partial, last, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True,
-                              HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+        state = _bwd_dkdv_inner(state, partial, last, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True,
+                                HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state
     factor = scale

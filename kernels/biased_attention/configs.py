@@ -13,7 +13,7 @@ from kernels.runtime import INPUT_PRECISION, Tile
 
 
 @dataclass(frozen=True)
-class Config:
+class OpTiles:
     """The tiles of the op's three kernels."""
 
     fwd: Tile
@@ -22,12 +22,12 @@ class Config:
 
 
 HALF = {
-    (80, 64): Config(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
-    (80, 96): Config(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
-    (80, 128): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (90, 64): Config(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
-    (90, 96): Config(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
-    (90, 128): Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+    (80, 64): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
+    (80, 96): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
+    (80, 128): OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (90, 64): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (90, 96): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+    (90, 128): OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
 }
 """float16 and bfloat16, keyed by (architecture, largest head dimension).
 
@@ -38,19 +38,19 @@ does not become less with its share.
 """
 
 SINGLE = {
-    64: Config(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    128: Config(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    64: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    128: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
 }
 """float32, whose products are exact to float32 (no TF32), keyed by the largest head dimension."""
 
-INTERPRETED = Config(Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
+INTERPRETED = OpTiles(Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
 """Small tiles, so that short sequences in tests have several; rows and columns differ as on GPUs."""
 
 PARTIAL_SUMS = 1024
 """Programs that keep partial table gradients [N]; enough to fill a GPU several times, and memory stays linear in N."""
 
 
-def choose_config(arch: int | None, dtype: torch.dtype, head_dim: int) -> Config:
+def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles:
     """The tiles for compute capability `arch` (major · 10 + minor), or for the interpreter (None)."""
     if arch is None:
         return INTERPRETED

@@ -109,7 +109,7 @@ def column_ranges(top, C, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
-def _attend_to(
+def _fwd_inner(
     state,
     first,
     last,
@@ -206,11 +206,11 @@ def _fwd_kernel(
     block = (q_a, q_b)
     # fmt: off
     if HAS_WINDOW:
-        state = _attend_to(state, first, full, block, k, v, tables, top, sizes, True, HAS_WINDOW,
+        state = _fwd_inner(state, first, full, block, k, v, tables, top, sizes, True, HAS_WINDOW,
                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _attend_to(state, full, partial, block, k, v, tables, top, sizes, False, HAS_WINDOW,
+    state = _fwd_inner(state, full, partial, block, k, v, tables, top, sizes, False, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _attend_to(state, partial, last, block, k, v, tables, top, sizes, True, HAS_WINDOW,
+    state = _fwd_inner(state, partial, last, block, k, v, tables, top, sizes, True, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     maximum, total, o_a, o_b = state

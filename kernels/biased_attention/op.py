@@ -170,7 +170,7 @@ def _forward(
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight = _contiguous(bias), _contiguous(weight)
     batch, heads, rows, dim = q.shape
-    tile = configs.fit_tile_to_rows(configs.choose_config(arch, q.dtype, dim).fwd, rows)
+    tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with launch_context(q):
@@ -214,10 +214,10 @@ def _backward(
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
-    config = configs.choose_config(arch, q.dtype, dim)
+    tiles = configs.choose_tiles(arch, q.dtype, dim)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    groups = configs.count_row_groups(rows, config.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
+    groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
     partial = [
         torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
         for wanted in (bias_wanted, weight_wanted)
@@ -228,13 +228,13 @@ def _backward(
     with launch_context(q):
         _bwd_dq_kernel[(groups, batch * heads)](
             *(q_rows, k_rows, v_rows, grad_rows, tables, Tables(*partial), out, lse, grad_lse, dq, delta, sizes),
-            **configs.tile_constants(config.bwd_dq, dim, windowed=windowed),
-            **config.bwd_dq.options,
+            **configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
+            **tiles.bwd_dq.options,
         )
-        _bwd_dkdv_kernel[(triton.cdiv(columns, config.bwd_dkdv.block_n), batch * heads)](
+        _bwd_dkdv_kernel[(triton.cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads)](
             *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
-            **configs.tile_constants(config.bwd_dkdv, dim, windowed=windowed),
-            **config.bwd_dkdv.options,
+            **configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
+            **tiles.bwd_dkdv.options,
         )
     absent = torch.empty(0, dtype=torch.float32, device=q.device)
     dbias, dweight = (absent.clone() if p is None else p.sum((0, 2)) for p in partial)

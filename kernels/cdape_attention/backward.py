@@ -1,4 +1,4 @@
-"""Backward mixer kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
+"""Backward processor kernels: gradient of the logits of a chunk → gradients of scores, tables and weights.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size,
 p = k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles as in `forward.py`, maps as
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.cdape_attention.forward import (
-    LARGEST,
-    SLOPE,
+    FLOAT16_MAX,
+    NEGATIVE_SLOPE,
     compute_hidden_tile,
     is_visible_pixel,
     leaky_relu,
@@ -21,12 +21,12 @@ from kernels.cdape_attention.forward import (
     shift_pixels,
 )
 
-RUNTIME = [
+DO_NOT_SPECIALIZE = [
     "R",
     "C",
     "first_row",
     "first_column",
-    "share_count",
+    "edge_start",
     "edge_row",
     "window",
     "split_blocks",
@@ -36,9 +36,9 @@ RUNTIME = [
 @triton.jit
 def activation_backward(gradient, hidden, alive, SATURATE: tl.constexpr):
     """The gradient before LeakyReLU and saturation."""
-    gradient = gradient * tl.where(hidden > 0, 1.0, SLOPE)
+    gradient = gradient * tl.where(hidden > 0, 1.0, NEGATIVE_SLOPE)
     if SATURATE:
-        gradient = tl.where((hidden < LARGEST) & (hidden > -LARGEST), gradient, 0.0)
+        gradient = tl.where((hidden < FLOAT16_MAX) & (hidden > -FLOAT16_MAX), gradient, 0.0)
     return tl.where(alive[:, None], gradient, 0.0)
 
 
@@ -64,9 +64,9 @@ def dhidden_tile(
     for tap in tl.static_range(K):
         reach = K // 2 - tap
         seen = is_visible_pixel(row, n - reach, j + reach, R, window)
-        taken = load_map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        dlogits = load_map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
-        dhidden = tl.dot(taken, weight, dhidden, input_precision=INPUT_PRECISION)
+        dhidden = tl.dot(dlogits, weight, dhidden, input_precision=INPUT_PRECISION)
     return activation_backward(dhidden, hidden, alive, SATURATE)
 
 
@@ -78,22 +78,22 @@ def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
     tl.store(ptr + (entry * COUNT)[:, None] + channel[None, :], tile, mask=mask)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def _mix_bwd_kernel(
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _processor_bwd_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, of the logits, zero in channels beyond H
-    shares_ptr,  # [p + N + rows·p, D] float32
+    bias_contributions_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
     dscores_ptr,  # [B, H, R, C] compute type, written where a row sees a column; must be zero elsewhere
-    dshares_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
+    dbias_contributions_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
     dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
     dedge_ptr,  # [B, R, p, D] float32, holds zeros before
     R,
     C,
     first_row,
     first_column,
-    share_count,
+    edge_start,
     edge_row,
     window,
     split_blocks,  # blocks of rows per split
@@ -130,26 +130,26 @@ def _mix_bwd_kernel(
     n = block * KEPT + KEPT - 1 + PADDING - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     own = middle | (n < 0)
-    share_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    bias_contribution_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     bias_sum = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
     # Rows before stand left of column 0.
     first = tl.maximum(split * split_blocks, (block * KEPT - first_row) // BLOCK_M)
     last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
-    extent = (R, C, first_column, share_count, edge_row, window)
+    extent = (R, C, first_column, edge_start, edge_row, window)
     for row_block in range(first, last):
         row = row_block * BLOCK_M + pixel // BLOCK_N
         j = first_row + row - n
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         # fmt: off
-        hidden = compute_hidden_tile(scores_ptr, shares_ptr, w1_ptr, pixels, extent,
-                             CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+        hidden = compute_hidden_tile(scores_ptr, bias_contributions_ptr, w1_ptr, pixels, extent,
+                                     CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
         dhidden = dhidden_tile(dlogits_ptr, w2_ptr, pixels, hidden, extent,
                                CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
         # fmt: on
 
         inner = tl.where((own & (j >= PADDING))[:, None], dhidden, 0.0)
-        share_sum += tl.sum(tl.reshape(inner, (BLOCK_M, BLOCK_N, BLOCK_D)), 0)
+        bias_contribution_sum += tl.sum(tl.reshape(inner, (BLOCK_M, BLOCK_N, BLOCK_D)), 0)
         if PADDING > 0:
             at_edge = own & alive & (j < PADDING)
             entry = (batch.to(tl.int64) * R + row) * PADDING + j
@@ -166,25 +166,25 @@ def _mix_bwd_kernel(
             if tap != PADDING:
                 part = shift_pixels(part, PADDING - tap, PIXELS, BLOCK_H)
             result += part
-        place = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
+        offsets = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
         result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
-        tl.store(dscores_ptr + place, result, mask=kept[:, None] & (head < H)[None, :])
+        tl.store(dscores_ptr + offsets, result, mask=kept[:, None] & (head < H)[None, :])
 
     m = tl.arange(0, BLOCK_N)
     n = block * KEPT + KEPT - 1 + PADDING - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     distances = tl.num_programs(0) * KEPT
     entry = program * (distances + PADDING) + n + PADDING
-    store_channels(dshares_ptr, share_sum, entry, middle | (n < 0), D)
+    store_channels(dbias_contributions_ptr, bias_contribution_sum, entry, middle | (n < 0), D)
     if HAS_BIAS:
         store_channels(dbias_ptr, bias_sum, program * distances + n, middle, H)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
-def _mix_bwd_dw_kernel(
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _processor_bwd_dw_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, of the logits, zero in channels beyond H
-    shares_ptr,  # [p + N + rows·p, D] float32
+    bias_contributions_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [BLOCK_KC, BLOCK_D] compute type, row t·CHANNELS + h
     w2_ptr,  # [BLOCK_KC, BLOCK_D] compute type, the same with its taps mirrored
     dw_ptr,  # partial sums [programs, 2, BLOCK_KC, BLOCK_D] float32, of w1 and w2
@@ -192,7 +192,7 @@ def _mix_bwd_dw_kernel(
     C,
     first_row,
     first_column,
-    share_count,
+    edge_start,
     edge_row,
     window,
     split_blocks,
@@ -233,12 +233,14 @@ def _mix_bwd_dw_kernel(
         alive = (row < R) & (j >= 0)
         seen = is_visible_pixel(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
         seen = seen & (channel < K * CHANNELS)[None, :]
-        place = maps + ((row * C + j - first_column - PADDING) * CHANNELS)[:, None] + channel[None, :]
-        patch = tl.load(scores_ptr + place, mask=seen, other=0.0)
-        hidden = load_contribution_tile(shares_ptr, row, n, j, alive, share_count, edge_row, PADDING, D, BLOCK_D)
+        offsets = maps + ((row * C + j - first_column - PADDING) * CHANNELS)[:, None] + channel[None, :]
+        patch = tl.load(scores_ptr + offsets, mask=seen, other=0.0)
+        hidden = load_contribution_tile(
+            bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
+        )
         hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
 
-        output = tl.load(dlogits_ptr + place, mask=seen, other=0.0)
+        output = tl.load(dlogits_ptr + offsets, mask=seen, other=0.0)
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
         dhidden = activation_backward(dhidden, hidden, alive, SATURATE)
 

@@ -4,7 +4,7 @@ H heads, R query rows, N distances, D processor width, k kernel size, p = k//2.
 A tap t of Conv1 reads column j + t − p, which stands at distance n − t + p. Away from the left edge its bias half is
 therefore a function U of n alone, from n = −p (a hidden value right of the diagonal still sees the bias of columns
 left of it). Columns j < p lose the taps that fall off the left edge, so they have their own values E for every row.
-Autograd through both gives the gradients of Conv1's bias half, of its constant and of the table's share of Conv1.
+Autograd through both gives the gradients of Conv1's bias half, of its constant and of the table's part in Conv1.
 """
 
 import torch
@@ -31,39 +31,39 @@ def repeat_bias(b1: Tensor, count: int) -> Tensor:
     return b1.double().expand(count, -1).to(b1.dtype)
 
 
-def unfold_neighbourhoods(table: Tensor, size: int) -> Tensor:
+def unfold_neighbourhoods(table: Tensor, kernel_size: int) -> Tensor:
     """What the taps of Conv1 see of a table [H, N] at distances −p − 1 … N − 1: [p + N + 1, H, k], zero off the table.
 
     The last tap comes first: it stands furthest right, at the least distance.
     """
-    return F.pad(table, (size, size // 2)).unfold(1, size, 1).transpose(0, 1).contiguous()
+    return F.pad(table, (kernel_size, kernel_size // 2)).unfold(1, kernel_size, 1).transpose(0, 1).contiguous()
 
 
-def multiply_neighbourhoods(seen: Tensor, weight: Tensor) -> Tensor:
+def multiply_neighbourhoods(neighbourhoods: Tensor, weight: Tensor) -> Tensor:
     """Σ over heads and taps: [·, H, k] with a weight [D, H, k] gives [·, D].
 
     A product of matrices is deterministic on every device, unlike a convolution's backward pass.
     """
-    return seen.flatten(1) @ weight.flatten(1).T
+    return neighbourhoods.flatten(1) @ weight.flatten(1).T
 
 
-def left_edge_contribution(seen: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
+def compute_left_edge_contributions(neighbourhoods: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
     """For each column j < p, the bias half of Conv1 at rows offset …, without the taps left of column 0: [R, D].
 
     Args:
-        seen: from `neighbourhoods`, with N = offset + R.
+        neighbourhoods: from `unfold_neighbourhoods`, with N = offset + R.
         weight: bias half of Conv1 [D, H, k], its last tap first.
     """
     padding = weight.shape[-1] // 2
     columns = []
     for column in range(padding):
         first = offset + padding + 1 - column
-        there = F.pad(weight[:, :, : padding + column + 1], (0, padding - column))
-        columns.append(multiply_neighbourhoods(seen[first : first + rows], there))
+        visible_taps = F.pad(weight[:, :, : padding + column + 1], (0, padding - column))
+        columns.append(multiply_neighbourhoods(neighbourhoods[first : first + rows], visible_taps))
     return columns
 
 
-def bias_contributions(
+def compute_bias_contributions(
     bias: Tensor | None, w1: Tensor, b1: Tensor, rows: int, offset: int, window: int | None, dtype: torch.dtype
 ) -> Tensor:
     """U and E in one array [p + N + R·p, D] for the kernels, N = offset + R; float32 (float64 for float64 inputs).
@@ -81,8 +81,10 @@ def bias_contributions(
         return constant
     table = visible_table(bias, count, window, dtype)
     weight = at_least_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
-    seen = unfold_neighbourhoods(table, weight.shape[-1])
-    found = [multiply_neighbourhoods(seen[1:], weight)]
+    neighbourhoods = unfold_neighbourhoods(table, weight.shape[-1])
+    contributions = [multiply_neighbourhoods(neighbourhoods[1:], weight)]
     if padding:
-        found.append(torch.stack(left_edge_contribution(seen, weight, rows, offset), dim=1).flatten(0, 1))
-    return torch.cat(found) + constant
+        contributions.append(
+            torch.stack(compute_left_edge_contributions(neighbourhoods, weight, rows, offset), dim=1).flatten(0, 1)
+        )
+    return torch.cat(contributions) + constant

@@ -17,23 +17,23 @@ from kernels.head_dim import head_dim_constants, pad_for_dot
 from kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
 
 STAGES = 1
-"""Of the mixer's kernels: their loops recompute rather than stream, so loading ahead gains nothing and costs memory."""
+"""Of the processor's kernels: their loops recompute rather than stream, so loading ahead would only cost memory."""
 
 
-def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype: torch.dtype) -> Tile:
-    """The tile of a mixer kernel; its columns are distances.
+def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile of a processor kernel; its columns are distances.
 
     Args:
         kernel: mix_fwd, mix_bwd or mix_bwd_dw.
         rows: query rows of a chunk; few rows (decoding) are covered by flat, wide tiles.
     """
     wide = pad_for_dot(heads) * pad_for_dot(width) > 512
-    distances = max(64, pad_for_dot(2 * size))
+    distances = max(64, pad_for_dot(2 * kernel_size))
     if kernel == "mix_fwd":
-        chosen = Tile(2 if wide and size > 3 else 4, distances, 4, STAGES)
+        chosen = Tile(2 if wide and kernel_size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
         chosen = Tile(1, distances, 4, STAGES)
-    elif pad_for_dot(padded_channels(heads) * size) * pad_for_dot(width) > 2048:
+    elif pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width) > 2048:
         chosen = Tile(1, distances // 2, 8, STAGES)
     else:
         chosen = Tile(2, distances // 2, 4, STAGES)
@@ -49,8 +49,8 @@ def mixer_tile(kernel: str, heads: int, width: int, size: int, rows: int, dtype:
 def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     """The tile of an attend kernel, the same for all head dimensions.
 
-    The kernels wait for memory, so blocks are small: several programs share a processor. With 4 warps they spill where
-    the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
+    The kernels wait for memory, so blocks are small: several programs share a multiprocessor. With 4 warps they spill
+    where the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
 
     Args:
         kernel: attend_fwd or attend_sums.
@@ -75,22 +75,22 @@ def heads_tile(rows: int, dim: int, dtype: torch.dtype) -> Tile:
     return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4 if dim <= 64 else 8, STAGES)
 
 
-def mixer_constants(
-    kernel: str, heads: int, width: int, size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
+def processor_constants(
+    kernel: str, heads: int, width: int, kernel_size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
 ) -> dict[str, Any]:
-    """The constants of a mixer kernel."""
+    """The constants of a processor kernel."""
     constants = {
         "H": heads,
         "CHANNELS": padded_channels(heads),
         "D": width,
-        "K": size,
+        "K": kernel_size,
         "BLOCK_D": pad_for_dot(width),
         **tile.blocks,
         "SATURATE": dtype == torch.float16,
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":
-        return constants | {"BLOCK_KC": pad_for_dot(size * padded_channels(heads))}
+        return constants | {"BLOCK_KC": pad_for_dot(kernel_size * padded_channels(heads))}
     return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
 
 
@@ -128,8 +128,8 @@ def choose_chunk_rows(
 ) -> int:
     """Query rows per chunk.
 
-    So many that the softmax, which has a program for a head's block of rows, keeps the processors busy, and fewer where
-    the maps would be large, so that memory stays linear in C.
+    So many that the softmax, which has a program for a head's block of rows, keeps the multiprocessors busy, and fewer
+    where the maps would be large, so that memory stays linear in C.
     """
     chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
     while chunk < MAX_ROWS and batch * heads * (chunk // block) < device.multi_processor_count:

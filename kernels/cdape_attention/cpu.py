@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels.cdape_attention.args import CdapeArgs, check_shapes
-from kernels.cdape_attention.bias_term import bias_contributions
+from kernels.cdape_attention.bias_term import compute_bias_contributions
 from kernels.jit_build import CompileError, build_library
 
 NATIVE = Path(__file__).parent / "native"
 MAX_KERNEL_SIZE = 15
 """Of a kernel: with more, tiles of native/problem.h would keep little of what they compute, and from 25 on nothing."""
-UNBOUNDED = 1 << 40
-"""The window where there is none."""
+NO_WINDOW_INT64 = 1 << 40
+"""The window where there is none. The C code takes it as a long."""
 MAX_THREADS = 64
 """Of a call; native/threads.h has room for 256."""
 MAX_SPLITS = 16
@@ -38,8 +38,8 @@ class _Problem(ctypes.Structure):
 
     _SIZES = "batch heads rows columns dim width kernel_size offset window"
     _DERIVED_SIZES = "num_threads padded_dim padded_width block_rows margin"
-    _POINTERS = "next_block q k v kt vt contributions edge bias w1 w2 w1t w2t out row_max row_sum"
-    _BACKWARD_POINTERS = "dout delta dq dk dv dcontributions dedge dbias dw1 dw2"
+    _POINTERS = "next_block q k v kt vt bias_contributions edge bias w1 w2 w1t w2t out row_max row_sum"
+    _BACKWARD_POINTERS = "dout delta dq dk dv dbias_contributions dedge dbias dw1 dw2"
     _fields_ = (
         *((name, ctypes.c_long) for name in (_SIZES + " " + _DERIVED_SIZES).split()),
         *((name, ctypes.c_void_p) for name in _POINTERS.split()),
@@ -97,11 +97,13 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     if w1.shape[-1] > MAX_KERNEL_SIZE:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
-    table = bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
-    residual = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
+    bias_contributions = compute_bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
+    bias_table = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
-    return _Attention.apply(b2, offset, window, q * scale, k, v, table, residual, w1[:, :heads, 0], w2[:, :, 0])
+    return _Attention.apply(
+        b2, offset, window, q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0]
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -131,8 +133,8 @@ class _Call:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        contributions: Tensor,
-        residual: Tensor,
+        bias_contributions: Tensor,
+        bias_table: Tensor,
         w1: Tensor,
         w2: Tensor,
         *,
@@ -151,21 +153,21 @@ class _Call:
         self.block_rows = MAX_BLOCK_ROWS
         while self.block_rows > MIN_BLOCK_ROWS and self.batch * -(-self.rows // self.block_rows) < 4 * self.num_threads:
             self.block_rows //= 2
-        self.has_bias = residual.shape[1] > 0
-        distances = contributions[: self.padding + self.count]
-        edge = contributions[self.padding + self.count :].view(self.rows, self.padding, self.width)
+        self.has_bias = bias_table.shape[1] > 0
+        distances = bias_contributions[: self.padding + self.count]
+        edge = bias_contributions[self.padding + self.count :].view(self.rows, self.padding, self.width)
         self.inputs = {
             "q": self._pad_dim(q),
             "k": self._pad_dim(k),
             "v": self._pad_dim(v),
             "kt": self._add_margins(k.transpose(-1, -2), self.margin),
-            "contributions": self._add_margins(distances.flip(0).t(), self.margin + self.block_rows),
+            "bias_contributions": self._add_margins(distances.flip(0).t(), self.margin + self.block_rows),
             "edge": edge.transpose(1, 2).contiguous(),
             "w1": w1.permute(1, 2, 0).contiguous(),
             "w2": w2.permute(1, 2, 0).contiguous(),
         }
         if self.has_bias:
-            self.inputs["bias"] = self._add_margins(residual.flip(1), self.margin + self.block_rows)
+            self.inputs["bias"] = self._add_margins(bias_table.flip(1), self.margin + self.block_rows)
         self.sizes = {
             "batch": self.batch,
             "heads": self.heads,
@@ -175,7 +177,7 @@ class _Call:
             "width": self.width,
             "kernel_size": self.kernel_size,
             "offset": offset,
-            "window": UNBOUNDED if window is None else min(window, UNBOUNDED),
+            "window": NO_WINDOW_INT64 if window is None else min(window, NO_WINDOW_INT64),
             "num_threads": self.num_threads,
             "padded_dim": self.padded_dim,
             "padded_width": self.padded_width,
@@ -196,7 +198,7 @@ class _Call:
         return self._unpad_dim(outputs["out"]), outputs["row_max"], outputs["row_sum"]
 
     def backward(self, dout: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, contributions, residual, w1 and w2."""
+        """Gradients of q, k, v, bias_contributions, bias_table, w1 and w2."""
         inputs, num_threads, width, kernel_size = self.inputs, self.num_threads, self.width, self.kernel_size
         dout = dout.contiguous()  # so that sums are of the same order however it lies in memory
         splits = self._choose_splits()
@@ -213,7 +215,7 @@ class _Call:
             "dq": torch.empty_like(inputs["q"]),
             "dk": zeros(shape),
             "dv": zeros(shape),
-            "dcontributions": zeros(num_threads, *inputs["contributions"].shape),
+            "dbias_contributions": zeros(num_threads, *inputs["bias_contributions"].shape),
             "dedge": zeros(num_threads, *inputs["edge"].shape),
             "dw1": zeros(num_threads, self.heads, kernel_size, self.padded_width),
             "dw2": zeros(num_threads, self.heads, kernel_size, self.padded_width),
@@ -222,7 +224,7 @@ class _Call:
             outputs["dbias"] = zeros(num_threads, *inputs["bias"].shape)
         self._run(self.library.cdape_backward, outputs, splits=splits)
         margin = self.margin + self.block_rows
-        by_distance = outputs["dcontributions"].sum(0)[:, margin:-margin].t().flip(0)
+        by_distance = outputs["dbias_contributions"].sum(0)[:, margin:-margin].t().flip(0)
         edge = outputs["dedge"].sum(0).transpose(1, 2).flatten(0, 1)
         dbias = outputs["dbias"].sum(0)[:, margin:-margin].flip(1) if self.has_bias else zeros(self.heads, 0)
         return (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cdape_attention import driver
 from kernels.cdape_attention.args import CdapeArgs, check_shapes
-from kernels.cdape_attention.bias_term import bias_contributions as make_shares
+from kernels.cdape_attention.bias_term import compute_bias_contributions
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
 from kernels.cdape_attention.reference import at_least_float32
 from kernels.head_dim import MAX_HEAD_DIM
@@ -42,19 +42,19 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
     q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
-    table = make_shares(bias, w1, b1, rows, offset, window, q.dtype)
-    residual = bias if bias is not None and residual_bias else q.new_empty(heads, 0, dtype=torch.float32)
+    bias_contributions = compute_bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
+    bias_table = bias if bias is not None and residual_bias else q.new_empty(heads, 0, dtype=torch.float32)
     return _attention(
         q,
         k,
         v,
-        table,
-        residual,
+        bias_contributions,
+        bias_table,
         w1[:, :heads, 0],
         w2[:, :, 0],
         b2,
         offset,
-        driver.UNBOUNDED if window is None else min(window, driver.UNBOUNDED),
+        driver.NO_WINDOW_INT32 if window is None else min(window, driver.NO_WINDOW_INT32),
         dim**-0.5 if scale is None else scale,
         choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
         if chunk is None
@@ -75,19 +75,26 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {MAX_PROCESSOR_WIDTH}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-    most = max_chunk_rows(q.shape[1], offset + rows)
-    if most < MIN_ROWS:
+    max_rows = max_chunk_rows(q.shape[1], offset + rows)
+    if max_rows < MIN_ROWS:
         raise ValueError(f"{offset + rows} columns; with {q.shape[1]} heads there must be fewer")
-    if chunk is not None and min(chunk, rows) > most:
-        raise ValueError(f"chunk is {chunk}; it must be at most {most} with {offset + rows} columns")
+    if chunk is not None and min(chunk, rows) > max_rows:
+        raise ValueError(f"chunk is {chunk}; it must be at most {max_rows} with {offset + rows} columns")
 
 
-def _build_args(
-    shares: Tensor, residual: Tensor, w1: Tensor, w2: Tensor, b2: Tensor, q: Tensor, offset: int, window: int
-) -> driver.MixerProblem:
-    return driver.MixerProblem(
-        shares=at_least_float32(shares).contiguous(),
-        bias=residual.contiguous(),
+def _build_problem(
+    bias_contributions: Tensor,
+    bias_table: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    q: Tensor,
+    offset: int,
+    window: int,
+) -> driver.CdapeProblem:
+    return driver.CdapeProblem(
+        bias_contributions=at_least_float32(bias_contributions).contiguous(),
+        bias_table=bias_table.contiguous(),
         w1=w1,
         w2=w2,
         b2=b2,
@@ -103,8 +110,8 @@ def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shares: Tensor,
-    residual: Tensor,
+    bias_contributions: Tensor,
+    bias_table: Tensor,
     w1: Tensor,
     w2: Tensor,
     b2: Tensor,
@@ -115,11 +122,11 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Output, and the softmax's maximum and sum [2, B, H, R].
 
-    `shares` is from `bias_term.bias_contributions`, `residual` float32 [H, N or 0], `w1` [D, H, k] the scores' half,
-    `w2` [H, D, k].
+    `bias_contributions` is from `bias_term.compute_bias_contributions`, `bias_table` float32 [H, N or 0], `w1`
+    [D, H, k] the scores' half, `w2` [H, D, k].
     """
     get_arch(q)  # raises where no kernel can run
-    problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
+    problem = _build_problem(bias_contributions, bias_table, w1, w2, b2, q, offset, window)
     with launch_context(q):
         return driver.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
 
@@ -136,8 +143,8 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     stats: Tensor,
-    shares: Tensor,
-    residual: Tensor,
+    bias_contributions: Tensor,
+    bias_table: Tensor,
     w1: Tensor,
     w2: Tensor,
     b2: Tensor,
@@ -146,14 +153,14 @@ def _attention_backward(
     scale: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, shares, residual, w1 and w2."""
+    """Gradients of q, k, v, bias_contributions, bias_table, w1 and w2."""
     get_arch(q)  # raises where no kernel can run
-    problem = _build_args(shares, residual, w1, w2, b2, q, offset, window)
+    problem = _build_problem(bias_contributions, bias_table, w1, w2, b2, q, offset, window)
     with launch_context(q):
-        dq, dk, dv, dshares, dresidual, dw1, dw2 = driver.backward(
+        dq, dk, dv, dbias_contributions, dbias_table, dw1, dw2 = driver.backward(
             dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), stats, problem, scale, chunk
         )
-    return dq, dk, dv, dshares, dresidual, dw1.to(w1.dtype), dw2.to(w2.dtype).contiguous()
+    return dq, dk, dv, dbias_contributions, dbias_table, dw1.to(w1.dtype), dw2.to(w2.dtype).contiguous()
 
 
 @_attention_backward.register_fake
@@ -163,8 +170,8 @@ def _(
     k: Tensor,
     v: Tensor,
     stats: Tensor,
-    shares: Tensor,
-    residual: Tensor,
+    bias_contributions: Tensor,
+    bias_table: Tensor,
     w1: Tensor,
     w2: Tensor,
     *rest: Any,
@@ -173,8 +180,8 @@ def _(
         q.new_empty(q.shape),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
-        shares.new_empty(shares.shape, dtype=torch.float32),
-        residual.new_empty(residual.shape),
+        bias_contributions.new_empty(bias_contributions.shape, dtype=torch.float32),
+        bias_table.new_empty(bias_table.shape),
         w1.new_empty(w1.shape),
         w2.new_empty(w2.shape),
     )
@@ -188,9 +195,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, shares, residual, w1, w2, b2, stats = ctx.saved_tensors
-    found = _attention_backward(dout, q, k, v, stats, shares, residual, w1, w2, b2, *ctx.options)
-    return (*found, torch.zeros_like(b2), None, None, None, None)
+    q, k, v, bias_contributions, bias_table, w1, w2, b2, stats = ctx.saved_tensors
+    gradients = _attention_backward(dout, q, k, v, stats, bias_contributions, bias_table, w1, w2, b2, *ctx.options)
+    return (*gradients, torch.zeros_like(b2), None, None, None, None)
 
 
 _attention.register_autograd(_differentiate, setup_context=_save)

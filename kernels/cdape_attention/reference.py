@@ -38,18 +38,18 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     distance = offset + torch.arange(rows, device=q.device)[:, None] - torch.arange(columns, device=q.device)
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     scores = (q * scale) @ k.transpose(-1, -2)
-    seen = scores.masked_fill(~visible, 0)
-    spread = None
+    channels = scores.masked_fill(~visible, 0)
+    bias_map = None
     if bias is not None:
-        spread = bias[:, distance.clamp(min=0)]
-        of_all = saturated(spread, limited).to(dtype).masked_fill(~visible, 0).expand(q.shape[0], -1, -1, -1)
-        seen = torch.cat([seen, of_all], dim=1)
+        bias_map = bias[:, distance.clamp(min=0)]
+        visible_bias = saturated(bias_map, limited).to(dtype).masked_fill(~visible, 0)
+        channels = torch.cat([channels, visible_bias.expand(q.shape[0], -1, -1, -1)], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed, not cut.
-    hidden = F.conv2d(F.pad(seen, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
+    hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
     hidden = F.leaky_relu(saturated(hidden, limited), NEGATIVE_SLOPE)
     processed = saturated(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
     logits = at_least_float32(scores) + at_least_float32(processed)
-    if spread is not None and residual_bias:
-        logits = logits + spread
+    if bias_map is not None and residual_bias:
+        logits = logits + bias_map
     probabilities = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
     return probabilities.to(dtype) @ v

@@ -1,7 +1,7 @@
 """Scores of all heads of a chunk, S = q·k, and maps in which heads lie last: [B, R, C, channels], channels = 8·⌈H/8⌉.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as in
-`kernels.head_dim`. The mixer reads all heads of a pixel at once; where they lie side by side, 16 bytes are one load
+`kernels.head_dim`. The processor reads all heads of a pixel at once; where they lie side by side, 16 bytes are one load
 instead of eight. A tile holds rows by columns of each head, as a matrix product leaves them, and is stored eight heads
 at a time: `join_tiles` moves nothing between threads.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.head_dim import load_rows
 
-RUNTIME = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
+DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
 GROUP = tl.constexpr(8)
 """Heads that are stored together."""
 
@@ -47,12 +47,12 @@ def head_products(
     """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N]."""
     a = load_rows(a_ptr, row, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     b = load_rows(b_ptr, column, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-    found = tl.dot(a, tl.trans(b), input_precision=INPUT_PRECISION)
+    products = tl.dot(a, tl.trans(b), input_precision=INPUT_PRECISION)
     if BLOCK_DB:
         a = load_rows(a_ptr, row, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
         b = load_rows(b_ptr, column, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-        found = tl.dot(a, tl.trans(b), found, input_precision=INPUT_PRECISION)
-    return found
+        products = tl.dot(a, tl.trans(b), products, input_precision=INPUT_PRECISION)
+    return products
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def store_group(
     """`group` [BLOCK_M, BLOCK_N, 8] as these channels of a map [R, C, CHANNELS], from a row and a column on."""
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     stored = (rows < R)[:, None] & (columns < C)[None, :]
-    place = (rows[:, None] * C + columns[None, :]) * CHANNELS + GROUP_INDEX * 8
-    to = map_ptr + place[:, :, None] + tl.arange(0, 8)[None, None, :]
+    offsets = (rows[:, None] * C + columns[None, :]) * CHANNELS + GROUP_INDEX * 8
+    to = map_ptr + offsets[:, :, None] + tl.arange(0, 8)[None, None, :]
     tl.store(to, group.to(map_ptr.dtype.element_ty), mask=stored[:, :, None])
 
 
@@ -106,15 +106,15 @@ def head_scores(
         q_ptr += tl.cast(R_total, tl.int64) * (HEAD * HEAD_DIM)
         k_ptr += tl.cast(C_total, tl.int64) * (HEAD * HEAD_DIM)
         # fmt: off
-        found = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                         INPUT_PRECISION)
+        scores = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
+                               INPUT_PRECISION)
         # fmt: on
     else:
-        found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    return found.to(q_ptr.dtype.element_ty)
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return scores.to(q_ptr.dtype.element_ty)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _scores_kernel(
     q_ptr,  # [B, H, R_total, d] compute type, scaled, at the chunk's first row
     k_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0

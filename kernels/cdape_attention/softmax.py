@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.cdape_attention.scores import GROUP, head_products, is_visible, join_tiles, store_group
 from kernels.head_dim import load_rows, store_rows
 
-RUNTIME = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
+DO_NOT_SPECIALIZE = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
 """C is not among them: a compiler that knows it to be a multiple of 16 reads four logits at a time."""
 
 
@@ -46,7 +46,7 @@ def load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, 
     return tl.where(seen, x, float("-inf"))
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_fwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
@@ -104,7 +104,7 @@ def _attend_fwd_kernel(
     tl.store(of_row + pairs * R_total, total, mask=row < R)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_sums_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
@@ -143,7 +143,7 @@ def _attend_sums_kernel(
     do_b = do_a
     if BLOCK_DB:
         do_b = load_rows(do_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-    found = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     for c0 in range(first, last, BLOCK_N):
         v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
         dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
@@ -151,8 +151,8 @@ def _attend_sums_kernel(
             v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         x = load_visible_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
-        found += tl.sum(tl.exp(x - top[:, None]) * dp, 1)
-    tl.store(sums_ptr + of_row, found / total, mask=row < R)
+        row_sum += tl.sum(tl.exp(x - top[:, None]) * dp, 1)
+    tl.store(sums_ptr + of_row, row_sum / total, mask=row < R)
 
 
 @triton.jit
@@ -180,19 +180,19 @@ def head_gradient(
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         of_row = tl.cast(R_total, tl.int64) * HEAD + rows
         top = tl.load(stats_ptr + of_row, mask=rows < R, other=0.0)
-        share = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
+        inverse_sum = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
         mean = tl.load(sums_ptr + of_row, mask=rows < R, other=0.0)
         # fmt: off
         dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                      INPUT_PRECISION)
+                           INPUT_PRECISION)
         # fmt: on
         x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window)
-        p = tl.exp(x - top[:, None]) * share[:, None]
+        p = tl.exp(x - top[:, None]) * inverse_sum[:, None]
         store_map_tile(p_ptr + map_start, p, rows, columns, R, C)
-        found = p * (dp - mean[:, None])
+        dlogits = p * (dp - mean[:, None])
     else:
-        found = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    return found.to(do_ptr.dtype.element_ty)
+        dlogits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return dlogits.to(do_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -202,7 +202,7 @@ def store_map_tile(ptr, tile, rows, columns, R, C):
     tl.store(ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=RUNTIME)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_bwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0

@@ -7,7 +7,7 @@ typedef struct {
     float *hidden, *dhidden, *dlogits;          /* [padded_width, LINE] twice, [H, LINE] */
     float *transposed;                          /* [LINE, padded_width], columns of `hidden` or of `dhidden` */
     float *sums;                                /* [H, k, padded_width] */
-    float *dcontributions, *dedge, *dbias;      /* of this thread, as the next two */
+    float *dbias_contributions, *dedge, *dbias; /* of this thread, as the next two */
     float *dw1, *dw2;
     float *dk, *dv;                             /* of this part of a sequence */
 } Workspace;
@@ -26,7 +26,7 @@ static void add_products(const Problem *x, long columns, const float *lines, Wor
     long features = x->kernel_size * x->padded_width; /* that lie next to each other */
     Matrix a = {lines, LINE, 1};
     LineView y = {space.transposed, x->padded_width, (int)columns, 1};
-    product((int)x->heads, num_vectors(features), a, y, NULL, 0, space.sums, features);
+    matmul((int)x->heads, num_vectors(features), a, y, NULL, 0, space.sums, features);
     for (long i = 0; i < x->heads * features; i += LANES) store(sums + i, load(sums + i) + load(space.sums + i));
 }
 
@@ -43,10 +43,10 @@ static void backward_row(
     compute_logits(x, row, first - 2 * p, stop + 2 * p, all, scores, space.hidden, space.dlogits);
     for (long h = 0; h < heads; h++) {
         long at = (b * heads + h) * x->rows + row;
-        float row_max = x->row_max[at], share = 1 / x->row_sum[at], delta = x->delta[at];
+        float row_max = x->row_max[at], inverse_sum = 1 / x->row_sum[at], delta = x->delta[at];
         float *line = space.dlogits + h * LINE, *weight = weights + h * LINE;
         for (int n = 0; n < all * LANES; n += LANES) {
-            Vector part = exp_nonpositive(load(line + n) - row_max) * share;
+            Vector part = exp_nonpositive(load(line + n) - row_max) * inverse_sum;
             store(line + n, part * (load(weight + n) - delta));
             store(weight + n, part);
         }
@@ -56,7 +56,7 @@ static void backward_row(
 
     Matrix a = {x->w2t, 1, width};
     LineView y = {space.dlogits, LINE, (int)heads, (int)x->kernel_size};
-    product((int)width, num_vectors(columns + 2 * p), a, y, NULL, 0, space.dhidden, LINE);
+    matmul((int)width, num_vectors(columns + 2 * p), a, y, NULL, 0, space.dhidden, LINE);
     for (long w = 0; w < width; w++) {
         const float *hidden = space.hidden + w * LINE + 2 * p;
         float *at = space.dhidden + w * LINE;
@@ -72,18 +72,18 @@ static void backward_row(
 
     a = (Matrix){x->w1t, 1, heads};
     y = (LineView){space.dhidden, LINE, (int)width, (int)x->kernel_size};
-    product((int)heads, own, a, y, space.dlogits + 2 * p, LINE, scores, LINE);
+    matmul((int)heads, own, a, y, space.dlogits + 2 * p, LINE, scores, LINE);
     clear_outside(scores, heads, first, position - x->window + 1, min_long(position + 1, stop), LINE);
 
-    /* Whole vectors are added to the tables, to those of the shares from `left` on: zeros after the last column. */
+    /* Whole vectors are added to the tables, to the bias contributions from `left` on: zeros after the last column. */
     clear_outside(space.dlogits + 2 * p, heads, first, first, stop, own * LANES);
     clear_outside(space.dhidden + p, width, first, first, stop, (own + 1) * LANES);
     long start = reversed_origin(x) - position + first, left = min_long(max_long(p - first, 0), columns);
     for (long w = 0; w < width; w++)
         for (long c = 0; c < left; c++)
             space.dedge[(row * width + w) * p + first + c] += space.dhidden[w * LINE + p + c];
-    float *table = space.dcontributions + start + left;
-    add_lines(table, contributions_stride(x), space.dhidden + p + left, width, columns - left);
+    float *table = space.dbias_contributions + start + left;
+    add_lines(table, bias_contributions_stride(x), space.dhidden + p + left, width, columns - left);
     if (x->dbias) add_lines(space.dbias + start, bias_stride(x), space.dlogits + 2 * p, heads, columns);
 }
 
@@ -122,19 +122,19 @@ static void backward_block(const Problem *x, long b, long row, Workspace space) 
             int wide = (int)(x->padded_dim / LANES);
             Matrix by_key = {space.scores + h * LINE, 1, stride};
             LineView queries = {x->q + query, x->padded_dim, (int)rows, 1};
-            product((int)num_keys, wide, by_key, queries, space.dk + key, x->padded_dim, space.dk + key, x->padded_dim);
+            matmul((int)num_keys, wide, by_key, queries, space.dk + key, x->padded_dim, space.dk + key, x->padded_dim);
             by_key.at = space.weights + h * LINE;
             queries.at = x->dout + query;
-            product((int)num_keys, wide, by_key, queries, space.dv + key, x->padded_dim, space.dv + key, x->padded_dim);
+            matmul((int)num_keys, wide, by_key, queries, space.dv + key, x->padded_dim, space.dv + key, x->padded_dim);
             Matrix by_query = {space.scores + h * LINE, stride, 1};
             LineView keys = {x->k + key, x->padded_dim, (int)num_keys, 1};
-            product((int)rows, wide, by_query, keys, x->dq + query, x->padded_dim, x->dq + query, x->padded_dim);
+            matmul((int)rows, wide, by_query, keys, x->dq + query, x->padded_dim, x->dq + query, x->padded_dim);
         }
     }
 }
 
-static void run_backward_worker(const void *given, long thread, long num_threads) {
-    const Problem *x = given;
+static void run_backward_worker(const void *problem, long thread, long num_threads) {
+    const Problem *x = problem;
     long p = x->kernel_size / 2, heads = x->heads, width = x->width, maps = x->block_rows * row_stride(x);
     long wide = x->padded_width, features = x->kernel_size * wide;
     long blocks = (x->rows + x->block_rows - 1) / x->block_rows;
@@ -151,7 +151,7 @@ static void run_backward_worker(const void *given, long thread, long num_threads
         .transposed = hidden + 2 * wide * LINE,
         .dlogits = hidden + 3 * wide * LINE,
         .sums = hidden + (3 * wide + heads) * LINE,
-        .dcontributions = x->dcontributions + thread * width * contributions_stride(x),
+        .dbias_contributions = x->dbias_contributions + thread * width * bias_contributions_stride(x),
         .dedge = x->dedge + thread * x->rows * width * p,
         .dbias = x->dbias ? x->dbias + thread * heads * bias_stride(x) : NULL,
         .dw1 = x->dw1 + thread * heads * features,

@@ -78,7 +78,7 @@ static void forward_block(const Problem *x, long b, long row, Workspace space) {
             LineView y = {values, x->padded_dim, (int)(stop - first), 1};
             float *out = space.out + h * x->padded_dim;
             long stride_out = heads * x->padded_dim;
-            product((int)rows, (int)(x->padded_dim / LANES), a, y, out, stride_out, out, stride_out);
+            matmul((int)rows, (int)(x->padded_dim / LANES), a, y, out, stride_out, out, stride_out);
         }
     }
     for (long r = 0; r < rows; r++)
@@ -91,9 +91,9 @@ static void forward_block(const Problem *x, long b, long row, Workspace space) {
         }
 }
 
-static void run_forward_worker(const void *given, long thread, long num_threads) {
+static void run_forward_worker(const void *problem, long thread, long num_threads) {
     (void)thread, (void)num_threads;
-    const Problem *x = given;
+    const Problem *x = problem;
     long blocks = (x->rows + x->block_rows - 1) / x->block_rows, maps = x->block_rows * row_stride(x);
     long floats = maps + x->width * LINE + x->block_rows * x->heads * (x->padded_dim + 2);
     float *memory = aligned_alloc(64, (size_t)align_to_cache_line(floats));

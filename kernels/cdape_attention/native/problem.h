@@ -14,43 +14,43 @@
 
 #include "vectors.h"
 
-#define TILE 96 /* columns of scores held at a time: hidden values and their shares stay in the first cache */
+#define TILE 96 /* columns of scores held at a time: hidden values and bias contributions stay in the first cache */
 /* Floats from one line of a tile to the next; up to 2p + LANES beyond the tile are read. An odd number of cache lines,
    as `row_stride` is: where lines lie a power of two apart, few of them fit in the first cache. */
 #define LINE (TILE + 48)
 
 typedef struct {
     long batch, heads, rows, columns, dim, width, kernel_size, offset, window, num_threads;
-    long padded_dim;                /* d, up to whole vectors */
-    long padded_width;              /* D, up to whole vectors */
-    long block_rows;                /* query rows of a unit of work: keys and values are read once for all of them */
-    long margin;                    /* min_margin or more */
-    long *next_block;               /* the next unit of work that nobody has begun */
-    const float *q;                 /* [B, H, R, padded_dim], scaled */
-    const float *k, *v;             /* [B, H, C, padded_dim] */
-    const float *kt, *vt;           /* [B, H, d, margin + C + margin] */
-    const float *contributions;     /* U backwards, [D, block_rows + margin + N + p + margin + block_rows] */
-    const float *edge;              /* E, [R, D, p] */
-    const float *bias;              /* backwards, [H, block_rows + margin + N + margin + block_rows], or NULL */
-    const float *w1, *w2;           /* [H, k, D] and [D, k, H] */
-    const float *w1t, *w2t;         /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
-    float *out;                     /* [B, H, R, padded_dim] */
-    float *row_max, *row_sum;       /* of each row's softmax, [B, H, R] */
+    long padded_dim;                    /* d, up to whole vectors */
+    long padded_width;                  /* D, up to whole vectors */
+    long block_rows;                    /* query rows of a unit of work: keys and values are read once for all */
+    long margin;                        /* min_margin or more */
+    long *next_block;                   /* the next unit of work that nobody has begun */
+    const float *q;                     /* [B, H, R, padded_dim], scaled */
+    const float *k, *v;                 /* [B, H, C, padded_dim] */
+    const float *kt, *vt;               /* [B, H, d, margin + C + margin] */
+    const float *bias_contributions;    /* U backwards, [D, block_rows + margin + N + p + margin + block_rows] */
+    const float *edge;                  /* E, [R, D, p] */
+    const float *bias;                  /* backwards, [H, block_rows + margin + N + margin + block_rows], or NULL */
+    const float *w1, *w2;               /* [H, k, D] and [D, k, H] */
+    const float *w1t, *w2t;             /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
+    float *out;                         /* [B, H, R, padded_dim] */
+    float *row_max, *row_sum;           /* of each row's softmax, [B, H, R] */
     /* the backward pass alone */
-    long splits;                    /* parts that a sequence's rows are divided into */
-    const float *dout;              /* [B, H, R, padded_dim] */
-    const float *delta;             /* Σ dout · out, [B, H, R] */
-    float *dq;                      /* [B, H, R, padded_dim] */
-    float *dk, *dv;                 /* [splits, B, H, C, padded_dim] */
-    float *dcontributions, *dedge;  /* [threads, …] as contributions and edge */
-    float *dbias;                   /* [threads, …] as bias, or NULL */
-    float *dw1, *dw2;               /* [threads, H, k, padded_width], those of dw1 with their taps mirrored */
+    long splits;                        /* parts that a sequence's rows are divided into */
+    const float *dout;                  /* [B, H, R, padded_dim] */
+    const float *delta;                 /* Σ dout · out, [B, H, R] */
+    float *dq;                          /* [B, H, R, padded_dim] */
+    float *dk, *dv;                     /* [splits, B, H, C, padded_dim] */
+    float *dbias_contributions, *dedge; /* [threads, …] as bias_contributions and edge */
+    float *dbias;                       /* [threads, …] as bias, or NULL */
+    float *dw1, *dw2;                   /* [threads, H, k, padded_width], those of dw1 with their taps mirrored */
 } Problem;
 
 /* Tiles begin 4p columns before the first that they keep, end 5p behind the last key, and fill vectors. */
 INLINE long min_margin(long kernel_size) { return 3 * kernel_size + LANES; }
 INLINE long reversed_origin(const Problem *x) { return x->block_rows + x->margin + x->offset + x->rows - 1; }
-INLINE long contributions_stride(const Problem *x) {
+INLINE long bias_contributions_stride(const Problem *x) {
     return x->offset + x->rows + x->kernel_size / 2 + 2 * (x->margin + x->block_rows);
 }
 INLINE long bias_stride(const Problem *x) { return x->offset + x->rows + 2 * (x->margin + x->block_rows); }
@@ -81,7 +81,7 @@ static inline void compute_scores(
         Matrix a = {left + ((b * x->heads + h) * x->rows + row) * x->padded_dim, x->padded_dim, 1};
         const float *columns = right + (b * x->heads + h) * x->dim * columns_stride(x) + x->margin + first;
         LineView y = {columns, columns_stride(x), (int)x->dim, 1};
-        product((int)rows, count, a, y, NULL, 0, scores + h * LINE, row_stride(x));
+        matmul((int)rows, count, a, y, NULL, 0, scores + h * LINE, row_stride(x));
     }
 }
 
@@ -91,11 +91,11 @@ static inline void compute_scores(
 static inline void compute_hidden(
     const Problem *x, long row, long first, int count, const float *scores, float *hidden
 ) {
-    long p = x->kernel_size / 2, position = x->offset + row, line = contributions_stride(x);
-    const float *start = x->contributions + reversed_origin(x) - position + first;
+    long p = x->kernel_size / 2, position = x->offset + row, line = bias_contributions_stride(x);
+    const float *start = x->bias_contributions + reversed_origin(x) - position + first;
     Matrix a = {x->w1, 1, x->width};
     LineView y = {scores, LINE, (int)x->heads, (int)x->kernel_size};
-    if (first < p) { /* columns whose taps fall off the left edge have shares of their own */
+    if (first < p) { /* columns whose taps fall off the left edge have bias contributions of their own */
         for (long w = 0; w < x->width; w++) {
             memcpy(hidden + w * LINE, start + w * line, (size_t)count * LANES * sizeof(float));
             for (long c = max_long(first, 0); c < min_long(p, first + count * LANES); c++)
@@ -103,7 +103,7 @@ static inline void compute_hidden(
         }
         start = hidden, line = LINE;
     }
-    leaky_product((int)x->width, count, a, y, start, line, hidden, LINE);
+    matmul_leaky_relu((int)x->width, count, a, y, start, line, hidden, LINE);
     if (first < 0) clear_outside(hidden, x->width, first, 0, first + count * LANES, count * LANES);
 }
 
@@ -118,7 +118,7 @@ static inline void compute_logits(
     long p = x->kernel_size / 2, position = x->offset + row, columns = count * LANES;
     Matrix a = {x->w2, 1, x->heads};
     LineView y = {hidden, LINE, (int)x->width, (int)x->kernel_size};
-    product((int)x->heads, count, a, y, scores + 2 * p, LINE, logits, LINE);
+    matmul((int)x->heads, count, a, y, scores + 2 * p, LINE, logits, LINE);
     long left = min_long(max_long(max_long(position - x->window + 1, 0) - first, 0), columns);
     long right = min_long(max_long(min_long(position + 1, stop) - first, 0), columns);
     for (long h = 0; h < x->heads; h++) {

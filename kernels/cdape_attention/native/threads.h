@@ -12,23 +12,23 @@ typedef struct {
     long thread, num_threads;
 } ThreadTask;
 
-static void *start_task(void *given) {
-    ThreadTask *thread = given;
-    thread->work(thread->problem, thread->thread, thread->num_threads);
+static void *start_task(void *argument) {
+    ThreadTask *task = argument;
+    task->work(task->problem, task->thread, task->num_threads);
     return NULL;
 }
 
 /* Calls work(problem, t, threads) for every t, each in a thread of its own where one can be had. */
 static void run_in_threads(long num_threads, void (*work)(const void *, long, long), const void *problem) {
     pthread_t running[MAX_THREADS];
-    ThreadTask given[MAX_THREADS];
+    ThreadTask tasks[MAX_THREADS];
     int started[MAX_THREADS] = {0};
     for (long t = 0; t < num_threads; t++) {
-        given[t] = (ThreadTask){work, problem, t, num_threads};
-        started[t] = t > 0 && pthread_create(&running[t], NULL, start_task, &given[t]) == 0;
+        tasks[t] = (ThreadTask){work, problem, t, num_threads};
+        started[t] = t > 0 && pthread_create(&running[t], NULL, start_task, &tasks[t]) == 0;
     }
     for (long t = 0; t < num_threads; t++)
-        if (!started[t]) start_task(&given[t]);
+        if (!started[t]) start_task(&tasks[t]);
     for (long t = 0; t < num_threads; t++)
         if (started[t]) pthread_join(running[t], NULL);
 }

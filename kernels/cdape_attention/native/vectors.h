@@ -76,11 +76,11 @@ typedef struct {
 
 /* What becomes of a sum before it is stored. */
 typedef enum { IDENTITY, LEAKY_RELU } Activation;
-#define SLOPE 0.01f
+#define NEGATIVE_SLOPE 0.01f
 
-INLINE Vector leaky_relu(Vector x, Vector where) { return select_lanes(where > 0, x, x * SLOPE); }
+INLINE Vector leaky_relu(Vector x, Vector where) { return select_lanes(where > 0, x, x * NEGATIVE_SLOPE); }
 
-INLINE void product_block(
+INLINE void matmul_block(
     const int num_rows, const int num_vecs, const Activation activation, Matrix a, LineView b, const float *start,
     long by_start, float *out, long by_out
 ) {
@@ -111,17 +111,17 @@ INLINE void product_block(
             store(out + m * by_out + n * LANES, activation == LEAKY_RELU ? leaky_relu(sum[m][n], sum[m][n]) : sum[m][n]);
 }
 
-#define PRODUCT_OF_WIDTH(num_rows)                                                                             \
+#define MATMUL_OF_WIDTH(num_rows)                                                                              \
     switch (num_vecs) {                                                                                        \
-    case 1: product_block(num_rows, 1, activation, a, b, start, by_start, out, by_out); break;                 \
-    case 2: product_block(num_rows, 2, activation, a, b, start, by_start, out, by_out); break;                 \
-    default: product_block(num_rows, 3, activation, a, b, start, by_start, out, by_out);                       \
+    case 1: matmul_block(num_rows, 1, activation, a, b, start, by_start, out, by_out); break;                  \
+    case 2: matmul_block(num_rows, 2, activation, a, b, start, by_start, out, by_out); break;                  \
+    default: matmul_block(num_rows, 3, activation, a, b, start, by_start, out, by_out);                        \
     }
 
 /* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns.
 
    start may be NULL (zeros), out itself, or begin in the same lines further on: blocks go from left to right. */
-INLINE void product_with_activation(
+INLINE void matmul_with_activation(
     const Activation activation, int rows, int total_vecs, Matrix a, LineView b, const float *start, long by_start,
     float *out, long by_out
 ) {
@@ -137,34 +137,34 @@ INLINE void product_with_activation(
             start = first ? first + m * by_start + n * LANES : NULL;
             out = result + m * by_out + n * LANES;
             if (left >= BLOCK_ROWS) {
-                PRODUCT_OF_WIDTH(BLOCK_ROWS)
+                MATMUL_OF_WIDTH(BLOCK_ROWS)
                 m += BLOCK_ROWS;
             } else if (left >= 4) {
-                PRODUCT_OF_WIDTH(4)
+                MATMUL_OF_WIDTH(4)
                 m += 4;
             } else if (left >= 2) {
-                PRODUCT_OF_WIDTH(2)
+                MATMUL_OF_WIDTH(2)
                 m += 2;
             } else {
-                PRODUCT_OF_WIDTH(1)
+                MATMUL_OF_WIDTH(1)
                 m += 1;
             }
         }
     }
 }
-#undef PRODUCT_OF_WIDTH
+#undef MATMUL_OF_WIDTH
 
-static inline void product(
+static inline void matmul(
     int rows, int num_vecs, Matrix a, LineView b, const float *start, long by_start, float *out, long by_out
 ) {
-    product_with_activation(IDENTITY, rows, num_vecs, a, b, start, by_start, out, by_out);
+    matmul_with_activation(IDENTITY, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
 /* LeakyReLU of the same. */
-static inline void leaky_product(
+static inline void matmul_leaky_relu(
     int rows, int num_vecs, Matrix a, LineView b, const float *start, long by_start, float *out, long by_out
 ) {
-    product_with_activation(LEAKY_RELU, rows, num_vecs, a, b, start, by_start, out, by_out);
+    matmul_with_activation(LEAKY_RELU, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
 /* Lanes of two vectors by their numbers, the second's from LANES on. */

@@ -206,7 +206,7 @@ def test_bitwise_repeatable(case: Case, device: str) -> None:
 def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Table gradients where a program works through several row blocks, forwards and backwards."""
     monkeypatch.setattr(configs, "PARTIAL_SUMS", 2)
-    monkeypatch.setattr(configs, "INTERPRETED", configs.Config(*[configs.Tile(16, 16, 1, 1)] * 3))
+    monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(*[configs.Tile(16, 16, 1, 1)] * 3))
     case = Case(1, 1, 70, 70, 16, weight=True)
     assert_within_rounding(_ours(case, torch.float32, device), _flash(case, torch.float32), torch.float32)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from kernels.cdape_attention.bias_term import bias_contributions
+from kernels.cdape_attention.bias_term import compute_bias_contributions
 
 
 @given(
@@ -33,7 +33,7 @@ def test_spread_over_rows_and_columns_they_are_the_convolution(
     seen = bias[:, n.clamp(min=0)].masked_fill(~visible, 0)
     expected = F.conv2d(F.pad(seen, (reach, reach)), w1[:, heads:], b1)
 
-    flat = bias_contributions(bias, w1, b1, rows, offset, window, torch.float64)
+    flat = compute_bias_contributions(bias, w1, b1, rows, offset, window, torch.float64)
     edge = reach + columns + torch.arange(rows)[:, None] * reach + j
     alive = n >= -reach  # further right no visible column reaches
     entry = torch.where(j < reach, edge, n + reach).where(alive, 0)
@@ -47,12 +47,16 @@ def test_spread_over_rows_and_columns_they_are_the_convolution(
 
 
 def test_without_a_bias_every_entry_is_the_constant() -> None:
-    flat = bias_contributions(None, torch.ones(3, 2, 1, 5), torch.tensor([1.0, 2.0, 3.0]), 4, 6, None, torch.float32)
+    flat = compute_bias_contributions(
+        None, torch.ones(3, 2, 1, 5), torch.tensor([1.0, 2.0, 3.0]), 4, 6, None, torch.float32
+    )
     assert flat.shape == (2 + 10 + 4 * 2, 3)
     assert (flat == torch.tensor([1.0, 2.0, 3.0])).all()
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65504.0), (torch.bfloat16, 1e9)])
 def test_a_bias_beyond_the_type_saturates(dtype: torch.dtype, largest: float) -> None:
-    flat = bias_contributions(torch.full((1, 8), -1e9), torch.ones(1, 2, 1, 1), torch.zeros(1), 8, 0, None, dtype)
+    flat = compute_bias_contributions(
+        torch.full((1, 8), -1e9), torch.ones(1, 2, 1, 1), torch.zeros(1), 8, 0, None, dtype
+    )
     assert (flat == -largest).all()

@@ -12,9 +12,9 @@ from kernels.cdape_attention.configs import (
     choose_splits,
     map_bytes,
     max_chunk_rows,
-    mixer_tile,
+    processor_tile,
 )
-from kernels.cdape_attention.driver import ALIGNED, UNBOUNDED, ChunkMaps, MixerProblem, iter_chunks
+from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, CdapeProblem, ChunkMaps, iter_chunks
 from kernels.cdape_attention.scores import padded_channels
 from kernels.head_dim import pad_for_dot
 from kernels.runtime import DeviceProperties
@@ -71,7 +71,7 @@ def test_the_bytes_of_the_maps_are_those_of_their_tensors(heads: int, dtype: tor
 def test_tiles_are_powers_of_two_that_keep_distances(
     kernel: str, heads: int, width: int, reach: int, rows: int, dtype: torch.dtype
 ) -> None:
-    tile = mixer_tile(kernel, heads, width, 2 * reach + 1, rows, dtype)
+    tile = processor_tile(kernel, heads, width, 2 * reach + 1, rows, dtype)
     assert tile.block_m & (tile.block_m - 1) == 0
     assert tile.block_n & (tile.block_n - 1) == 0
     assert tile.block_n > 2 * reach
@@ -96,8 +96,8 @@ def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
     rows: int, offset: int, window: int | None, size: int
 ) -> None:
     empty = torch.empty(0)
-    bound = UNBOUNDED if window is None else window
-    problem = MixerProblem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
+    bound = NO_WINDOW_INT32 if window is None else window
+    problem = CdapeProblem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
     found = []
     for chunk in iter_chunks(problem, size):
         assert chunk.rows <= size

@@ -189,10 +189,10 @@ def test_scale_multiplies_the_products(device: str) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_is_a_proper_operator(has_bias: bool, device: str) -> None:
     q, k, v, bias, w1, b1, w2, b2 = replace(TINY, has_bias=has_bias).inputs(torch.float32, device)
-    table = op.make_shares(bias, w1, b1, 5, 0, None, torch.float32)
+    table = op.compute_bias_contributions(bias, w1, b1, 5, 0, None, torch.float32)
     residual = q.new_empty(2, 0) if bias is None else bias
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, table, residual, w1[:, :2, 0], w2[:, :, 0], b2)]
-    torch.library.opcheck(torch.ops.farfield.cdape_attention.default, (*leaves, 0, driver.UNBOUNDED, 0.5, 4))
+    torch.library.opcheck(torch.ops.farfield.cdape_attention.default, (*leaves, 0, driver.NO_WINDOW_INT32, 0.5, 4))
 
 
 @pytest.mark.usefixtures("tall_tiles")

@@ -13,10 +13,10 @@ from torch import Tensor
 from kernels.cdape_attention import driver
 from kernels.cdape_attention.configs import attend_tile, heads_tile
 from kernels.cdape_attention.driver import (
-    UNBOUNDED,
+    NO_WINDOW_INT32,
+    CdapeProblem,
     Chunk,
     ChunkMaps,
-    MixerProblem,
     compute_scores,
     softmax_backward,
     softmax_launch,
@@ -52,11 +52,11 @@ def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
 
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
-) -> tuple[MixerProblem, Chunk, Tensor, Tensor]:
+) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
     """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
     empty = torch.empty(0)
-    problem = MixerProblem(
-        empty, empty, empty, empty, empty, rows, offset, UNBOUNDED if window is None else window, torch.float32
+    problem = CdapeProblem(
+        empty, empty, empty, empty, empty, rows, offset, NO_WINDOW_INT32 if window is None else window, torch.float32
     )
     *_, chunk = driver.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
