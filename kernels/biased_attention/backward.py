@@ -37,9 +37,9 @@ def diagonal_sums(tile, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _add_to(ptr, n, values, N, wanted):
+def _accumulate(ptr, n, values, N):
     """ptr[n] += values. The program that calls this is the only one that touches these addresses."""
-    mask = (n >= 0) & (n < N) & wanted
+    mask = (n >= 0) & (n < N)
     tl.store(ptr + n, tl.load(ptr + n, mask=mask, other=0.0) + values, mask=mask)
 
 
@@ -102,11 +102,11 @@ def _bwd_dq_inner(
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             upper, lower = diagonal_sums(ds, BLOCK_M)
-            _add_to(dbias_ptr, top - c0 + t, upper + carry_bias, N, True)
+            _accumulate(dbias_ptr, top - c0 + t, upper + carry_bias, N)
             carry_bias = lower
         if dweight_ptr is not None:
             upper, lower = diagonal_sums(ds * products, BLOCK_M)
-            _add_to(dweight_ptr, top - c0 + t, (upper + carry_weight) * scale, N, True)
+            _accumulate(dweight_ptr, top - c0 + t, (upper + carry_weight) * scale, N)
             carry_weight = lower
         if weight_ptr is not None:
             ds *= weight
@@ -199,9 +199,9 @@ def _bwd_dq_kernel(
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
             n = top - tl.cdiv(last, BLOCK_N) * BLOCK_N + t
             if dtables.bias_ptr is not None:
-                _add_to(dtables.bias_ptr, n, carry_bias, N, True)
+                _accumulate(dtables.bias_ptr, n, carry_bias, N)
             if dtables.weight_ptr is not None:
-                _add_to(dtables.weight_ptr, n, carry_weight * scale, N, True)
+                _accumulate(dtables.weight_ptr, n, carry_weight * scale, N)
             # The factor that the tiles left out: scale, or, with scale · log2(e) inside the weights, ln(2).
             factor = scale
             if tables.weight_ptr is not None:

@@ -205,8 +205,8 @@ def _backward(
     offset: int,
     window: int | None,
     scale: float,
-    bias_wanted: bool,
-    weight_wanted: bool,
+    bias_needs_grad: bool,
+    weight_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the two tables; [0] for a table that is absent or wants none."""
     arch = get_arch(q)
@@ -217,10 +217,10 @@ def _backward(
     tiles = configs.choose_tiles(arch, q.dtype, dim)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, bias_wanted or weight_wanted)
+    groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, bias_needs_grad or weight_needs_grad)
     partial = [
-        torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if wanted else None
-        for wanted in (bias_wanted, weight_wanted)
+        torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if needs_grad else None
+        for needs_grad in (bias_needs_grad, weight_needs_grad)
     ]
     q_rows, k_rows, v_rows, grad_rows = map(_build_head_rows, (q, k, v, grad))
     tables, sizes = Tables(bias, weight), _build_sizes(q, k, bias, weight, offset, window, scale)
@@ -245,9 +245,9 @@ def _backward(
 def _(
     grad: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, weight: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, bias_wanted, weight_wanted = rest
-    dbias = bias.new_empty(bias.shape) if bias_wanted else q.new_empty(0, dtype=torch.float32)
-    dweight = weight.new_empty(weight.shape) if weight_wanted else q.new_empty(0, dtype=torch.float32)
+    *_, bias_needs_grad, weight_needs_grad = rest
+    dbias = bias.new_empty(bias.shape) if bias_needs_grad else q.new_empty(0, dtype=torch.float32)
+    dweight = weight.new_empty(weight.shape) if weight_needs_grad else q.new_empty(0, dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dweight
 
 
@@ -261,13 +261,13 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[
     q, k, v, bias, weight, out, lse = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(out)
-    bias_wanted = bias is not None and ctx.needs_input_grad[3]
-    weight_wanted = weight is not None and ctx.needs_input_grad[4]
+    bias_needs_grad = bias is not None and ctx.needs_input_grad[3]
+    weight_needs_grad = weight is not None and ctx.needs_input_grad[4]
     dq, dk, dv, dbias, dweight = _backward(
         *(grad, grad_lse, q, k, v, bias, weight, out, lse),
-        *(ctx.offset, ctx.window, ctx.scale, bias_wanted, weight_wanted),
+        *(ctx.offset, ctx.window, ctx.scale, bias_needs_grad, weight_needs_grad),
     )
-    tables = (dbias if bias_wanted else None, dweight if weight_wanted else None)
+    tables = (dbias if bias_needs_grad else None, dweight if weight_needs_grad else None)
     return dq, dk, dv, *tables, None, None, None
 
 

@@ -115,7 +115,7 @@ def _processor_bwd_kernel(
     are kept by the first block.
     """
     PADDING: tl.constexpr = K // 2
-    KEPT: tl.constexpr = BLOCK_N - 2 * PADDING
+    KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64)
@@ -127,13 +127,13 @@ def _processor_bwd_kernel(
     dscores_ptr += maps * H
     pixel = tl.arange(0, PIXELS)
     m = pixel % BLOCK_N
-    n = block * KEPT + KEPT - 1 + PADDING - m
+    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     own = middle | (n < 0)
     bias_contribution_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     bias_sum = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
     # Rows before stand left of column 0.
-    first = tl.maximum(split * split_blocks, (block * KEPT - first_row) // BLOCK_M)
+    first = tl.maximum(split * split_blocks, (block * KEPT_DISTANCES - first_row) // BLOCK_M)
     last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
     extent = (R, C, first_column, edge_start, edge_row, window)
     for row_block in range(first, last):
@@ -155,8 +155,8 @@ def _processor_bwd_kernel(
             entry = (batch.to(tl.int64) * R + row) * PADDING + j
             store_channels(dedge_ptr, dhidden, entry, at_edge, D)
 
-        kept = is_visible_pixel(row, n, j, R, window) & middle
-        result = load_map_tile(dlogits_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
+        is_kept = is_visible_pixel(row, n, j, R, window) & middle
+        result = load_map_tile(dlogits_ptr, row, j, is_kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
         if HAS_BIAS:
             bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
         narrow = dhidden.to(w1_ptr.dtype.element_ty)
@@ -168,12 +168,12 @@ def _processor_bwd_kernel(
             result += part
         offsets = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
         result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
-        tl.store(dscores_ptr + offsets, result, mask=kept[:, None] & (head < H)[None, :])
+        tl.store(dscores_ptr + offsets, result, mask=is_kept[:, None] & (head < H)[None, :])
 
     m = tl.arange(0, BLOCK_N)
-    n = block * KEPT + KEPT - 1 + PADDING - m
+    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
-    distances = tl.num_programs(0) * KEPT
+    distances = tl.num_programs(0) * KEPT_DISTANCES
     entry = program * (distances + PADDING) + n + PADDING
     store_channels(dbias_contributions_ptr, bias_contribution_sum, entry, middle | (n < 0), D)
     if HAS_BIAS:

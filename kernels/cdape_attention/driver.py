@@ -230,9 +230,9 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     batch, rows, columns, _ = scores.shape
     logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
     tile = problem.tile("mix_fwd", chunk.rows)
-    kept = tile.block_n - 2 * problem.padding
+    kept_distances = tile.block_n - 2 * problem.padding
     reach = min(chunk.right, problem.window)
-    _processor_fwd_kernel[(triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
+    _processor_fwd_kernel[(triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
         *(scores, logits, problem.bias_contributions, problem.bias_table),
         *(problem.packed_w1, problem.packed_w2, problem.packed_b2),
         bias_count=problem.bias_table.shape[1],
@@ -350,13 +350,13 @@ def _processor_backward(problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, su
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
-    kept = tile.block_n - 2 * padding
+    kept_distances = tile.block_n - 2 * padding
     reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
-    blocks, row_blocks = triton.cdiv(reach, kept), triton.cdiv(chunk.rows, tile.block_m)
+    blocks, row_blocks = triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
-    dbias_contributions = torch.empty(batch * parts, blocks * kept + padding, problem.width, **float32)
-    dbias = torch.empty(batch * parts, blocks * kept if has_bias else 0, problem.heads, **float32)
+    dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, problem.width, **float32)
+    dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
     dedge = torch.zeros(batch, chunk.rows, padding, problem.width, **float32)
     extent = chunk.processor_extent(problem)
     _processor_bwd_kernel[(blocks, parts, batch)](
@@ -368,12 +368,12 @@ def _processor_backward(problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, su
         **tile.options,
     )
     edge_start = extent["edge_start"]
-    covered = min(blocks * kept + padding, edge_start)
+    covered = min(blocks * kept_distances + padding, edge_start)
     sums.bias_contributions[:covered] += dbias_contributions.sum(0)[:covered]
     at_edge = sums.bias_contributions[edge_start:].view(problem.rows, padding, problem.width)
     at_edge[chunk.first : chunk.last] += dedge.sum(0)
     if has_bias:
-        covered = min(blocks * kept, problem.bias_table.shape[1])
+        covered = min(blocks * kept_distances, problem.bias_table.shape[1])
         sums.bias_table[:, :covered] += dbias.sum(0)[:covered].T
 
 

@@ -141,15 +141,15 @@ def _processor_fwd_kernel(
 ):
     """One program: BLOCK_M rows, BLOCK_N − 2p distances of them, all heads. Grid: distances, rows, batch."""
     PADDING: tl.constexpr = K // 2
-    KEPT: tl.constexpr = BLOCK_N - 2 * PADDING
+    KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, row_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if block * KEPT > first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1:
+    if block * KEPT_DISTANCES > first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1:
         return  # left of column 0 for all rows
     pixel = tl.arange(0, PIXELS)
     m = pixel % BLOCK_N
     row = row_block * BLOCK_M + pixel // BLOCK_N
-    n = block * KEPT + KEPT - 1 + PADDING - m
+    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
     j = first_row + row - n
     alive = (row < R) & (j >= 0)
     logits_ptr += batch.to(tl.int64) * H * R * C
@@ -172,9 +172,9 @@ def _processor_fwd_kernel(
         processed += part
     result = saturate(processed, SATURATE)
 
-    kept = is_visible_pixel(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
-    result += load_map_tile(scores_ptr, row, j, kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
-    stored = kept[:, None] & (head < H)[None, :]
+    is_kept = is_visible_pixel(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
+    result += load_map_tile(scores_ptr, row, j, is_kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
+    stored = is_kept[:, None] & (head < H)[None, :]
     channel = head.to(tl.int64)
     if HAS_BIAS:
         result += tl.load(bias_ptr + (channel * bias_count)[None, :] + n[:, None], mask=stored, other=0.0)

@@ -88,7 +88,7 @@ static void backward_row(
 }
 
 static void backward_block(const Problem *x, long b, long row, Workspace space) {
-    long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept = TILE - 8 * p;
+    long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept_columns = TILE - 8 * p;
     long heads = x->heads, stride = row_stride(x);
     long last = x->offset + row + rows - 1, left = max_long(x->offset + row - x->window + 1 - p, 0);
     for (long h = 0; h < heads; h++)
@@ -96,8 +96,8 @@ static void backward_block(const Problem *x, long b, long row, Workspace space) 
             memset(
                 x->dq + ((b * heads + h) * x->rows + row + r) * x->padded_dim, 0, (size_t)x->padded_dim * sizeof(float)
             );
-    for (long first = left / kept * kept; first <= last + p; first += kept) {
-        long stop = min_long(first + kept, last + p + 1), columns = stop - first;
+    for (long first = left / kept_columns * kept_columns; first <= last + p; first += kept_columns) {
+        long stop = min_long(first + kept_columns, last + p + 1), columns = stop - first;
         long num_keys = min_long(stop, last + 1) - first;
         compute_scores(x, b, row, rows, first - 4 * p, num_vectors(columns + 8 * p), x->q, x->kt, space.scores);
         compute_scores(x, b, row, rows, first - 2 * p, num_vectors(columns + 4 * p), x->dout, x->vt, space.weights);

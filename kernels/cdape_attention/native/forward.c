@@ -45,13 +45,13 @@ static void softmax_tile(float *logits, int count, float *row_max, float *row_su
 }
 
 static void forward_block(const Problem *x, long b, long row, Workspace space) {
-    long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept = TILE - 4 * p;
+    long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept_columns = TILE - 4 * p;
     long heads = x->heads, stride = row_stride(x);
     long last = x->offset + row + rows - 1, left = max_long(x->offset + row - x->window + 1, 0);
     for (long i = 0; i < rows * heads; i++) space.row_max[i] = -INFINITY, space.row_sum[i] = 0;
     memset(space.out, 0, (size_t)(rows * heads * x->padded_dim) * sizeof(float));
-    for (long first = left / kept * kept; first <= last; first += kept) {
-        long stop = min_long(first + kept, last + 1); /* of the logits' columns */
+    for (long first = left / kept_columns * kept_columns; first <= last; first += kept_columns) {
+        long stop = min_long(first + kept_columns, last + 1); /* of the logits' columns */
         int count = num_vectors(stop - first);
         compute_scores(x, b, row, rows, first - 2 * p, num_vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
