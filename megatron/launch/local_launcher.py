@@ -23,7 +23,7 @@ from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
 from megatron.options.data import SPLITS
-from megatron.training.records import HEARTBEAT_FILE, METRICS_FILE
+from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.atomic_io import make_folder, remove_empty_folders

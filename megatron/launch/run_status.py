@@ -21,13 +21,13 @@ from megatron.checkpoint import layout, run_folder
 from megatron.checkpoint.run_folder import LOCK, get_config_path
 from megatron.config.load import read_config
 from megatron.launch.console import PlainConsole
-from megatron.training.records import (
+from megatron.training.metrics_log import (
     DIVERGED_KIND,
     HEARTBEAT_FILE,
     METRICS_FILE,
     describe_damage,
     find_unreadable_lines,
-    read_records,
+    read_metrics_log,
 )
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, UserError, describe_cause
@@ -114,7 +114,7 @@ def read_status(run: Path) -> RunStatus:
     beat: dict[str, Any] = {}
     train_iters = None
     with problems.report(run / METRICS_FILE):
-        records = [record for _, record in read_records(run / METRICS_FILE)]
+        records = [record for _, record in read_metrics_log(run / METRICS_FILE)]
         if damaged := find_unreadable_lines(run / METRICS_FILE):
             problems.lines.append(describe_damage(run / METRICS_FILE, damaged))
     with problems.report(run / layout.CHECKPOINTS):
@@ -299,7 +299,7 @@ def _list_extra_save_steps(run: Path) -> list[int]:
 def _read_losses(run: Path) -> dict[tuple[str, int], float]:
     """The losses on record, by kind and step."""
     losses = {}
-    for _, record in read_records(run / METRICS_FILE):
+    for _, record in read_metrics_log(run / METRICS_FILE):
         if isinstance(record.get("loss"), float):
             losses[str(record.get("kind")), int(record["step"])] = record["loss"]
     return losses

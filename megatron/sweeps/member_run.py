@@ -19,7 +19,7 @@ from megatron.sweeps.remaining_work import (
     write_evaluation_marker,
 )
 from megatron.sweeps.spec import SweepMember
-from megatron.training.records import METRICS_FILE
+from megatron.training.metrics_log import METRICS_FILE
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.progress import ProgressMeter, WorkItem

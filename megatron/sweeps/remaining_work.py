@@ -25,8 +25,8 @@ from megatron.data.indexed_dataset import compute_sequence_range
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
-from megatron.training import records
-from megatron.training.records import find_record
+from megatron.training import metrics_log
+from megatron.training.metrics_log import has_logged_record
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WorkItem
@@ -70,7 +70,7 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
 
     A folder whose run was configured otherwise says nothing of the member.
     """
-    divergence = records.find_divergence(member.folder)
+    divergence = metrics_log.find_divergence(member.folder)
     if divergence is None:
         return None
     try:
@@ -102,7 +102,7 @@ def lacks_test_record(member: SweepMember) -> bool:
     )
     if not (tests and training.eval_interval and training.eval_iters):
         return False
-    return not find_record(member.folder, "test", training.train_iters)
+    return not has_logged_record(member.folder, "test", training.train_iters)
 
 
 def read_evaluated_records(member: SweepMember) -> list[Record] | None:

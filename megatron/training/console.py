@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.metrics_log import TrainRecord, ValidationRecord
 from megatron.utils.formatting import format_approximate_duration, format_duration, format_flops_per_second
 from megatron.utils.progress import build_progress_bar
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.distributed.hardware import find_gpu_spec
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.device_dtype import get_torch_dtype
-from megatron.training.records import TrainRecord, perplexity
+from megatron.training.metrics_log import TrainRecord, perplexity
 
 
 def sum_over_batch(groups: ProcessGroups, value: float) -> float:

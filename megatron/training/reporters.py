@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from megatron.config.schema import Config
 from megatron.options.training import LoggingOptions
-from megatron.training.records import (
+from megatron.training.metrics_log import (
     METRICS_FILE,
     UNREADABLE_FILE,
     DivergenceRecord,
@@ -25,7 +25,7 @@ from megatron.training.records import (
     ValidationRecord,
     describe_damage,
     find_unreadable_lines,
-    read_records,
+    read_metrics_log,
 )
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
@@ -110,7 +110,7 @@ class JsonLines:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            past = [line for line, record in read_records(path) if first_step and record["step"] <= first_step]
+            past = [line for line, record in read_metrics_log(path) if first_step and record["step"] <= first_step]
             write_text_atomically(path, "".join(past))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:

@@ -31,7 +31,7 @@ from megatron.training import summary
 from megatron.training.console import ConsoleReporter
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
-from megatron.training.records import DivergenceRecord
+from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.reporters import report_to_all
 from megatron.training.resolve_run import resolve_run
 from megatron.training.training_run import TrainingRun, build_training_run

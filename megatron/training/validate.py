@@ -19,7 +19,7 @@ from megatron.config.schema import Config
 from megatron.data.dataloader import build_dataloader
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
-from megatron.training.records import ValidationRecord, find_record, perplexity
+from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
 from megatron.training.reporters import report_to_all
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
@@ -117,5 +117,5 @@ def is_test_done(run: TrainingRun, checkpoint: Path | None) -> bool:
         return True
     if checkpoint.resolve().parent.parent != Path(save).resolve():
         return True  # trained elsewhere
-    is_recorded = run.groups.is_main and find_record(save, "test", step)
+    is_recorded = run.groups.is_main and has_logged_record(save, "test", step)
     return run.groups.find_first_error("recorded" if is_recorded else None) is not None

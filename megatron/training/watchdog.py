@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
-from megatron.training.records import HEARTBEAT_FILE
+from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import HangError
 

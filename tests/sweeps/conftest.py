@@ -24,7 +24,7 @@ from megatron.reports.records import Record
 from megatron.reports.records import write_records as write_records
 from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
-from megatron.training.records import METRICS_FILE
+from megatron.training.metrics_log import METRICS_FILE
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import RunError
 

@@ -21,7 +21,7 @@ from megatron.launch.console import run_console
 from megatron.training import summary, trainer
 from megatron.training.console import ConsoleReporter
 from megatron.training.metrics import measure_matmul_tflops
-from megatron.training.records import TrainRecord
+from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import train
 from megatron.training.training_run import TrainingRun

@@ -22,7 +22,7 @@ from megatron.distributed.process_groups import single_process
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
-from megatron.training.records import find_divergence
+from megatron.training.metrics_log import find_divergence
 from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import Trainer, train
 from megatron.training.training_run import build_training_run

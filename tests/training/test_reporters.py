@@ -13,7 +13,7 @@ from tiny_runs import tiny_config
 
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter, format_train_record
-from megatron.training.records import UNREADABLE_FILE, TrainRecord, ValidationRecord, perplexity
+from megatron.training.metrics_log import UNREADABLE_FILE, TrainRecord, ValidationRecord, perplexity
 from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
 from megatron.utils.errors import RunError, UserError
 

@@ -10,7 +10,7 @@ from forked import Forked
 from tiny_runs import free_port, tiny_config, write_corpora
 
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.training.records import HEARTBEAT_FILE
+from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.trainer import train
 from megatron.training.watchdog import STACKS, Heartbeat, Watchdog, diagnose_hang
 

@@ -74,7 +74,7 @@ class DivergenceRecord:
         return {"kind": DIVERGED_KIND, **asdict(self)}
 
 
-def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_metrics_log(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of records, each with its end and what it says; `find_unreadable_lines` has the others."""
     for line, record in _parse_lines(path):
         if record is not None:
@@ -117,15 +117,16 @@ def _is_record(value: Any) -> bool:
 def find_divergence(run: str | Path) -> tuple[int, str] | None:
     """Step and reason if a run's training ended because its loss stayed bad, and was not started again since."""
     last = None
-    for _, record in read_records(Path(run) / METRICS_FILE):
+    for _, record in read_metrics_log(Path(run) / METRICS_FILE):
         last = record
     if last is None or last["kind"] != DIVERGED_KIND:
         return None
     return int(last["step"]), str(last.get("reason"))
 
 
-def find_record(run: str | Path, kind: str, step: int) -> bool:
+def has_logged_record(run: str | Path, kind: str, step: int) -> bool:
     """Does a run's folder have a record of this kind (train, valid, test) and step?"""
     return any(
-        record.get("kind") == kind and record["step"] == step for _, record in read_records(Path(run) / METRICS_FILE)
+        record.get("kind") == kind and record["step"] == step
+        for _, record in read_metrics_log(Path(run) / METRICS_FILE)
     )
