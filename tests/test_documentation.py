@@ -23,7 +23,11 @@ NOT_OURS = {
 }
 
 # docs/log.md tells of the files that there were on the day of each entry, and so do records.
-PAGES = [page for pattern in ("*.md", "docs/*.md", "kernels/**/*.md") for page in sorted(ROOT.glob(pattern))]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "docs/results/README.md", "kernels/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
 PAGES = [page for page in PAGES if page.name != "log.md"]
 SOURCES = [page for part in FOLDERS.split("|") for page in sorted((ROOT / part).rglob("*.py"))]
 FILES = {str(path.relative_to(ROOT)) for path in SOURCES} | {"deepy.py"}

@@ -50,7 +50,7 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
     try:
         module = importlib.import_module(f"{__package__}.{folder}.{name}")
     except Exception as error:
-        raise MethodFileError(_describe_import_error(path, error)) from error
+        raise MethodFileError(_describe_error_in_file(path, error)) from error
     classes = [
         thing
         for thing in vars(module).values()
@@ -70,7 +70,7 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
     return classes[0]
 
 
-def _describe_import_error(path: Path, error: Exception) -> str:
+def _describe_error_in_file(path: Path, error: Exception) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     message = error.msg if isinstance(error, SyntaxError) else f"{type(error).__name__}: {error}"
@@ -112,7 +112,7 @@ def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | 
     Raises:
         ValueError: an unknown name or option.
         OptionError: a value of an option that it cannot take.
-        MethodFileError: its file cannot be imported, or a hook gives no answer.
+        MethodFileError: its file cannot be imported, it cannot be constructed, or a hook gives no answer.
     """
     encoding = _build(load_encoding_class(name), name, dims, options or {})
     check_hook_results(encoding)
@@ -133,6 +133,9 @@ def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mappi
     except OptionError as error:
         error.method = name
         raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError) as error:
+        # A mistake in the file. A ValueError is about what the user chose, a RuntimeError may be want of memory.
+        raise MethodFileError(_describe_error_in_file(Path(inspect.getfile(method)), error)) from error
 
 
 def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list[str]]:

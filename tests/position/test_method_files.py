@@ -129,6 +129,30 @@ def test_a_mistake_is_found_without_importing_the_file(add, body: str, message: 
     assert catalog.read_encoding_facts("alibi").hooks == {"table"}
 
 
+@pytest.mark.parametrize(
+    ("constructor", "message"),
+    [
+        ("pass", "encodings/mine.py:11: AttributeError: cannot assign module before Module.__init__() call"),
+        ("super().__init__(dim)", "encodings/mine.py:10: NameError: name 'dim' is not defined"),
+    ],
+)
+def test_a_mistake_in_a_constructor_is_one_line(add, constructor: str, message: str) -> None:
+    add(
+        f"""
+    def __init__(self, dims):
+        {constructor}
+        self.layer = torch.nn.Linear(2, 2)
+
+    def rotate(self, x, positions):
+        return x
+"""
+    )
+    with pytest.raises(MethodFileError) as caught:
+        registry.build_encoding("mine", DIMS)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_what_may_be_overridden_is_what_the_base_class_has() -> None:
     public = {name for name, value in vars(Encoding).items() if callable(value) or isinstance(value, classmethod)}
     asked_of_the_class = {"overrides_hook", "only_adds_embeddings"}

@@ -22,7 +22,7 @@ class Loop:
 
     def __init__(self, signal_at: int | None, number: int) -> None:
         self.signal_at, self.number, self.closed = signal_at, number, False
-        self.state = SimpleNamespace(
+        self.run = SimpleNamespace(
             vocabulary=SimpleNamespace(size=8), engine=SimpleNamespace(model=torch.nn.Linear(1, 1)), close=self.close
         )
 
