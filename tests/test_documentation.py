@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = "megatron|kernels|tools|tests|configs|docs"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*)")
 MODULE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b")
-PLACEHOLDER = re.compile(r"(^|/)[A-Z]+(?=[/.]|$)")
+PLACEHOLDER = re.compile(r"(^|/)(?!README\b)[A-Z]+(?=[/.]|$)")
 
 NOT_OURS = {
     "docs/results/gpu_check.json": "make gpu-check writes it",
@@ -83,6 +83,7 @@ def test_the_files_that_the_code_names_are_there() -> None:
 def test_what_is_missing_is_found() -> None:
     text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
     assert find_missing_paths(text) == ["megatron/nothing.py"]
+    assert find_missing_paths("kernels/nothing/README.md, kernels/OP/README.md") == ["kernels/nothing/README.md"]
     assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
     block = "```python\nfrom megatron.reports.records import Record, read\nfrom megatron.nothing import Record\n```\n"
     assert find_missing_imports(block) == ["megatron.reports.records.read", "megatron.nothing.Record"]
