@@ -13,8 +13,8 @@ from kernels.biased_attention.forward import (
     LOG2E,
     column_ranges,
     load_table_tile,
+    offset_tables,
     select_head,
-    select_row,
     visible_mask,
 )
 from kernels.head_dim import load_rows, store_rows
@@ -153,8 +153,8 @@ def _bwd_dq_kernel(
     q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
     o_ptr += pair * R * HEAD_DIM
     dq_ptr += pair * R * HEAD_DIM
-    tables = select_row(tables, h * N)
-    dtables = select_row(dtables, (pair * groups + group) * N)
+    tables = offset_tables(tables, h * N)
+    dtables = offset_tables(dtables, (pair * groups + group) * N)
     blocks = tl.cdiv(R, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
@@ -306,7 +306,7 @@ def _bwd_dkdv_kernel(
     q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
     lse_ptr += pair * R
     delta_ptr += pair * R
-    tables = select_row(tables, h * N)
+    tables = offset_tables(tables, h * N)
     k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     dk_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)

@@ -53,8 +53,8 @@ def select_head(x, b, h):
 
 
 @triton.jit
-def select_row(tables, start):
-    """`tables` from an entry on."""
+def offset_tables(tables, start):
+    """The same tables from entry `start` on: those of a head, or of a group of rows."""
     bias_ptr, weight_ptr = tables
     if bias_ptr is not None:
         bias_ptr += start
@@ -193,7 +193,7 @@ def _fwd_kernel(
     R = sizes.R
     b, h = pair // sizes.H, pair % sizes.H
     q, k, v = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h)
-    tables = select_row(tables, h * sizes.N)
+    tables = offset_tables(tables, h * sizes.N)
     q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     q_b, o_b = q_a, o_a
