@@ -1,279 +1,41 @@
-"""How far rounding may take a result from the truth, by its type and its number of terms, on no machine in particular.
+"""Tests' assertions about rounding. The model of it is `megatron/utils/rounding.py`, which runs read too.
 
-A result may not be judged by another implementation's error: that error is one machine's luck, and a library that sums
-in another order on another processor is not wrong. What can be derived is the model of rounding: a rounded operation
-gives fl(x) = x·(1 + δ) with |δ| ≤ u, half the spacing of its type at 1 (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, section 2.2), and a sum of n terms is off by about √n · u · Σ|terms| in whatever order it is taken
-(Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4
-with λ = 1; certain is only n·u instead of √n·u). How these errors carry on to the end depends on the formula. So the
-formula itself is evaluated in float64 with every operation disturbed by random δ of that size, forwards and backwards
-(Monte Carlo arithmetic: Parker, UCLA CSD-970002, 1997). The disturbances come from a seeded generator in float64, so
-the size that they give is the same on every machine, and correlations (a row's common denominator) are in it.
-
-`assert_within_rounding` holds a result to SAFETY_FACTOR times that size, in the norm of its errors and in the largest.
-`assert_close_in_rounding` holds two evaluations in one type, neither of them the truth, to the same model of rounding,
-by hand.
+`assert_within_rounding` holds a result to SAFETY_FACTOR times the size of rounding errors, in the norm of its errors
+and in the largest. `assert_close_in_rounding` holds two evaluations in one type, neither of them the truth, to the same
+model of rounding, by hand.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-Results = Mapping[str, Tensor]
-SAFETY_FACTOR = 4.0
-"""Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
-NUM_DRAWS = 12
-"""Over which that distance is a root mean square."""
-ELEMENTARY_UNITS = 4.0
-"""Units that an exponential or logarithm may be off: 2 ulp in PyTorch, NumPy and CUDA's approximate instructions."""
+from megatron.utils.rounding import (
+    NUM_DRAWS,
+    SAFETY_FACTOR,
+    Results,
+    RoundingMode,
+    compute_excess,
+    compute_size_ratio,
+    draw_deviations,
+    estimate_rounding_sizes,
+)
 
-
-class RoundingMode(TorchDispatchMode):
-    """Disturbs every float64 operation within it as rounding in `dtype` would, autograd's backward pass included.
-
-    Half types multiply as kernels do: a product's factors are rounded to the type, and everything else is float32,
-    sums of products too. An operation without a rule is an error, so that none is taken for exact unseen.
-
-    Args:
-        dtype: the compute type.
-        seed: of the disturbances.
-        stored: whether matrix products (not convolutions) go through memory, and are rounded to the type once more.
-        throughout: whether every result is rounded to the type, as in code that nobody fused.
-    """
-
-    def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False, throughout: bool = False) -> None:
-        super().__init__()
-        self.dtype, self.stored, self.throughout = dtype, stored, throughout
-        self.unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
-        self.seed = seed
-        self.generators: dict[torch.device, torch.Generator] = {}
-
-    def noise(self, like: Tensor) -> Tensor:
-        """Uniform in ±u, of the tensor's shape, on its device."""
-        device = like.device
-        if device not in self.generators:
-            self.generators[device] = torch.Generator(device).manual_seed(self.seed)
-        drawn = torch.rand(like.shape, generator=self.generators[device], dtype=torch.float64, device=device)
-        return (2 * drawn - 1) * self.unit
-
-    def disturbed(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
-        """x·(1 + δ), |δ| ≤ units · u."""
-        return x + torch.nan_to_num(x, posinf=0.0, neginf=0.0) * units * self.noise(x)
-
-    def summed(self, x: Tensor, terms: float | Tensor, sizes: Tensor) -> Tensor:
-        """A sum x of so many terms, whose sizes add up to `sizes`."""
-        return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.noise(x)
-
-    def factor(self, x: Tensor) -> Tensor:
-        """A factor of a product: rounded to the type. What the type holds exactly, an input for example, stays."""
-        return x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and self.dtype.itemsize < 4 else x
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = func.overloadpacket
-        if packet in EXACT_OPS or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
-            return func(*args, **kwargs)
-        if packet in RULES_BY_OP:
-            found = RULES_BY_OP[packet](self, func, args, kwargs)
-            return tree_map(self.factor, found) if self.throughout else found
-        out = func(*args, **kwargs)
-        if not out.is_floating_point():
-            return out
-        if packet not in UNITS_BY_OP:
-            raise NotImplementedError(f"how {func} rounds is not in {__file__}")
-        disturbed = self.disturbed(out, UNITS_BY_OP[packet])
-        if self.throughout:
-            disturbed = self.factor(disturbed)
-        return out.copy_(disturbed) if func._schema.is_mutable else disturbed
-
-
-aten = torch.ops.aten
-EXACT_OPS = {
-    *(aten.view, aten._unsafe_view, aten.expand, aten.permute, aten.transpose, aten.t, aten.slice, aten.select),
-    *(aten.unsqueeze, aten.squeeze, aten.clone, aten.detach, aten.alias, aten._to_copy, aten.copy_, aten.where),
-    *(aten.masked_fill, aten.index, aten.cat, aten.constant_pad_nd, aten.neg, aten.abs, aten.relu, aten.clamp),
-    *(aten.threshold_backward, aten.maximum, aten.minimum, aten.zeros_like, aten.ones_like, aten.zeros, aten.full),
-    *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
-    *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
-    *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
-    *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select),
-}
-ARITHMETIC_OPS = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
-ARITHMETIC_OPS += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
-ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
-UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
-"""By how many units of roundoff an operation that works element by element is off."""
-
-
-def _sum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    x, *rest = args
-    out = func(x, *rest, **kwargs)
-    return mode.summed(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
-
-
-def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    x, *rest = args
-    return mode.summed(func(*args, **kwargs), func(torch.ones_like(x), *rest), func(x.abs(), *rest))
-
-
-def _product(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    a, b = (mode.factor(x) for x in args)
-    out = mode.summed(func(a, b), a.shape[-1], func(a.abs(), b.abs()))
-    return mode.factor(out) if mode.stored else out
-
-
-def _addmm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    c, a, b = args
-    a, b = mode.factor(a), mode.factor(b)
-    return mode.summed(func(c, a, b), a.shape[-1] + 1, func(c.abs(), a.abs(), b.abs()))
-
-
-def _convolution(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    x, weight, bias, *rest = args
-    x, weight = mode.factor(x), mode.factor(weight)
-    sizes = func(x.abs(), weight.abs(), None if bias is None else bias.abs(), *rest)
-    return mode.summed(func(x, weight, bias, *rest), weight[0].numel() + 1, sizes)
-
-
-def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Tensor | None, ...]:
-    gradient, x, weight, *rest = args
-    narrow, x, weight = mode.factor(gradient), mode.factor(x), mode.factor(weight)
-    found = list(func(narrow, x, weight, *rest))
-    if found[2] is not None:  # the constant's is a sum, not a product
-        found[2] = gradient.sum((0, *range(2, gradient.dim())))
-    sizes = func(gradient.abs(), x.abs(), weight.abs(), *rest)
-    pixels = gradient.numel() / gradient.shape[1]
-    counts = (weight.numel() / weight.shape[1], pixels, pixels)
-    return tuple(
-        None if out is None else mode.summed(out, count, size)
-        for out, count, size in zip(found, counts, sizes, strict=True)
-    )
-
-
-def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """Sums of the values with the same index."""
-    x, indices, values, *accumulate = args
-    if not (accumulate and accumulate[0]):
-        return func(*args, **kwargs)
-    zero = torch.zeros_like(x)
-    counts = func(zero, indices, torch.ones_like(values), True)
-    return mode.summed(func(x, indices, values, True), counts, func(zero, indices, values.abs(), True))
-
-
-def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """The exponent is rounded in its own size, base 2 and the subtraction included; a row shares its denominator."""
-    x, dim, *rest = args
-    exact = func(x, dim, *rest)
-    out = func(mode.disturbed(x, 2), dim, *rest)
-    common = torch.logsumexp(x, dim, keepdim=True).abs() + math.sqrt(x.shape[dim])
-    return mode.disturbed(out * (1 + common * mode.noise(common)), ELEMENTARY_UNITS).where(exact > 0, 0)
-
-
-def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    gradient, p, dim, *_ = args
-    terms = gradient * p
-    mean = mode.summed(terms.sum(dim, keepdim=True), p.shape[dim], terms.abs().sum(dim, keepdim=True))
-    return mode.disturbed(p * mode.disturbed(gradient - mean))
-
-
-def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    x, dim, *rest = args
-    out = func(mode.disturbed(x, 2), dim, *rest)
-    return mode.disturbed(out, ELEMENTARY_UNITS) + (math.sqrt(x.shape[dim[0]]) + ELEMENTARY_UNITS) * mode.noise(out)
-
-
-RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] = {
-    aten.sum: _sum,
-    aten.cumsum: _cumsum,
-    aten.mm: _product,
-    aten.bmm: _product,
-    aten.addmm: _addmm,
-    aten.convolution: _convolution,
-    aten.convolution_backward: _convolution_backward,
-    aten.index_put: _index_put,
-    aten._unsafe_index_put: _index_put,
-    aten._softmax: _softmax,
-    aten._softmax_backward_data: _softmax_backward,
-    aten.logsumexp: _logsumexp,
-}
-
-
-def draw_deviations(compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> list[dict[str, Tensor]]:
-    """Differences from `compute()` of NUM_DRAWS disturbed evaluations of it, which works in float64. `model` as
-    `RoundingMode` has it: stored, throughout."""
-    truth = compute()
-    found = []
-    for seed in range(NUM_DRAWS):
-        with RoundingMode(dtype, seed, **model):
-            drawn = compute()
-        found.append({name: drawn[name].detach() - exact.detach() for name, exact in truth.items()})
-    return found
-
-
-def compute_error_sizes(error: Tensor) -> Tensor:
-    """The two sizes of an error that are judged: its norm and its largest element."""
-    if not error.numel():
-        return torch.zeros(2, dtype=torch.float64)
-    return torch.stack([torch.linalg.vector_norm(error), error.abs().max()]).double().cpu()
-
-
-def estimate_rounding_sizes(
-    kinds: Mapping[str, torch.dtype],
-    truth: Results,
-    compute: Callable[[], Results],
-    dtype: torch.dtype,
-    **model: bool,
-) -> dict[str, Tensor]:
-    """The sizes (`compute_error_sizes`) of rounding errors: root mean squares over disturbed evaluations.
-
-    Args:
-        kinds: the type of each result, to which it is rounded once more.
-        truth: `compute()`.
-        compute, dtype, model: as in `draw_deviations`.
-    """
-    drawn = draw_deviations(compute, dtype, **model)
-    return {
-        name: torch.stack([compute_error_sizes((exact + one[name]).to(kinds[name]).double() - exact) for one in drawn])
-        .square()
-        .mean(0)
-        .sqrt()
-        for name, exact in truth.items()
-    }
-
-
-def compute_size_ratio(error: Tensor, size: Tensor) -> float:
-    """By how much an error exceeds a size: the larger of norm and maximum; ∞ for NaN."""
-    ratios = [
-        0.0 if mine == 0 else (mine / theirs).item()
-        for mine, theirs in zip(compute_error_sizes(error), size, strict=True)
-    ]
-    return math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios)
-
-
-def compute_excess(
-    found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool
-) -> dict[str, float]:
-    """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
-
-    Args:
-        found: results in any type, on any device. Their own type's rounding is allowed once more.
-        compute: the same results in float64, from the same inputs.
-        dtype, model: as in `RoundingMode`.
-    """
-    truth = {name: x.detach() for name, x in compute().items()}
-    assert found.keys() == truth.keys(), f"{sorted(found)} against {sorted(truth)}"
-    kinds = {name: x.dtype for name, x in found.items()}
-    size = estimate_rounding_sizes(kinds, truth, compute, dtype, **model)
-    result = {}
-    for name, exact in truth.items():
-        assert found[name].shape == exact.shape, name
-        result[name] = compute_size_ratio(found[name].detach().to(exact.device).double() - exact, size[name])
-    return result
+__all__ = [
+    "NUM_DRAWS",
+    "SAFETY_FACTOR",
+    "Results",
+    "RoundingMode",
+    "assert_close_in_rounding",
+    "assert_within_rounding",
+    "compute_excess",
+    "compute_size_ratio",
+    "compute_tolerance",
+    "count_gpt_sums",
+    "draw_deviations",
+    "estimate_rounding_sizes",
+]
 
 
 def assert_within_rounding(found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> None:
