@@ -44,11 +44,18 @@ class Segment:
 
     def select_tokens(self, x: Tensor, dim: int) -> Tensor:
         """What x has of the segment's tokens along `dim`, of its sequences along the first dimension."""
-        return x[self.sequences].narrow(dim, self.first_column, self.tokens.length)
+        return _select(x, self.sequences, dim, self.first_column, self.tokens.length)
 
     def select_context(self, x: Tensor, dim: int) -> Tensor:
         """What x, which holds all tokens so far along `dim`, has of those from index 0 to the segment's end."""
-        return x[self.sequences].narrow(dim, self.num_padding, self.tokens.stop)
+        return _select(x, self.sequences, dim, self.num_padding, self.tokens.stop)
+
+
+def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
+    """x itself where that is all of it: the gradient of a slice fills a whole tensor with zeros first."""
+    if isinstance(sequences, Tensor):
+        x = x[sequences]
+    return x if start == 0 and length == x.shape[dim] else x.narrow(dim, start, length)
 
 
 def no_sampling(length: int) -> None:
@@ -123,10 +130,17 @@ def add_position_embeddings(hidden: Tensor, encoding: Encoding, segments: Sequen
     return hidden + _scatter_outputs(embeddings, segments, hidden, dim=1) if embeddings else hidden
 
 
-def rotate_segments(x: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> Tensor:
-    """Queries or keys [B, H, T, d] turned by their positions."""
-    rotated = [encoding.rotate(segment.select_tokens(x, 2), segment.tokens) for segment in segments]
-    return _scatter_outputs(rotated, segments, x, dim=2)
+def rotate_segments(q: Tensor, k: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    """Queries [B, H, T, d] and keys [B, g, T, d] turned by their positions: their heads side by side, all at once."""
+    if not type(encoding).overrides_hook("rotate"):
+        return q, k
+    x = torch.cat([q, k], dim=1)
+    rotated = [
+        encoding.rotate(part, segment.tokens)
+        for part, segment in zip(_split_segments(x, segments, 2), segments, strict=True)
+    ]
+    q, k = _scatter_outputs(rotated, segments, x, dim=2).split([q.shape[1], k.shape[1]], dim=1)
+    return q, k
 
 
 def attend_segments(
@@ -145,16 +159,28 @@ def attend_segments(
         attend: from queries, keys and values of a segment, the keys beginning at index 0.
     """
     outputs = [
-        attend(segment.select_tokens(q, 2), segment.select_context(k, 2), segment.select_context(v, 2), segment)
-        for segment in segments
+        attend(rows, segment.select_context(k, 2), segment.select_context(v, 2), segment)
+        for rows, segment in zip(_split_segments(q, segments, 2), segments, strict=True)
     ]
     return _scatter_outputs(outputs, segments, q, dim=2)
 
 
+def _cover_all(segments: Sequence[Segment], length: int) -> bool:
+    """Do the segments, one after the other, have all tokens of all sequences?"""
+    all_sequences = all(isinstance(segment.sequences, slice) for segment in segments)
+    return all_sequences and sum(segment.tokens.length for segment in segments) == length
+
+
+def _split_segments(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
+    """What x has of the tokens of each segment along `dim`."""
+    if len(segments) > 1 and _cover_all(segments, x.shape[dim]):
+        return x.split([segment.tokens.length for segment in segments], dim)  # one gradient for all, unlike slices
+    return [segment.select_tokens(x, dim) for segment in segments]
+
+
 def _scatter_outputs(outputs: Sequence[Tensor], segments: Sequence[Segment], like: Tensor, dim: int) -> Tensor:
     """The outputs of all segments at the columns of their tokens along `dim`; zero where there are none."""
-    all_sequences = all(isinstance(segment.sequences, slice) for segment in segments)
-    if all_sequences and sum(segment.tokens.length for segment in segments) == like.shape[dim]:
+    if _cover_all(segments, like.shape[dim]):
         return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), dim=dim)
     shape = list(outputs[0].shape) if outputs else list(like.shape)
     shape[0], shape[dim] = like.shape[0], like.shape[dim]

@@ -21,7 +21,6 @@ own (h, unless queries are grouped), d head dimension.
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend
@@ -180,8 +179,9 @@ class PositionedAttention(MegatronModule):
         GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
-        q, k, v = (rearrange(x, "t b h d -> b h t d") for x in (query, key, value))
-        q, k = (rotate_segments(x, self.encoding, context.segments) for x in (q, k))
+        # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        q, k = rotate_segments(q, k, self.encoding, context.segments)
         if context.kv_cache is not None:
             k, v = context.kv_cache.extend(self.layer_index, k, v)
         segments = context.segments
@@ -192,7 +192,7 @@ class PositionedAttention(MegatronModule):
         k, v = (gather_sequence(x, self.groups) for x in (k, v))
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        return rearrange(attend_segments(q, k, v, segments, self._attend), "b h t d -> t b (h d)")
+        return attend_segments(q, k, v, segments, self._attend).permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
         query = segment.tokens

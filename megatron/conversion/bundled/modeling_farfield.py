@@ -93,7 +93,7 @@ class FarfieldAttention(nn.Module):
         )
         q = grouped_qkv[:, :, :, : self.queries_per_key].flatten(2, 3).transpose(1, 2)
         k, v = (grouped_qkv[:, :, :, index].transpose(1, 2) for index in (-2, -1))
-        q, k = (rotate_segments(x, encoding, segments) for x in (q, k))
+        q, k = rotate_segments(q, k, encoding, segments)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))

@@ -21,13 +21,14 @@ appendix A, with the rounding of its released code.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.numerics import promote_to_float32, rotary_frequencies
+from megatron.position.numerics import rotary_frequencies
 from megatron.position.token_range import TokenRange
 
 SCALINGS: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,8 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
 }
 """The options that each of them takes."""
+TURNS_KEPT = 4
+"""Ranges of tokens of which an encoding keeps cosines and sines: training's and evaluation's, and a rank's two."""
 _OPTIONAL = ("attention_factor",)
 _DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 
@@ -165,17 +168,68 @@ class Rotary(Encoding):
         self.scaling = RotaryScaling(
             scaling, factor, original_length, low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor
         )
+        self._turns: dict[tuple[TokenRange, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Radians per token of each pair, float64 [r/2]."""
         return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base)
 
     def rotate(self, x: Tensor, tokens: TokenRange) -> Tensor:
-        half = self.rotated // 2
-        # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
-        angle = tokens.positions(x.device).double()[:, None] * self.frequencies(x.device)
-        first, second = promote_to_float32(x[..., :half]), promote_to_float32(x[..., half : self.rotated])
-        cos, sin = ((self.scaling.amplitude * turn).to(first.dtype) for turn in (angle.cos(), angle.sin()))  # [T, r/2]
-        turned = [torch.addcmul(first * cos, second, -sin), torch.addcmul(second * cos, first, sin)]
-        result = torch.cat(turned, dim=-1).to(x.dtype)
-        return torch.cat([result, x[..., self.rotated :]], dim=-1) if self.rotated < x.shape[-1] else result
+        cos, sin = self._compute_turns(tokens, x.device, torch.promote_types(x.dtype, torch.float32))
+        return _Rotation.apply(x, cos, sin)
+
+    def _compute_turns(self, tokens: TokenRange, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, r] of each dimension's angle, the sines of the first half negative. The layers of a step and
+        the steps of a run ask for the same ones: the last few are kept."""
+        key = (tokens, device, dtype)
+        turns = self._turns.get(key)
+        if turns is None:
+            # What is kept may be asked for by training later: tensors of inference mode could not be.
+            with torch.inference_mode(False), torch.no_grad():
+                # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
+                angle = tokens.positions(device).double()[:, None] * self.frequencies(device)
+                cos, sin = ((self.scaling.amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
+                turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+            if len(self._turns) >= TURNS_KEPT:
+                del self._turns[next(iter(self._turns))]
+            self._turns[key] = turns
+        return turns
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies, and what is stored of the module, compute their own."""
+        return {**super().__getstate__(), "_turns": {}}
+
+
+class _Rotation(torch.autograd.Function):
+    """x·cos + swap(x)·sin, swap exchanging the halves of the dimensions that are turned; the others stay.
+
+    Written by hand, since autograd would cut and join the halves in each direction, and fill what it cuts with zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [..., T, d], cos and sin [T, r]; computed in their type."""
+        ctx.save_for_backward(cos, sin)
+        result, turned, swapped = _allocate_turned(x, cos.shape[-1])
+        torch.addcmul(x[..., : cos.shape[-1]] * cos, swapped, sin, out=turned)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The turn back: swap(sin) is −sin."""
+        cos, sin = ctx.saved_tensors
+        result, turned, swapped = _allocate_turned(grad, cos.shape[-1])
+        # Not addcmul, which may round once where the sum of two terms rounds each.
+        torch.sub(grad[..., : cos.shape[-1]] * cos, swapped * sin, out=turned)
+        return result, None, None
+
+
+def _allocate_turned(x: Tensor, rotated: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the result, in which what is not turned stands already; what of it will be turned; and x with the halves
+    of that exchanged."""
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned = result
+    if rotated < x.shape[-1]:
+        result[..., rotated:] = x[..., rotated:]
+        turned = result[..., :rotated]
+    return result, turned, x[..., :rotated].roll(rotated // 2, -1)
