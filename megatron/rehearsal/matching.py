@@ -1,0 +1,271 @@
+"""Do the ranks of a run agree on what they exchange? Where they do not, a real run hangs, or sums what does not belong
+together.
+
+    in every group      all members issue the same operations, sizes, types, reductions and roots, in the same order
+    between two ranks   each send meets a receive of as many elements of the same type, in the same order
+    across groups       no rank waits for one that waits for it: the calls are played through as if each had to end
+                        before its rank's next one, which is what NCCL asks for where communicators share ranks
+
+What is found is told once, however many groups repeat it.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.distributed.mesh import ParallelSizes
+from megatron.rehearsal.ledger import CollectiveCall, Communicator, Ledger, format_ranks
+
+LedgersByRank = Mapping[int, Ledger]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Ranks that do not agree."""
+
+    kind: str
+    """skipped, extra, order, differs, send, recv or deadlock."""
+    ranks: tuple[int, ...]
+    """Those that do otherwise than the rest of their group."""
+    communicator: Communicator
+    index: int
+    """Of the group's calls, from 0; of calls between two ranks, from 0 in their direction."""
+    message: str
+    """What they do and what the others do, with operations and lines."""
+
+    def describe(self, sizes: ParallelSizes | None = None) -> str:
+        """One line."""
+        subject = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {format_ranks(self.ranks)}"
+        return f"{subject}, {self.communicator.describe(sizes)}, call {self.index + 1}: {self.message}"
+
+
+def find_mismatches(ledgers: LedgersByRank, sizes: ParallelSizes | None = None) -> list[Mismatch]:
+    """Everything on which ranks do not agree, the same fault of several groups once.
+
+    Args:
+        ledgers: of the ranks that are known; what the others would do is not compared.
+        sizes: of the mesh, if equal faults of groups along the same dimensions shall count as one.
+    """
+    calls: dict[Communicator, dict[int, list[CollectiveCall]]] = defaultdict(dict)
+    for rank, ledger in ledgers.items():
+        for call in ledger.calls:
+            calls[call.communicator].setdefault(rank, []).append(call)
+    mismatches: list[Mismatch] = []
+    for communicator, by_rank in calls.items():
+        members = [rank for rank in communicator.ranks if rank in ledgers]
+        collectives = {rank: [c for c in by_rank.get(rank, ()) if not c.is_point_to_point] for rank in members}
+        mismatches += _match_collectives(communicator, collectives)
+        mismatches += _match_point_to_point(communicator, by_rank, set(members))
+    if not mismatches and (deadlock := find_deadlock(ledgers)) is not None:
+        mismatches.append(deadlock)
+    return _merge_repeated(mismatches)
+
+
+def _match_collectives(communicator: Communicator, calls: Mapping[int, Sequence[CollectiveCall]]) -> Iterable[Mismatch]:
+    """The first difference of each rank from what most members do."""
+    sequences = {rank: tuple(call.signature for call in own) for rank, own in calls.items()}
+    counts = Counter(sequences.values())
+    if len(counts) < 2:
+        return
+    # Of sequences that occur equally often, the first rank's: somebody has to be the one that is compared with.
+    expected = max(counts, key=lambda sequence: (counts[sequence], sequence == next(iter(sequences.values()))))
+    model = next(rank for rank, sequence in sequences.items() if sequence == expected)
+    others = [rank for rank, sequence in sequences.items() if sequence == expected]
+    for sequence in counts:
+        if sequence == expected:
+            continue
+        ranks = tuple(rank for rank, own in sequences.items() if own == sequence)
+        yield _describe_difference(communicator, ranks, calls[ranks[0]], others, calls[model])
+
+
+def _describe_difference(
+    communicator: Communicator,
+    ranks: tuple[int, ...],
+    own: Sequence[CollectiveCall],
+    others: Sequence[int],
+    expected: Sequence[CollectiveCall],
+) -> Mismatch:
+    length = min(len(own), len(expected))
+    index = next((i for i in range(length) if own[i].signature != expected[i].signature), length)
+    rest, rest_expected = own[index:], expected[index:]
+    they = f"rank {others[0]}" if len(others) == 1 else f"ranks {format_ranks(others)}"
+    if not rest:
+        missing = f"{they} issue{'s' if len(others) == 1 else ''} {rest_expected[0].describe()}"
+        what = f"no call more, where {missing} ({len(own)} calls against {len(expected)})"
+        return Mismatch("skipped", ranks, communicator, index, what)
+    if not rest_expected:
+        what = f"{rest[0].describe()}, where {they} issue{'s' if len(others) == 1 else ''} no more calls"
+        return Mismatch("extra", ranks, communicator, index, what)
+    (mine, theirs) = (rest[0], rest_expected[0])
+    after, after_expected = ([call.signature for call in calls[1:3]] for calls in (rest, rest_expected))
+    if after[:1] == [theirs.signature] and after_expected[:1] == [mine.signature]:
+        what = f"{mine.describe()} before {theirs.describe_operation()}, which {they} issue the other way round"
+        return Mismatch("order", ranks, communicator, index, f"{what} ({theirs.where[0] if theirs.where else '?'})")
+    if mine.signature in after_expected[:1] and len(rest) < len(rest_expected):
+        what = f"skips {theirs.describe()}, which {they} issue{'s' if len(others) == 1 else ''}"
+        return Mismatch("skipped", ranks, communicator, index, what)
+    if theirs.signature in after[:1] and len(rest) > len(rest_expected):
+        what = f"{mine.describe()}, which {they} do{'es' if len(others) == 1 else ''} not issue"
+        return Mismatch("extra", ranks, communicator, index, what)
+    what = f"{mine.describe()}, where {they} issue{'s' if len(others) == 1 else ''} {theirs.describe()}"
+    return Mismatch("differs", ranks, communicator, index, what)
+
+
+def _match_point_to_point(
+    communicator: Communicator, calls: Mapping[int, Sequence[CollectiveCall]], known: set[int]
+) -> Iterable[Mismatch]:
+    """Each send against the receive of the other side, in order."""
+    sent: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
+    received: dict[tuple[int, int], list[CollectiveCall]] = defaultdict(list)
+    for rank, own in calls.items():
+        for call in own:
+            if call.operation == "send" and call.peer in known:
+                sent[rank, call.peer].append(call)
+            elif call.operation == "recv" and call.peer in known:
+                received[call.peer, rank].append(call)
+    for source, target in sorted({*sent, *received}):
+        sends, receives = sent[source, target], received[source, target]
+        length = min(len(sends), len(receives))
+        index = next(
+            (i for i in range(length) if (sends[i].count, sends[i].dtype) != (receives[i].count, receives[i].dtype)),
+            length,
+        )
+        if index < length:
+            what = f"{sends[index].describe()}, which rank {target} takes by {receives[index].describe()}"
+            yield Mismatch("differs", (source,), communicator, index, what)
+        elif len(sends) > index:
+            what = f"{sends[index].describe()}, which rank {target} never receives"
+            yield Mismatch("send", (source,), communicator, index, what)
+        elif len(receives) > index:
+            what = f"{receives[index].describe()}, which rank {source} never sends"
+            yield Mismatch("recv", (target,), communicator, index, what)
+
+
+def find_deadlock(ledgers: LedgersByRank) -> Mismatch | None:
+    """Play the calls of all ranks through; the first rank that waits for ever, if one does.
+
+    A collective ends when all members have come to it, a receive when its message was sent; a send does not wait, and
+    calls that were handed over together wait together. Members that are not known are taken to be always there.
+    """
+    batches = {rank: _group_batches(ledger.calls) for rank, ledger in ledgers.items()}
+    positions = dict.fromkeys(ledgers, 0)
+    arrived: Counter[tuple[Communicator, int]] = Counter()
+    """Ranks that have come to the n-th collective of a group."""
+    issued: Counter[tuple[Communicator, int]] = Counter()
+    """Collectives of a group that a rank has begun."""
+    sent: Counter[tuple[Communicator, int, int]] = Counter()
+    received: Counter[tuple[Communicator, int, int]] = Counter()
+    needed = {
+        c.communicator: sum(r in ledgers for r in c.communicator.ranks)
+        for ledger in ledgers.values()
+        for c in ledger.calls
+    }
+    waiting: dict[int, list[tuple[CollectiveCall, int]]] = {}
+
+    def begin(rank: int) -> None:
+        calls = []
+        for call in batches[rank][positions[rank]]:
+            key = call.communicator
+            if call.operation == "send":
+                sent[key, rank, call.peer or 0] += 1
+            elif call.operation == "recv":
+                received[key, call.peer or 0, rank] += 1
+                calls.append((call, received[key, call.peer or 0, rank]))
+            else:
+                index = issued[key, rank]
+                issued[key, rank] += 1
+                arrived[key, index] += 1
+                calls.append((call, index))
+        waiting[rank] = calls
+
+    def is_over(rank: int) -> bool:
+        for call, index in waiting[rank]:
+            key = call.communicator
+            if call.operation == "recv":
+                if call.peer in ledgers and sent[key, call.peer, rank] < index:
+                    return False
+            elif arrived[key, index] < needed[key]:
+                return False
+        return True
+
+    ready = {rank for rank in ledgers if batches[rank]}
+    for rank in ready:
+        begin(rank)
+    pending = ready
+    while pending:
+        done = {rank for rank in pending if is_over(rank)}
+        if not done:
+            break
+        for rank in done:
+            positions[rank] += 1
+            if positions[rank] < len(batches[rank]):
+                begin(rank)
+            else:
+                pending = pending - {rank}
+    if not pending:
+        return None
+    return _describe_deadlock(pending, waiting, arrived, needed, issued, ledgers)
+
+
+def _group_batches(calls: Sequence[CollectiveCall]) -> list[list[CollectiveCall]]:
+    batches: list[list[CollectiveCall]] = []
+    for call in calls:
+        if batches and call.batch is not None and batches[-1][0].batch == call.batch:
+            batches[-1].append(call)
+        else:
+            batches.append([call])
+    return batches
+
+
+def _describe_deadlock(
+    pending: set[int],
+    waiting: Mapping[int, Sequence[tuple[CollectiveCall, int]]],
+    arrived: Mapping[tuple[Communicator, int], int],
+    needed: Mapping[Communicator, int],
+    issued: Mapping[tuple[Communicator, int], int],
+    ledgers: LedgersByRank,
+) -> Mismatch:
+    """The ranks that wait for each other in a circle, and where."""
+
+    def find_blocked(rank: int) -> tuple[CollectiveCall, int, int]:
+        """What a rank waits in, which of the group's calls that is, and for whom."""
+        for call, index in waiting[rank]:
+            if call.operation == "recv":
+                if call.peer in pending:
+                    return call, index - 1, call.peer
+            elif arrived[call.communicator, index] < needed[call.communicator]:
+                members = (r for r in call.communicator.ranks if r in ledgers)
+                return call, index, next(r for r in members if issued[call.communicator, r] <= index)
+        call, index = waiting[rank][0]
+        return call, index, rank
+
+    rank, path = min(pending), list[int]()
+    while rank not in path:
+        path.append(rank)
+        following = find_blocked(rank)[2]
+        if following not in pending:  # it has ended
+            break
+        rank = following
+    circle = tuple(path[path.index(rank) :]) if rank in path else tuple(path)
+    call, index, _ = find_blocked(circle[0])
+    steps = [f"rank {member} waits in {find_blocked(member)[0].describe()}" for member in circle[:4]]
+    what = "; ".join(steps) + ("; …" if len(circle) > 4 else "") + f"; for rank {find_blocked(circle[-1])[2]}"
+    return Mismatch("deadlock", circle, call.communicator, index, f"ranks wait for each other: {what}")
+
+
+def _merge_repeated(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+    """The same fault in groups of the same size once, with the number of the others."""
+    groups: dict[tuple[object, ...], list[Mismatch]] = defaultdict(list)
+    for mismatch in mismatches:
+        shape = (mismatch.kind, len(mismatch.communicator.ranks), mismatch.index, _without_ranks(mismatch.message))
+        groups[shape].append(mismatch)
+    merged = []
+    for first, *others in groups.values():
+        more = "" if not others else f" (and {len(others)} more like it, first rank {others[0].ranks[0]})"
+        merged.append(Mismatch(first.kind, first.ranks, first.communicator, first.index, first.message + more))
+    return merged
+
+
+def _without_ranks(message: str) -> str:
+    return re.sub(r"(root|to|from) rank \d+|ranks? [\d,…-]+", "", message)

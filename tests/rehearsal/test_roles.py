@@ -1,0 +1,81 @@
+"""Which ranks are run, and what becomes of their calls for the others."""
+
+import itertools
+
+import pytest
+
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.rehearsal.ledger import format_ranks, parse_calls, read_ledger
+from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection
+from megatron.utils.errors import RunError, UserError
+from tests.support.collective_programs import write_ledger
+
+MESHES = [ParallelSizes(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 2, 3))]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_two_ranks_of_each_stage_stand_for_all_others(sizes):
+    roles = choose_roles(sizes)
+    assert len(roles) <= 2 * sizes.pipeline
+    assert roles[0].rank == 0, "rank 0 writes"
+    stood_for = sorted(rank for role in roles for rank in role.stands_for)
+    assert stood_for == list(range(sizes.world_size))
+    for role in roles:
+        assert role.rank in role.stands_for
+        assert {Mesh(rank, sizes).pipeline.index for rank in role.stands_for} == {Mesh(role.rank, sizes).pipeline.index}
+    ends = {(Mesh(role.rank, sizes).context.index, Mesh(role.rank, sizes).dp_cp.index) for role in roles}
+    assert {(0, 0), (sizes.context - 1, sizes.context * sizes.data - 1)} <= ends
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_translated_calls_are_those_that_the_other_rank_issues_itself(sizes):
+    for role in choose_roles(sizes):
+        own = write_ledger(role.rank, sizes)
+        for rank in role.stands_for:
+            assert own.translate(rank, sizes) == write_ledger(rank, sizes)
+    for stage in list_stages(sizes):
+        assert len({write_ledger(rank, sizes).normalize(sizes) for rank in stage}) == 1
+
+
+def test_ranks_are_chosen_by_hand():
+    sizes = ParallelSizes(tensor=2, data=4, pipeline=2)
+    assert [role.rank for role in choose_roles(sizes, "all")] == list(range(16))
+    roles = choose_roles(sizes, [1, 6])
+    assert [(role.rank, role.stands_for) for role in roles] == [(1, (0, 1, 3, 5, 7)), (6, (2, 4, 6))]
+    assert choose_roles(sizes, [9])[0].stands_for == tuple(range(8, 16)), "stage 0 is stood for by nobody"
+    assert choose_roles(sizes)[1].describe(sizes) == "stage 0, data 3, tensor 1"
+    with pytest.raises(UserError, match="--ranks 16: there are 16 ranks, from 0"):
+        choose_roles(sizes, [3, 16])
+
+
+def test_selection_of_ranks():
+    assert parse_rank_selection("roles") == "roles"
+    assert parse_rank_selection("all") == "all"
+    assert parse_rank_selection("0, 5,60-62") == [0, 5, 60, 61, 62]
+    for text in ("", "first", "3-1", "1,", "-2"):
+        with pytest.raises(UserError, match="roles, all, or ranks such as"):
+            parse_rank_selection(text)
+
+
+def test_ranks_are_written_short():
+    assert format_ranks(range(64)) == "0-63"
+    assert format_ranks(range(0, 64, 4)) == "0,4,…,60"
+    assert format_ranks([0, 1, 2, 5]) == "0-2,5"
+
+
+def test_a_ledger_is_read_from_lines(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    line = (
+        '{"op": "broadcast", "group": {"name": "%s", "ranks": [4, 6]}, "count": 3, "dtype": "int64", "bytes": 24, '
+        '"peer": 1, "where": ["a.py:3", "b.py:4"]}'
+    )
+    path.write_text('{"kernel": "x"}\n' + "\n".join(line % name for name in ("7", "9", "7")) + "\n")
+    calls = read_ledger(path, 4).calls
+    assert [call.communicator.number for call in calls] == [0, 1, 0], "another group of the same ranks is another group"
+    assert (calls[0].peer, calls[0].communicator.ranks) == (6, (4, 6))
+    assert calls[0].describe() == "broadcast of 3 int64 root rank 6 (a.py:3)"
+    assert read_ledger(tmp_path / "none", 0).calls == ()
+    path.write_text('{"op": "broadcast", "gro')
+    with pytest.raises(RunError, match="not a ledger"):
+        read_ledger(path, 4)
+    assert list(parse_calls([{"launches": 3}])) == []

@@ -1,0 +1,54 @@
+"""What ranks of a mesh ask of NCCL in a training of all four parallel dimensions, written down rank by rank.
+
+Not read off any run: each rank's calls are written by its own coordinates, so that what a rehearsal makes of another
+rank's calls can be compared with them.
+"""
+
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.rehearsal.ledger import CollectiveCall, Communicator, Ledger
+
+LINE = "megatron/training/engine.py:1"
+
+
+def write_ledger(rank: int, sizes: ParallelSizes, *, layers: int = 2, micro_batches: int = 2) -> Ledger:
+    """A step of a rank: sums within layers, keys and values around the sequence, messages between stages, ZeRO's
+    reductions to every owner, and a broadcast of all ranks' first."""
+    mesh = Mesh(rank, sizes)
+    world, shards = tuple(range(sizes.world_size)), mesh.list_members("context", "data")
+    calls: list[CollectiveCall] = []
+
+    def add(operation: str, ranks: tuple[int, ...], count: int, peer: int | None = None, number: int = 0) -> None:
+        if len(ranks) > 1:
+            calls.append(
+                CollectiveCall(
+                    operation, Communicator(ranks, number), count, "bfloat16", 2 * count, peer, where=(LINE,)
+                )
+            )
+
+    stages, stage = mesh.list_members("pipeline"), mesh.pipeline.index
+    ring = mesh.list_members("context")
+    add("broadcast", world, 7, 0)
+    for _ in range(micro_batches):
+        if stage > 0:
+            add("recv", stages, 64, stages[stage - 1])
+        for _ in range(layers):
+            add("all_reduce", mesh.list_members("tensor"), 512)
+            add("all_gather", ring, 256)
+            place = ring.index(rank)
+            if len(ring) > 2:
+                add("send", ring, 128, ring[(place + 1) % len(ring)])
+                add("recv", ring, 128, ring[place - 1])
+        if stage < sizes.pipeline - 1:
+            add("send", stages, 64, stages[stage + 1])
+    for owner in shards:
+        add("reduce", shards, 1024, owner, number=1)
+    if stage in (0, sizes.pipeline - 1) and sizes.pipeline > 1:
+        add("all_reduce", (stages[0], stages[-1]), 2048)
+    add("all_reduce", mesh.list_members("tensor", "pipeline"), 1)
+    add("all_gather", shards, 4096, number=1)
+    return Ledger(rank, tuple(calls))
+
+
+def write_ledgers(sizes: ParallelSizes, **options: int) -> dict[int, Ledger]:
+    """All ranks' calls."""
+    return {rank: write_ledger(rank, sizes, **options) for rank in range(sizes.world_size)}
