@@ -4,6 +4,7 @@ What is compiled lies in the user's cache folder, under a name that holds the so
 a home that several kinds of machine share gets one for each. Where there is no compiler, callers do without.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -11,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -36,24 +37,20 @@ def build_library(folder: Path, arch_flags: tuple[str, ...] = ARCH_FLAGS) -> cty
     Raises:
         CompileError: no compiler was found, or it failed.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise CompileError(f"no C compiler was found ({', '.join(COMPILERS)})")
+    compiler = find_compiler()
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
     command = [compiler, *COMPILER_FLAGS, *arch_flags]
-    name = f"{folder.parent.name}-{_hash_sources(sources, command)}.so"
-    for find_folder in (_cache_folder, _temporary_folder):
+    name = f"{folder.parent.name}-{hash_sources(sources, command)}.so"
+    for cache_folder in iter_cache_folders():
         try:
-            return _load(find_folder(), name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+            return _load(cache_folder, name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
         except OSError as error:
             failed = error
     raise CompileError(f"what was compiled cannot be kept or loaded: {failed}")
 
 
 def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to somebody else")
+    open_cache_folder(folder)
     if (folder / name).exists():
         try:
             return ctypes.CDLL(str(folder / name))
@@ -62,27 +59,57 @@ def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
     # Ranks that begin together each compile their own, and the last one's stays.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         library = Path(own) / name
-        done = subprocess.run([*command, "-o", str(library), "-lm"], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            said = done.stderr.strip().splitlines() or ["it says nothing"]
-            error = next((line for line in said if "error" in line), said[0])
-            raise CompileError(f"{Path(command[0]).name} failed: {error}")
+        run_compiler([*command, "-o", str(library), "-lm"])
         library.replace(folder / name)
     return ctypes.CDLL(str(folder / name))
 
 
-def _cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
-    except RuntimeError as error:  # Path.home: this user has none
-        raise FileNotFoundError(str(error)) from error
+def find_compiler() -> str:
+    """The path of this machine's C compiler.
+
+    Raises:
+        CompileError: there is none.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise CompileError(f"no C compiler was found ({', '.join(COMPILERS)})")
+    return compiler
 
 
-def _temporary_folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
+def run_compiler(command: Sequence[str]) -> None:
+    """Run a compiler.
+
+    Raises:
+        CompileError: it failed; names its first error.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["it says nothing"]
+        error = next((line for line in said if "error" in line), said[0])
+        raise CompileError(f"{Path(command[0]).name} failed: {error}")
 
 
-def _hash_sources(sources: Sequence[Path], command: Sequence[str]) -> str:
+def iter_cache_folders() -> Iterator[Path]:
+    """Where what was compiled may be kept: the user's cache folder, else a folder of this user's beside everybody's
+    temporary files."""
+    with contextlib.suppress(RuntimeError):  # Path.home: this user has none
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
+    yield Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
+
+
+def open_cache_folder(folder: Path) -> None:
+    """Make a folder for what is compiled, if it is not there.
+
+    Raises:
+        OSError: it cannot be made, or it is somebody else's.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} belongs to somebody else")
+
+
+def hash_sources(sources: Sequence[Path], command: Sequence[str]) -> str:
+    """A name for what a compiler makes: the same for the same compiler, flags, sources and processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
     parts = [*(path.read_text(encoding="utf-8") for path in sources), *command, version, _describe_processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

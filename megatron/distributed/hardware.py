@@ -61,7 +61,7 @@ def detect_memory() -> int | None:
 
 def count_gpus() -> int:
     """NVIDIA GPUs that this process may use; 0 where torch was built without CUDA."""
-    if not _torch_has_cuda():
+    if not torch_has_cuda():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = _count_installed_gpus()
@@ -76,8 +76,8 @@ def count_gpus() -> int:
     return count
 
 
-def _torch_has_cuda() -> bool:
-    """`torch.version.cuda`, read from the file instead of imported."""
+def torch_has_cuda() -> bool:
+    """Is the installed torch a CUDA build? `torch.version.cuda`, read from the file instead of imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,1 +1,4 @@
-"""A training rehearsed without a GPU: the real run, rank by rank, on a null CUDA device."""
+"""GPU jobs without a GPU: the real training process on a CUDA device that keeps books and computes nothing.
+
+`null_device/` is that device; what is here runs a job's ranks on it and compares what they did.
+"""

@@ -23,7 +23,7 @@ def machine(monkeypatch, tmp_path):
     (tmp_path / "dev").mkdir()
     (tmp_path / "bin").mkdir()
     monkeypatch.setattr(hardware, "DEVICE_FOLDER", tmp_path / "dev")
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return tmp_path
@@ -58,7 +58,7 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
     (tmp_path / "torch" / "version.py").write_text(f"hip = '6'\ncuda: Optional[str] = {cuda}\n")
     spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: spec)
-    assert hardware._torch_has_cuda() == has
+    assert hardware.torch_has_cuda() == has
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has)
     ],
 )
 def test_visible_devices(monkeypatch, visible, count):
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: True)
     monkeypatch.setattr(hardware, "_count_installed_gpus", lambda: 4)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -86,11 +86,11 @@ def test_visible_devices(monkeypatch, visible, count):
 
 
 def test_torch_built_without_cuda_has_no_gpus(monkeypatch):
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: False)
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
     monkeypatch.setattr(hardware, "_count_installed_gpus", lambda: 4)
     assert hardware.count_gpus() == 0
     monkeypatch.undo()
-    assert hardware._torch_has_cuda() == (torch.version.cuda is not None)
+    assert hardware.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_cores():

@@ -1,0 +1,79 @@
+"""Switches the null device on in this process, before it imports torch.
+
+`sitecustomize` calls it at the start of the interpreter, so it imports no more than it must: modules are changed when
+the process itself imports them.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE, LONE_RANK_VARIABLE
+from megatron.rehearsal.null_device.library import load_library
+
+
+def activate() -> None:
+    """Have modules changed when they are imported, as this process's environment wants it.
+
+    Raises:
+        RuntimeError: the library is not in the place of the CUDA runtime in this process.
+    """
+    load_library()
+    sys.meta_path.insert(0, _ChangedModules(_collect_changes()))
+
+
+def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
+    """What is done to which module, right after it was imported."""
+    # These modules import nothing but the standard library until they are called.
+    from megatron.rehearsal.null_device import lone_rank, recorder, summary, values
+
+    changes: dict[str, list[Callable[[Any], None]]] = {}
+    for name, change in values.CHANGES.items():
+        changes.setdefault(name, []).append(change)
+    if os.environ.get(LONE_RANK_VARIABLE):
+        for name, change in lone_rank.CHANGES.items():
+            changes.setdefault(name, []).append(change)
+    if folder := os.environ.get(LEDGER_VARIABLE):
+        changes.setdefault("torch.distributed.distributed_c10d", []).append(recorder.start_recording(folder))
+        changes.setdefault("torch", []).append(summary.write_summary_at_exit(folder))
+
+    def join(parts: list[Callable[[Any], None]]) -> Callable[[ModuleType], None]:
+        def change(module: ModuleType) -> None:
+            for part in parts:
+                part(module)
+
+        return change
+
+    return {name: join(parts) for name, parts in changes.items()}
+
+
+class _ChangedModules(importlib.abc.MetaPathFinder):
+    """Finds modules as ever, and changes some of them once they are loaded."""
+
+    def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
+        self._searching = False
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in self._changes or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is None or spec.loader is None:
+            return None
+        execute, change = spec.loader.exec_module, self._changes[fullname]
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,150 @@
+"""Builds the null device's library for the torch that is installed, once, with the system's C compiler.
+
+`native/` holds what has an answer. Every other function that torch's libraries ask of CUDA, cuBLAS, cuDNN and NCCL is
+generated here, from the libraries' own lists of undefined symbols, and returns success: a torch that needs more of them
+gets more of them. Which of those were called is told at the end of a process (`summary.py`).
+"""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.jit_build import (
+    CompileError,
+    find_compiler,
+    hash_sources,
+    iter_cache_folders,
+    open_cache_folder,
+    run_compiler,
+)
+from megatron.distributed.hardware import torch_has_cuda
+from megatron.utils.errors import UserError
+
+SOURCES = Path(__file__).parent / "native"
+LIBRARY = "libcuda.so.1"
+"""The driver's own name, by which Triton and PyTorch load it."""
+INSTALL_CUDA_TORCH = "pip install 'torch==2.13.0,!=2.13.0+cpu'"
+
+_OURS = re.compile(r"^(cuda|__cuda|cublas|cudnn|nccl)")
+_FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{LIBRARY}")
+
+
+@dataclass(frozen=True)
+class NullDevice:
+    """A library that was built."""
+
+    folder: Path
+    """Holds it, as `libcuda.so.1`."""
+
+    @property
+    def library(self) -> Path:
+        return self.folder / LIBRARY
+
+
+def build_null_device() -> NullDevice:
+    """The library for the installed torch and Triton; built at the first call, then kept in the user's cache folder.
+
+    Raises:
+        UserError: torch is the build for CPUs, there is no compiler, or headers or symbols are missing; says which.
+    """
+    site_packages = _find_cuda_torch()
+    try:
+        return _build(site_packages)
+    except CompileError as error:
+        raise UserError(f"the null device cannot be built: {error}") from error
+
+
+def _find_cuda_torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise UserError(f"the null device needs torch: {INSTALL_CUDA_TORCH}")
+    if not torch_has_cuda():
+        raise UserError(
+            f"the null device needs the CUDA build of torch (no GPU and no driver), and the build for CPUs is "
+            f"installed: {INSTALL_CUDA_TORCH}"
+        )
+    return Path(spec.origin).parent.parent
+
+
+def _build(site_packages: Path) -> NullDevice:
+    compiler = find_compiler()
+    sources = sorted([*SOURCES.glob("*.c"), *SOURCES.glob("*.h")])
+    command = [compiler, *_FLAGS, *(f"-I{folder}" for folder in _find_headers(site_packages))]
+    versions = [(site_packages / "torch" / "version.py"), Path(__file__)]
+    name = f"null-device-{hash_sources([*sources, *versions], command)}"
+    failed: OSError | None = None
+    for cache_folder in iter_cache_folders():
+        try:
+            open_cache_folder(cache_folder)
+            folder = cache_folder / name
+            if not (folder / LIBRARY).is_file():
+                _compile(command, sources, site_packages, folder)
+            return NullDevice(folder)
+        except OSError as error:
+            failed = error
+    raise CompileError(f"what was compiled cannot be kept: {failed}")
+
+
+def _find_headers(site_packages: Path) -> list[Path]:
+    """CUDA's headers, which torch's and Triton's packages bring: `cuda_runtime_api.h` and what it includes."""
+    runtime = sorted(site_packages.glob("nvidia/cu*/include/cuda_runtime_api.h"))
+    triton = site_packages / "triton/backends/nvidia/include"
+    if not runtime or not (triton / "crt/host_defines.h").is_file():
+        raise CompileError("CUDA's headers are missing, which the packages of torch's CUDA build and Triton bring")
+    return [runtime[-1].parent, triton]
+
+
+def _compile(command: list[str], sources: list[Path], site_packages: Path, folder: Path) -> None:
+    files = [str(path) for path in sources if path.suffix == ".c"]
+    # Processes that begin together each compile their own, and the first one's stays.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as own:
+        written = Path(own) / "stubs.c"
+        run_compiler([*command, *files, "-o", f"{own}/answers.so", "-ldl"])
+        answered = _list_symbols(Path(own) / "answers.so", "--defined-only")
+        needed = set[str]()
+        for library in sorted((site_packages / "torch" / "lib").glob("*.so*")):
+            needed |= {name for name in _list_symbols(library, "--undefined-only") if _OURS.match(name)}
+        header = next(folder for folder in _find_headers(site_packages)) / "cuda.h"
+        needed |= _list_driver_functions(header.read_text(encoding="utf-8", errors="replace"))
+        written.write_text(_render_stubs(sorted(needed - answered)), encoding="utf-8")
+        built = Path(own) / "built"
+        built.mkdir()
+        run_compiler([*command, *files, str(written), "-o", str(built / LIBRARY), "-ldl"])
+        if not folder.exists():
+            try:
+                built.rename(folder)
+            except OSError:
+                if not (folder / LIBRARY).is_file():
+                    raise
+        elif not (folder / LIBRARY).is_file():
+            shutil.copy(built / LIBRARY, folder / LIBRARY)
+
+
+def _list_symbols(library: Path, which: str) -> set[str]:
+    """The names that a library defines, or those that it expects of others."""
+    tool = shutil.which("nm")
+    if tool is None:
+        raise CompileError("nm was not found, which comes with the compiler's binutils")
+    done = subprocess.run([tool, "-D", which, str(library)], capture_output=True, text=True, check=False)
+    return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
+
+
+def _list_driver_functions(header: str) -> set[str]:
+    """All functions of the driver: PyTorch asks for them by name while it runs."""
+    functions = set(re.findall(r"CUDAAPI\s+(cu[A-Z]\w+)\s*\(", header))
+    versioned = dict(re.findall(r"#define\s+(cu[A-Z]\w+)\s+(cu\w+_v\d+)\b", header))
+    return functions | set(versioned) | set(versioned.values())
+
+
+def _render_stubs(names: list[str]) -> str:
+    lines = [
+        "/* Generated: functions that are answered with success alone. */",
+        "const char *const null_device_stub_names[] = {" + "".join(f'"{name}", ' for name in names) + "0};",
+        f"long null_device_stub_calls[{len(names) + 1}];",
+        *(f"long {name}(void) {{ null_device_stub_calls[{i}]++; return 0; }}" for i, name in enumerate(names)),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,144 @@
+"""One process as one rank of a job whose other ranks do not run.
+
+It meets the others in a store that answers for them, its groups over NCCL are real ones that exchange nothing, and
+those over gloo are torch's fake ones. What ranks tell each other on the host is answered with this rank's own value;
+what the first rank broadcasts is kept in the ledger's folder for the ranks that are rehearsed after it.
+"""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.rehearsal.null_device.environment import LEDGER_VARIABLE
+
+
+def _make_store(c10d: Any) -> Any:
+    class LoneStore(c10d.Store):
+        """A store in memory in which every other rank has said already what this one waits for."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: dict[str, bytes] = {}
+
+        def set(self, key: str, value: str | bytes) -> None:
+            self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+        def get(self, key: str) -> bytes:
+            if key not in self.values:
+                # An id of NCCL's, which the first rank of a group would have left: the same for all its members.
+                self.values[key] = hashlib.sha256(key.encode()).hexdigest()[:32].encode().ljust(128, b"\0")
+            return self.values[key]
+
+        def add(self, key: str, amount: int) -> int:
+            total = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(total).encode()
+            return max(total, int(os.environ["WORLD_SIZE"]))
+
+        def wait(self, *args: Any) -> None:
+            pass
+
+        def check(self, keys: list[str]) -> bool:
+            return all(key in self.values for key in keys)
+
+        def delete_key(self, key: str) -> bool:
+            return self.values.pop(key, None) is not None
+
+        def num_keys(self) -> int:
+            return len(self.values)
+
+        def list_keys(self) -> list[str]:
+            return list(self.values)
+
+        def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+            self.set(key, desired)
+            return self.values[key]
+
+        def append(self, key: str, value: str | bytes) -> None:
+            self.values[key] = self.values.get(key, b"") + (value if isinstance(value, bytes) else value.encode())
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [self.get(key) for key in keys]
+
+        def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+            for key, value in zip(keys, values, strict=True):
+                self.set(key, value)
+
+        def set_timeout(self, timeout: Any) -> None:
+            pass
+
+        def has_extended_api(self) -> bool:
+            return False
+
+        def clone(self) -> "LoneStore":
+            return self
+
+    return LoneStore()
+
+
+_kept: list[Any] = []
+"""torch keeps no reference to a store that is written in Python."""
+
+
+def _change_c10d(c10d: Any) -> None:
+    init_process_group, new_group = c10d.init_process_group, c10d.new_group
+
+    def init_lone_group(backend: str | None = None, **options: Any) -> None:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 — registers the backend
+
+        known = {key: options[key] for key in ("rank", "world_size", "device_id", "timeout") if key in options}
+        if known.get("world_size", 1) == 1:
+            init_process_group(backend, **options)
+            return
+        _kept.append(_make_store(c10d))
+        name = "fake" if backend == "gloo" else "cpu:fake,cuda:nccl"
+        init_process_group(name, store=_kept[-1], **known)
+
+    def make_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any) -> Any:
+        known = None if backend is None else {"gloo": "fake", "nccl": "cpu:fake,cuda:nccl"}.get(backend, backend)
+        if c10d.get_world_size() == 1:
+            known = backend
+        return new_group(ranks, timeout, known, **options)
+
+    c10d.init_process_group, c10d.new_group = init_lone_group, make_group
+    c10d.all_gather_object = _all_gather_object
+    c10d.gather_object = _gather_object
+    c10d.broadcast_object_list = _make_broadcast(c10d)
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _make_broadcast(c10d: Any) -> Callable[..., None]:
+    counts: dict[str, int] = {}
+
+    def broadcast(
+        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        folder = os.environ.get(LEDGER_VARIABLE)
+        if folder is None:
+            return
+        group = c10d._get_default_group() if group is None else group
+        root = src if src is not None else c10d.get_global_rank(group, group_src or 0)
+        name = str(group.group_name)
+        counts[name] = counts.get(name, 0) + 1
+        path = Path(folder) / "objects" / f"{name}-{counts[name]}.pickle"
+        if c10d.get_rank() == root:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(pickle.dumps(object_list))
+        elif path.is_file():
+            object_list[:] = pickle.loads(path.read_bytes())  # written by a rank of this rehearsal
+
+    return broadcast
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _change_c10d}
+"""What is changed in which module, once it is imported."""

@@ -1,0 +1,187 @@
+"""Writes down every collective of this process: over NCCL as the null device's library sees it, over gloo as it is
+called.
+
+The ledger of rank r is `rank-r.jsonl` in the ledger's folder. A line of it is a group that the rank is a member of,
+
+    {"group": "3", "ranks": [0, 4, 8, 12]}
+
+or an operation in the order in which the rank issued it:
+
+    {"op": "all_reduce", "group": "3", "count": 1024, "dtype": "bf16", "bytes": 2048, "batch": 7, "device": "cuda",
+     "where": ["megatron/distributed/collectives.py:41 all_reduce_sum_", …]}
+
+with `peer` (a rank of the job: the root, or the other side of a send) and `reduction` where there are such. `batch` is
+the same for what NCCL issues together, without an order among it. `where` has our innermost lines first.
+"""
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.rehearsal.null_device.library import listen_to_collectives
+
+ROOT = str(Path(__file__).parents[3]) + os.sep
+DTYPES = ("i8", "u8", "i32", "u32", "i64", "u64", "fp16", "fp32", "fp64", "bf16", "fp8_e4m3", "fp8_e5m2")
+"""NCCL's types by their number."""
+SIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
+REDUCTIONS = ("sum", "prod", "max", "min", "avg")
+MAX_FRAMES = 4
+
+
+def get_ledger_path(folder: str | Path, rank: int) -> Path:
+    """Where a rank's ledger is."""
+    return Path(folder) / f"rank-{rank}.jsonl"
+
+
+def start_recording(folder: str) -> Callable[[Any], None]:
+    """What is to be done to torch.distributed so that this process's collectives are written down."""
+
+    def change(c10d: Any) -> None:
+        global _recorder
+        _recorder = CollectiveRecorder(folder, c10d)
+        listen_to_collectives(_recorder.hear)
+        _recorder.watch_host_collectives()
+
+    return change
+
+
+_recorder: "CollectiveRecorder | None" = None
+
+
+def get_recorder() -> "CollectiveRecorder | None":
+    """This process's recorder, if it has one."""
+    return _recorder
+
+
+class CollectiveRecorder:
+    """The ledger of this process.
+
+    Args:
+        folder: of the ledger.
+        c10d: torch.distributed.distributed_c10d.
+    """
+
+    def __init__(self, folder: str, c10d: Any) -> None:
+        self._c10d = c10d
+        self._folder = Path(folder)
+        self._file: Any = None
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[str, list[int]]] = {}
+        """Of a communicator of NCCL, torch's group and its ranks."""
+        self._told: set[str] = set()
+        self._depth = 0
+        self._batch = 0
+
+    def write(self, **line: Any) -> None:
+        """Add a line to the ledger."""
+        with self._lock:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                path = get_ledger_path(self._folder, int(os.environ.get("RANK", "0")))
+                self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file.write(json.dumps(line) + "\n")
+
+    def hear(
+        self, op: str, communicator: str, size: int, rank: int, count: int, dtype: int, peer: int, reduction: int,
+        sent: int, received: int,
+    ) -> None:  # fmt: skip
+        """A call of NCCL."""
+        if op == "group_start":
+            self._batch += self._depth == 0
+            self._depth += 1
+            return
+        if op == "group_end":
+            self._depth -= 1
+            return
+        if op in ("init", "split"):
+            self._groups[communicator] = _find_group(size)
+            return
+        group, ranks = self._groups.get(communicator, (communicator, []))
+        self._batch += self._depth == 0
+        line: dict[str, Any] = {"count": count, "dtype": DTYPES[dtype], "bytes": count * SIZES[dtype]}
+        if peer >= 0:
+            line["peer"] = ranks[peer] if ranks else peer
+        if 0 <= reduction < len(REDUCTIONS):
+            line["reduction"] = REDUCTIONS[reduction]
+        self._tell_group(group, ranks)
+        self.write(op=op, group=group, **line, batch=self._batch, device="cuda", where=list_own_frames())
+
+    def _tell_group(self, group: str, ranks: list[int]) -> None:
+        if group not in self._told:
+            self._told.add(group)
+            self.write(group=group, ranks=ranks)
+
+    def hear_host(self, op: str, group: Any, **line: Any) -> None:
+        """A collective over the host."""
+        c10d = self._c10d
+        group = c10d._get_default_group() if group is None else group
+        name = str(group.group_name)
+        self._tell_group(name, c10d.get_process_group_ranks(group))
+        self._batch += 1
+        self.write(op=op, group=name, **line, batch=self._batch, device="cpu", where=list_own_frames())
+
+    def watch_host_collectives(self) -> None:
+        """Write down what goes over gloo: tensors of the host and objects."""
+        c10d = self._c10d
+
+        def watch_tensors(name: str, position: int, peer: str | None = None) -> None:
+            real = getattr(c10d, name)
+
+            @functools.wraps(real)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                tensor: Any = args[position] if len(args) > position else None
+                if isinstance(tensor, list | tuple) and tensor:
+                    tensor = tensor[0]
+                if tensor is not None and hasattr(tensor, "is_cuda") and not tensor.is_cuda:
+                    size = {"count": tensor.numel(), "dtype": str(tensor.dtype).removeprefix("torch.")}
+                    self.hear_host(name, kwargs.get("group"), **size, bytes=tensor.numel() * tensor.element_size())
+                return real(*args, **kwargs)
+
+            setattr(c10d, name, call)
+
+        for name, position in (
+            ("all_reduce", 0), ("broadcast", 0), ("reduce", 0), ("all_gather", 1), ("all_gather_into_tensor", 1),
+            ("reduce_scatter_tensor", 1), ("gather", 0), ("scatter", 0),
+        ):  # fmt: skip
+            watch_tensors(name, position)
+
+        def watch_objects(name: str) -> None:
+            real = getattr(c10d, name)
+
+            @functools.wraps(real)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.hear_host(name, kwargs.get("group"))
+                return real(*args, **kwargs)
+
+            setattr(c10d, name, call)
+
+        for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+            watch_objects(name)
+
+
+def _find_group(size: int) -> tuple[str, list[int]]:
+    """Which of torch's groups a communicator is being made for: what makes it is on the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_new_process_group_helper":
+            ranks = list(frame.f_locals["global_ranks_in_group"])
+            return str(frame.f_locals["group_name"]), ranks or list(range(frame.f_locals["group_size"]))
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"unnamed group of {size}", []
+
+
+def list_own_frames() -> list[str]:
+    """The innermost lines of the project that are being run, without those of the rehearsal."""
+    frames: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(frames) < MAX_FRAMES:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOT) and "/rehearsal/" not in path and "site-packages" not in path:
+            frames.append(f"{path.removeprefix(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return frames

@@ -1,0 +1,148 @@
+"""What values that the host reads from the null device mean: the one place that decides it.
+
+Kernels do not run, so what the host reads of their results is what lies there: zeros, or what an older tensor left.
+Numbers of it have no meaning, and nothing may be concluded from them. But the host also decides by them: a loss that is
+not finite ends a run, a gradient that is not finite skips a step. So that a job goes its ordinary way,
+
+    a number read from the device      is what lies there if it is ordinary (finite, at most 10⁴), else 1
+    is it finite?                      yes
+    is it infinite, is it no number?   no
+    did a gradient overflow?           no; the collectives that ask all ranks take place
+    the first rank's list of numbers   equal to this rank's; the broadcast takes place
+
+A rehearsal therefore never takes the branches of a run whose numbers go wrong: a skipped step, a rollback, an early
+end. cuDNN's attention is switched off, whose planning asks more of the card than there is.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+LARGEST = 1e4
+"""The largest number that is believed; what an old tensor left may be anything."""
+
+
+def _change_torch(torch: Any) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    tensor = torch.Tensor
+
+    def answer(name: str, value: bool) -> None:
+        real = getattr(torch, name)
+
+        @functools.wraps(real)
+        def ask(input: Any, *args: Any, **kwargs: Any) -> Any:
+            if not input.is_cuda:
+                return real(input, *args, **kwargs)
+            result = torch.full(input.shape, value, dtype=torch.bool).to(input.device)
+            result.null_device_answer = value
+            return result
+
+        setattr(torch, name, ask)
+        setattr(tensor, name, ask)
+
+    answer("isfinite", True)
+    answer("isnan", False)
+    answer("isinf", False)
+
+    def reduce_answer(name: str) -> None:
+        real = getattr(tensor, name)
+
+        @functools.wraps(real)
+        def reduce(self: Any, *args: Any, **kwargs: Any) -> Any:
+            value = getattr(self, "null_device_answer", None)
+            if value is None or args or kwargs:
+                return real(self, *args, **kwargs)
+            real(self)  # the launch takes place
+            return torch.tensor(value).to(self.device)
+
+        setattr(tensor, name, reduce)
+
+    reduce_answer("all")
+    reduce_answer("any")
+
+    def believe(name: str) -> None:
+        real = getattr(tensor, name)
+
+        @functools.wraps(real)
+        def read(self: Any) -> Any:
+            value = real(self)
+            return _to_ordinary(value) if self.is_cuda else value
+
+        setattr(tensor, name, read)
+
+    for name in ("item", "tolist", "__float__"):
+        believe(name)
+
+    # A tensor's text is made of its values, by loops over values that are not there.
+    describe = tensor.__repr__
+
+    def represent(self: Any, *, tensor_contents: Any = None) -> str:
+        if not self.is_cuda:
+            return str(describe(self, tensor_contents=tensor_contents))
+        return f"tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    tensor.__repr__ = represent
+
+
+def _change_parameter(parameter: Any) -> None:
+    describe = parameter.Parameter.__repr__
+
+    def represent(self: Any) -> str:
+        return f"Parameter containing:\n{self.data!r}" if self.is_cuda else str(describe(self))
+
+    parameter.Parameter.__repr__ = represent
+
+
+def _to_ordinary(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_ordinary(part) for part in value]
+    if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= LARGEST):
+        return 1.0
+    return value
+
+
+def _run_and_answer(owner: Any, name: str, answer: Callable[..., Any]) -> None:
+    """Have a function run as it is, and return something else.
+
+    Raises:
+        RuntimeError: there is no such function; this DeepSpeed is another than this file knows.
+    """
+    real = getattr(owner, name, None)
+    if real is None:
+        raise RuntimeError(f"{getattr(owner, '__name__', owner)} has no {name}: the installed DeepSpeed is not known")
+
+    @functools.wraps(real)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        return answer(*args, **kwargs)
+
+    setattr(owner, name, run)
+
+
+def _change_deepspeed_utils(utils: Any) -> None:
+    _run_and_answer(utils, "is_invalid_grad_norm", lambda norm: False)
+    _run_and_answer(utils.CheckOverflow, "has_overflow", lambda *args, **kwargs: False)
+
+
+def _change_stages_1_and_2(module: Any) -> None:
+    _run_and_answer(module.DeepSpeedZeroOptimizer, "has_overflow", lambda *args, **kwargs: False)
+
+
+def _change_stage_3(module: Any) -> None:
+    _run_and_answer(module.DeepSpeedZeroOptimizer_Stage3, "has_overflow", lambda *args, **kwargs: False)
+
+
+def _change_zero_utils(utils: Any) -> None:
+    _run_and_answer(utils, "get_lst_from_rank0", lambda lst: lst)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "torch": _change_torch,
+    "torch.nn.parameter": _change_parameter,
+    "deepspeed.runtime.utils": _change_deepspeed_utils,
+    "deepspeed.runtime.zero.stage_1_and_2": _change_stages_1_and_2,
+    "deepspeed.runtime.zero.stage3": _change_stage_3,
+    "deepspeed.runtime.zero.utils": _change_zero_utils,
+}
+"""What is changed in which module, once it is imported."""
