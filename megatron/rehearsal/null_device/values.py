@@ -4,7 +4,7 @@ Kernels do not run, so what the host reads of their results is what lies there: 
 Numbers of it have no meaning, and nothing may be concluded from them. But the host also decides by them: a loss that is
 not finite ends a run, a gradient that is not finite skips a step. So that a job goes its ordinary way,
 
-    a number read from the device      is what lies there if it is ordinary (finite, at most 10⁴), else 1
+    a number read from the device      is what lies there if it is ordinary (0 … 10⁴), else 1
     is it finite?                      yes
     is it infinite, is it no number?   no
     did a gradient overflow?           no; the collectives that ask all ranks take place
@@ -15,12 +15,11 @@ end. cuDNN's attention is switched off, whose planning asks more of the card tha
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 LARGEST = 1e4
-"""The largest number that is believed; what an old tensor left may be anything."""
+"""The largest number that is believed; what an old tensor left may be anything. Losses and norms are not negative."""
 
 
 def _change_torch(torch: Any) -> None:
@@ -97,7 +96,7 @@ def _change_parameter(parameter: Any) -> None:
 def _to_ordinary(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_ordinary(part) for part in value]
-    if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= LARGEST):
+    if isinstance(value, float) and not 0.0 <= value <= LARGEST:
         return 1.0
     return value
 
