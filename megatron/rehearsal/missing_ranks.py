@@ -1,0 +1,183 @@
+"""The files that ranks which do not run would have written into a checkpoint, so that it becomes whole.
+
+Every element of every parameter lies in the file of one rank (`megatron.checkpoint.sharded_state`). What the ranks that
+ran did not write of a parameter is divided among those of their pipeline stage and place along the tensor dimension
+that did not run, laid end to end and cut into equal parts, much as ZeRO does. Their files have the sizes and the
+headers of real ones, and zeros for values, so rank 0 merges them, and ranks verify and resume from them, by the code of
+a real run.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from megatron.checkpoint.engine_state import MOMENTS
+from megatron.checkpoint.manifest import STATES, FileChecksum
+from megatron.checkpoint.sharded_state import PARTS, ShardMetadata, get_rank_path
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.sharding import get_shard_spec, is_replica
+from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros
+from megatron.utils.errors import RunError
+
+_METADATA = "pieces"
+_DTYPE, _ITEMSIZE = "F32", 4
+
+
+@dataclass(frozen=True)
+class StageParameter:
+    """A parameter of a pipeline stage, as each of its tensor-parallel ranks holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    """Along which tensor-parallel ranks divide it; None if each holds it whole."""
+    strips: int
+    is_replica: bool
+    """Does an earlier stage hold it too, which writes it?"""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def describe_piece(self, start: int, size: int, tensor_index: int, tensor_size: int, step: int) -> ShardMetadata:
+        """What a file's header says of some of its elements."""
+        division = (0, 1, 0, 1) if self.dim is None else (tensor_index, tensor_size, self.dim, self.strips)
+        return ShardMetadata(start, size, self.shape, *division, float(step))
+
+
+def write_stage_parameters(path: Path, model: Any) -> None:
+    """Write down the parameters of the stage that a rank holds."""
+    parameters = []
+    for name, parameter in model.named_parameters():
+        spec = get_shard_spec(parameter)
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the data are elsewhere
+        dim, strips = (None, 1) if spec is None else (spec.dim, spec.num_strips)
+        parameters.append(asdict(StageParameter(name, shape, dim, strips, is_replica(parameter))))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(parameters), encoding="utf-8")
+
+
+def read_stage_parameters(path: Path) -> list[StageParameter]:
+    """What `write_stage_parameters` wrote."""
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    return [StageParameter(**{**entry, "shape": tuple(entry["shape"])}) for entry in entries]
+
+
+def complete_checkpoint(
+    checkpoint: Path, sizes: ParallelSizes, stages: Sequence[Sequence[StageParameter]], step: int
+) -> dict[str, FileChecksum]:
+    """Write the files of all ranks that have none.
+
+    Args:
+        checkpoint: the folder, which is not published yet.
+        sizes: of the mesh.
+        stages: the parameters of each pipeline stage.
+        step: Adam's count of steps.
+
+    Returns:
+        What a manifest says of the files of states, those that were there included.
+
+    Raises OSError: the disk refuses.
+    """
+    entries: dict[str, FileChecksum] = {}
+    missing: dict[tuple[int, int], list[int]] = {}
+    present: dict[tuple[int, int], list[int]] = {}
+    for rank in range(sizes.world_size):
+        mesh = Mesh(rank, sizes)
+        path = get_rank_path(checkpoint, STATES, rank)
+        (present if path.is_file() else missing).setdefault((mesh.pipeline.index, mesh.tensor.index), []).append(rank)
+    for (stage, tensor), ranks in missing.items():
+        counted = [p for p in stages[stage] if not p.is_replica and (p.dim is not None or tensor == 0)]
+        written = [read_pieces(get_rank_path(checkpoint, STATES, rank)) for rank in present.get((stage, tensor), ())]
+        shares = divide_rest(counted, written, len(ranks))
+        random = _read_random_states(checkpoint, present.get((stage, tensor)) or present[0, 0])
+        for rank, share in zip(ranks, shares, strict=True):
+            pieces = {
+                parameter.name: parameter.describe_piece(start, stop - start, tensor, sizes.tensor, step)
+                for parameter, start, stop in share
+            }
+            names = {kind: [(f"{kind}/{name}", piece.size) for name, piece in pieces.items()]
+                     for kind in ("master", *MOMENTS)}  # fmt: skip
+            _write_zeros(get_rank_path(checkpoint, PARTS, rank), names["master"], {_METADATA: _dump(pieces)})
+            path = get_rank_path(checkpoint, STATES, rank)
+            moments = [entry for kind in MOMENTS for entry in names[kind]]
+            checksum = _write_zeros(path, moments, {_METADATA: _dump(pieces), **random})
+            entries[path.relative_to(checkpoint).as_posix()] = checksum
+    return entries
+
+
+def divide_rest(
+    parameters: Sequence[StageParameter], written: Iterable[dict[str, ShardMetadata]], num_ranks: int
+) -> list[list[tuple[StageParameter, int, int]]]:
+    """What is in no file yet, divided among so many ranks: (parameter, first element, element behind the last) of each.
+
+    No rank has two pieces of one parameter, as no file can.
+    """
+    files = list(written)
+    gaps: list[tuple[StageParameter, int, int]] = []
+    for parameter in parameters:
+        position = 0
+        pieces = sorted((file[parameter.name] for file in files if parameter.name in file), key=lambda p: p.start)
+        for piece in (*pieces, None):
+            start = parameter.numel if piece is None else piece.start
+            if start > position:
+                gaps.append((parameter, position, start))
+            position = max(position, parameter.numel if piece is None else piece.stop)
+    size = -(-sum(stop - start for _, start, stop in gaps) // num_ranks)
+    shares: list[list[tuple[StageParameter, int, int]]] = [[] for _ in range(num_ranks)]
+    rank, room = 0, size
+    for parameter, start, stop in gaps:
+        while start < stop:
+            if rank < num_ranks - 1 and (room <= 0 or any(other.name == parameter.name for other, *_ in shares[rank])):
+                rank, room = rank + 1, size
+                continue
+            taken = stop - start if rank == num_ranks - 1 else min(room, stop - start)
+            shares[rank].append((parameter, start, start + taken))
+            start, room = start + taken, room - taken
+    return shares
+
+
+def read_pieces(path: Path) -> dict[str, ShardMetadata]:
+    """What a rank's file holds, by the names of parameters. Raises RunError: it is damaged."""
+    try:
+        with safe_open(path, "pt") as file:
+            entries = json.loads(file.metadata()[_METADATA])
+    except Exception as error:  # whatever safetensors raises
+        raise RunError(f"{path}: does not hold pieces of parameters ({error})") from None
+    return {name: ShardMetadata(**{**values, "shape": tuple(values["shape"])}) for name, values in entries.items()}
+
+
+def _read_random_states(checkpoint: Path, ranks: Sequence[int]) -> dict[str, str]:
+    """The metadata of random states of a rank that ran; only ranks that run read their own."""
+    with safe_open(get_rank_path(checkpoint, STATES, ranks[0]), "pt") as file:
+        return {key: value for key, value in file.metadata().items() if key not in (_METADATA, "format")}
+
+
+def _dump(pieces: dict[str, ShardMetadata]) -> str:
+    return json.dumps({name: asdict(piece) for name, piece in pieces.items()})
+
+
+def _write_zeros(path: Path, tensors: Sequence[tuple[str, int]], metadata: dict[str, str]) -> FileChecksum:
+    """A safetensors file of flat float32 zeros, without room for them on the disk."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offset = 0
+    for name, size in tensors:
+        stop = offset + _ITEMSIZE * size
+        header[name] = {"dtype": _DTYPE, "shape": [size], "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beginning = len(text).to_bytes(8, "little") + text
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with SparseFile(path) as file:
+        file.write(beginning)
+        file.skip(offset)
+    assert os.path.getsize(path) == len(beginning) + offset
+    return FileChecksum(len(beginning) + offset, f"{crc32_with_zeros(zlib.crc32(beginning), offset):08x}")

@@ -1,0 +1,180 @@
+"""What is rehearsed of a run: its configuration, resolved for its own machines, and the shorter one that is executed.
+
+The rehearsal keeps everything that decides what a rank computes, holds and exchanges. It changes how long the run is
+and where it reads and writes: three steps, a validation of one batch, a checkpoint at the end, all in a folder of its
+own. Where a step accumulates more micro-batches than a rank can have in flight, the rest repeat the same operations,
+and `MAX_MICRO_BATCHES` of them are taken.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.config.parallelism import get_known_world_size, ranks_per_replica, resolve_mesh_shape
+from megatron.config.schema import Config
+from megatron.data.load_tokenizer import read_vocabulary
+from megatron.distributed.mesh import ParallelSizes
+from megatron.launch.local_launcher import check_data_files
+from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
+from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
+from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+from megatron.training.resolve_run import resolve_remote_run
+from megatron.utils.errors import FarfieldError, UserError
+
+STEPS = 3
+"""Optimizer steps. Optimizer states are made in the first, so the second is the first that has everything."""
+MAX_MICRO_BATCHES = 2
+"""Of a step; as many as there are pipeline stages and one more in a pipeline, where that many are in flight."""
+DEVICES_PER_NODE = 8
+GPT2_VOCAB_SIZE = 50257
+
+
+@dataclass(frozen=True)
+class RehearsedRun:
+    """A run and its rehearsal."""
+
+    config: Config
+    """Of the run, resolved for all its ranks."""
+    sizes: ParallelSizes
+    devices_per_node: int
+    vocab_size: int
+    synthetic_splits: tuple[Split, ...] = ()
+    """The splits that are made up; none if the run's own data are here, or it learns a task."""
+    notes: tuple[str, ...] = ()
+    """Lines worth telling."""
+
+    @property
+    def world_size(self) -> int:
+        return self.sizes.world_size
+
+    def build_config(self, folder: Path) -> Config:
+        """The configuration that is executed. A corpus is made if the run's own is elsewhere.
+
+        folder: of the rehearsal; everything is written there.
+        """
+        training = self.config.training
+        micro_batches = min(training.gradient_accumulation_steps, count_micro_batches(self.sizes))
+        keys: dict[str, object] = {
+            "save": str(folder / "run"),
+            "load": None,
+            "finetune": False,
+            "rollback": False,
+            "train_iters": STEPS,
+            "checkpoint_factor": None,
+            "extra_save_iters": [],
+            "keep_last_n_checkpoints": None,
+            "log_interval": 1,
+            "eval_iters": min(1, training.eval_iters),
+            "data_cache": str(folder / "data_cache"),
+            "tensorboard_dir": None,
+            "use_wandb": False,
+            "launcher": "auto",
+            "hostfile": None,
+            "hang_timeout": None,
+            ACCUMULATION_KEY: micro_batches,
+            GLOBAL_BATCH_KEY: training.train_micro_batch_size_per_gpu * micro_batches * self.sizes.data,
+        }
+        if self.synthetic_splits:
+            keys |= self._make_corpus(folder / "corpus")
+        return self.config.replace(**keys)
+
+    def _make_corpus(self, folder: Path) -> dict[str, object]:
+        prefixes = write_synthetic_corpus(folder, self.vocab_size, self.config.model.seq_length)
+        return _describe_text({split: [str(prefixes[split])] for split in self.synthetic_splits}) | {
+            "eod_mask_loss": self.config.data.eod_mask_loss
+        }
+
+
+def count_micro_batches(sizes: ParallelSizes) -> int:
+    """Micro-batches of a step that are rehearsed, at most."""
+    return MAX_MICRO_BATCHES if sizes.pipeline == 1 else sizes.pipeline + 1
+
+
+def list_named_splits(data: DataOptions) -> list[Split]:
+    """The splits that a configuration names data for."""
+    if data.data_path is not None:
+        return list(SPLITS)
+    return [split for split in SPLITS if getattr(data, f"{split}_data_paths")]
+
+
+def plan_rehearsal(
+    config: Config, num_gpus: int | None, devices_per_node: int | None, vocab_size: int | None
+) -> RehearsedRun:
+    """Settle what a rehearsal of a configuration is about.
+
+    Args:
+        config: as it was loaded.
+        num_gpus: ranks in all; as the configuration says if absent.
+        devices_per_node: GPUs of a machine; the configuration's `num_gpus`, or 8, if absent.
+        vocab_size: tokens; those of the data if they are here, else GPT-2's, if absent.
+
+    Raises:
+        UserError: what `train` would refuse; or the GPUs are no whole nodes.
+    """
+    world_size = num_gpus or get_known_world_size(config) or ranks_per_replica(config)
+    per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
+    if world_size % min(per_node, world_size):
+        raise UserError(
+            f"--gpus {world_size}: these are not whole nodes of {per_node} GPUs; give another number, or "
+            "--gpus-per-node"
+        )
+    per_node = min(per_node, world_size)
+    missing = _find_missing_data(config)
+    notes = [] if missing is None else [missing]
+    known_size = _find_vocab_size(config)
+    if vocab_size is not None and known_size not in (None, vocab_size):
+        raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
+    size = known_size or vocab_size or GPT2_VOCAB_SIZE
+    keys: dict[str, object] = {"launcher": "auto", "hostfile": None, "device": "cuda", "num_gpus": per_node}
+    synthetic_splits: tuple[Split, ...] = ()
+    if missing is not None:
+        notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is read instead (--vocabulary)")
+        synthetic_splits = tuple(list_named_splits(config.data)) or SPLITS
+        keys |= _describe_text({split: ["synthetic"] for split in synthetic_splits})
+    config = resolve_remote_run(config.replace(**keys, nodes=world_size // per_node)).config
+    sizes = resolve_mesh_shape(config, world_size)
+    run = RehearsedRun(config, sizes, per_node, size, synthetic_splits)
+    return replace(run, notes=(*notes, *_describe_changes(run)))
+
+
+def _find_missing_data(config: Config) -> str | None:
+    """Why the run's own data cannot be read here; None if they can."""
+    if config.data.task is not None:
+        return None
+    if not list_named_splits(config.data):
+        return "the configuration names no data"
+    try:
+        check_data_files(config)
+        read_vocabulary(config.data)
+    except FarfieldError as error:
+        return f"the run's data cannot be read here ({error})"
+    return None
+
+
+def _find_vocab_size(config: Config) -> int | None:
+    """Tokens of the data's tokenizer, if it is here."""
+    try:
+        return read_vocabulary(config.data).size
+    except FarfieldError:
+        return None
+
+
+def _describe_text(paths: dict[str, list[str]]) -> dict[str, object]:
+    """The keys of data that are texts of these datasets, and nothing of what was there before."""
+    defaults = {key: DataOptions.model_fields[key].get_default(call_default_factory=True) for key in TEXT_KEYS}
+    return defaults | {f"{split}_data_paths": names for split, names in paths.items()}
+
+
+def _describe_changes(run: RehearsedRun) -> list[str]:
+    """What the rehearsal leaves out of the run."""
+    checkpoint, training = run.config.checkpoint, run.config.training
+    notes = []
+    if checkpoint.load is not None:
+        notes.append(f"load: {checkpoint.load} is not read: the rehearsal begins with fresh weights")
+    if run.config.logging.use_wandb:
+        notes.append("use_wandb: nothing is sent to Weights & Biases")
+    if training.gradient_accumulation_steps > (limit := count_micro_batches(run.sizes)):
+        notes.append(
+            f"{limit} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: the others "
+            "repeat their operations"
+        )
+    return notes

@@ -1,0 +1,63 @@
+"""A corpus of random tokens with a vocabulary of a given size, for a rehearsal where the run's own data are elsewhere.
+
+It is a corpus folder as `prepare` makes them, with a tokenizer of made-up words, so that the run reads it by the path
+by which it reads any other. Which tokens stand in it changes nothing: on the null device no loss has a meaning.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, split_basename
+from megatron.data.tokenizers import HuggingFaceTokenizer
+from megatron.options.data import SPLITS
+
+END_TOKEN = "<|endoftext|>"
+MIN_TOKENS = 1 << 20
+"""Of each split, so that a reader has something to skip through; longer sequences get more."""
+
+
+def write_synthetic_corpus(folder: Path, vocab_size: int, seq_length: int) -> dict[str, Path]:
+    """Write a corpus folder; returns the dataset of each split, as `train_data_paths` and the like name it.
+
+    Args:
+        folder: to be made.
+        vocab_size: tokens of its tokenizer, the one that ends documents among them.
+        seq_length: of the run, of which every split holds several sequences.
+
+    Raises OSError: the disk refuses.
+    """
+    from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds
+
+    folder.mkdir(parents=True)
+    tokenizer_file = folder / "tokenizer.json"
+    tokenizer_file.write_text(json.dumps(_describe_tokenizer(vocab_size)), encoding="utf-8")
+    tokenizer = HuggingFaceTokenizer(tokenizer_file)
+    generator, num_tokens = np.random.default_rng(0), max(MIN_TOKENS, 4 * (seq_length + 1))
+    counts, prefixes = {}, {}
+    for split in SPLITS:
+        prefix = folder / split_basename(split)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", DType.optimal_dtype(vocab_size))
+        tokens = generator.integers(0, vocab_size, num_tokens)
+        tokens[-1] = tokenizer.eod
+        builder.add_document(tokens, [num_tokens])
+        builder.finalize(f"{prefix}.idx")
+        counts[split] = SplitCounts(documents=1, tokens=num_tokens, bytes=num_tokens)
+        prefixes[split] = prefix
+    metadata = CorpusMetadata(made_from={"synthetic": vocab_size}, tokenizer=tokenizer.metadata, splits=counts)
+    (folder / CORPUS_FILE).write_text(metadata.model_dump_json(), encoding="utf-8")
+    return prefixes
+
+
+def _describe_tokenizer(vocab_size: int) -> dict[str, object]:
+    """A tokenizer.json of words w1, w2, …"""
+    words = {END_TOKEN: 0} | {f"w{index}": index for index in range(1, vocab_size)}
+    end = {"id": 0, "content": END_TOKEN, "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [end | flags],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": END_TOKEN},
+    }

@@ -1,0 +1,133 @@
+"""The files of ranks that did not run: every element once, sizes and checksums as of real ones."""
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.manifest import compute_checksums
+from megatron.checkpoint.sharded_state import (
+    PARTS,
+    STATES,
+    ShardMetadata,
+    ShardReader,
+    get_rank_path,
+    merge_weight_shards,
+)
+from megatron.checkpoint.tensor_files import write_tensors
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.rehearsal.missing_ranks import (
+    StageParameter,
+    complete_checkpoint,
+    divide_rest,
+    read_pieces,
+    read_stage_parameters,
+    write_stage_parameters,
+)
+from megatron.rehearsal.missing_ranks import _dump as dump_pieces
+from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros, is_zero, sparse_checkpoints
+
+SIZES = ParallelSizes(tensor=2, data=4, pipeline=2)
+DIVIDED = StageParameter("layer.weight", (6, 10), 0, 1, False)
+WHOLE = StageParameter("norm.weight", (7,), None, 1, False)
+REPLICA = StageParameter("position.r1", (3,), None, 1, True)
+
+
+def parameters_of(stage):
+    """A matrix, a vector, and one that stages share, of which the first has the original."""
+    named = [StageParameter(f"{stage}.{p.name}", p.shape, p.dim, p.strips, p.is_replica) for p in (DIVIDED, WHOLE)]
+    return [*named, StageParameter("position.r1", (3,), None, 1, stage > 0)]
+
+
+def write_rank(checkpoint, rank, pieces):
+    """What a rank that ran writes, its values its rank: (parameter, first, size) of each piece."""
+    mesh = Mesh(rank, SIZES)
+    described = {p.name: p.describe_piece(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
+    for kind, names, extra in ((PARTS, ("master",), {}), (STATES, ("exp_avg", "exp_avg_sq"), {"random": "{}"})):
+        path = get_rank_path(checkpoint, kind, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {f"{n}/{p.name}": torch.full((size,), float(rank)) for n in names for p, _, size in pieces}
+        write_tensors(path, tensors, {"pieces": dump_pieces(described), **extra})
+
+
+def test_a_checkpoint_of_which_some_ranks_ran_becomes_whole(tmp_path):
+    stages = [parameters_of(0), parameters_of(1)]
+    matrix, vector, shared = stages[0]
+    write_rank(tmp_path, 0, [(matrix, 0, 20)])
+    write_rank(tmp_path, 7, [(matrix, 41, 19)])
+    write_rank(tmp_path, 8, [])
+    entries = complete_checkpoint(tmp_path, SIZES, stages, step=3)
+    ran = {0, 7, 8}
+    assert {name for name in entries} == {f"states/rank_{rank:05d}.safetensors" for rank in set(range(16)) - ran}
+    real = compute_checksums(tmp_path, [tmp_path / name for name in entries])
+    assert real == entries, "checksums are those of the files' bytes"
+    with ShardReader([get_rank_path(tmp_path, STATES, rank) for rank in range(16)]) as moments:
+        assert set(moments.list_names()) == {p.name for stage in stages for p in stage}
+        values = moments.read_tensor("exp_avg_sq", matrix.name)
+        assert values.shape == (12, 10)
+        assert moments.get_step(vector.name) == 3
+        assert (values.reshape(2, 60)[1, 41:] == 7).all()
+        assert values.count_nonzero() == 19
+        assert moments.read_tensor("exp_avg", shared.name).tolist() == [0, 0, 0]
+    merge_weight_shards(tmp_path, 16, {})
+    assert not (tmp_path / PARTS).exists()
+    assert "random" not in read_pieces(get_rank_path(tmp_path, STATES, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 5), st.data())
+def test_the_rest_is_divided_once_and_without_two_pieces_of_a_parameter(sizes, ranks, data):
+    parameters = [StageParameter(f"p{index}", (size,), None, 1, False) for index, size in enumerate(sizes)]
+    files = [{}, {}]
+    covered = {p.name: set() for p in parameters}
+    for parameter in parameters:
+        stop = data.draw(st.integers(0, parameter.numel))
+        start = data.draw(st.integers(stop, parameter.numel))
+        for file, (low, high) in zip(files, ((0, stop), (start, parameter.numel)), strict=True):
+            if high > low:
+                file[parameter.name] = ShardMetadata(low, high - low, parameter.shape, 0, 1, 0, 1, 3.0)
+                covered[parameter.name].update(range(low, high))
+    shares = divide_rest(parameters, files, ranks)
+    for share in shares:
+        names = [parameter.name for parameter, *_ in share]
+        assert len(names) == len(set(names))
+        for parameter, start, stop in share:
+            elements = set(range(start, stop))
+            assert elements
+            assert not elements & covered[parameter.name]
+            covered[parameter.name] |= elements
+    assert covered == {p.name: set(range(p.numel)) for p in parameters}
+
+
+def test_parameters_of_a_stage_are_written_down(tmp_path):
+    model = torch.nn.Linear(4, 6)
+    model.weight.tensor_model_parallel, model.weight.partition_dim, model.weight.partition_stride = True, 1, 2
+    model.bias.ds_pipe_replicated = True
+    write_stage_parameters(tmp_path / "new" / "stage.json", model)
+    expected = [StageParameter("weight", (6, 4), 1, 2, False), StageParameter("bias", (6,), None, 1, True)]
+    assert read_stage_parameters(tmp_path / "new" / "stage.json") == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 4096, 1_000_003])
+def test_checksum_of_zeros_that_nobody_reads(size):
+    for beginning in (b"", b"\0", b"header", bytes(range(256))):
+        assert crc32_with_zeros(zlib.crc32(beginning), size) == zlib.crc32(beginning + b"\0" * size)
+
+
+def test_files_without_their_zeros_read_as_if_they_had_them(tmp_path):
+    tensors = {"a": torch.zeros(1 << 20), "b": torch.arange(5.0), "c": torch.zeros(1 << 18)}
+    plain = write_tensors(tmp_path / "plain", tensors, {})
+    with sparse_checkpoints():
+        sparse = write_tensors(tmp_path / "sparse", tensors, {})
+    assert sparse == plain
+    assert (tmp_path / "sparse").read_bytes() == (tmp_path / "plain").read_bytes()
+    assert (tmp_path / "sparse").stat().st_blocks * 512 < 1 << 20
+    with SparseFile(tmp_path / "end") as file:
+        file.write(b"x")
+        file.skip(10_000)
+    assert (tmp_path / "end").read_bytes() == b"x" + b"\0" * 10_000
+    assert is_zero(bytes(5000))
+    assert not is_zero(bytes(4999) + b"\1")
+    assert not is_zero(b"\1" + bytes(4999))
