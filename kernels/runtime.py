@@ -3,7 +3,7 @@
 The same tiles and options launch a kernel and compile it for a GPU that is not here (`aot_configs.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -87,6 +87,11 @@ def launch_context(x: Tensor) -> AbstractContextManager[object]:
     if x.device.type == "cuda":
         return torch.cuda.device(x.device)
     return fast_interpreter() if is_interpreted() else nullcontext()
+
+
+def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, where torch.compile ends its graph and begins another instead of looking into it."""
+    return torch._dynamo.disable(function.apply) if torch.compiler.is_compiling() else function.apply
 
 
 @contextmanager

@@ -5,6 +5,8 @@ A tap t of Conv1 reads column j + t − p, which stands at distance n − t + p.
 therefore a function U of n alone, from n = −p (a hidden value right of the diagonal still sees the bias of columns
 left of it). Columns j < p lose the taps that fall off the left edge, so they have their own values E for every row.
 Autograd through both gives the gradients of Conv1's bias half, of its constant and of the table's part in Conv1.
+
+`bias_product.py` is the same by hand, for GPUs.
 """
 
 import torch

@@ -106,7 +106,7 @@ def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
 
 WORKSPACE_FRACTION = 1 / 12
 """Of a device's memory: what a chunk's maps take at most."""
-MIN_ROWS, DEFAULT_ROWS, MAX_ROWS = 16, 256, 2048
+MIN_ROWS, DEFAULT_ROWS, MAX_ROWS = 16, 1024, 2048
 """Of a chunk."""
 
 
@@ -128,8 +128,9 @@ def choose_chunk_rows(
 ) -> int:
     """Query rows per chunk.
 
-    So many that the softmax, which has a program for a head's block of rows, keeps the multiprocessors busy, and fewer
-    where the maps would be large, so that memory stays linear in C.
+    So many that the host, which issues some forty operations for each, is not what a step waits for, and that the
+    softmax, which has a program for a head's block of rows, keeps the multiprocessors busy; fewer where the maps would
+    be large, so that memory stays linear in C.
     """
     chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
     while chunk < MAX_ROWS and batch * heads * (chunk // block) < device.multi_processor_count:

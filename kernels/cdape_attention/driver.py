@@ -10,7 +10,6 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import triton
 from torch import Tensor
 
 from kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
+from kernels.cdape_attention.bias_product import BiasProduct, add_sum
 from kernels.cdape_attention.configs import (
     attend_constants,
     attend_tile,
@@ -30,7 +30,7 @@ from kernels.cdape_attention.configs import (
 from kernels.cdape_attention.forward import _processor_fwd_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
-from kernels.head_dim import pad_for_dot
+from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.runtime import Tile
 
 NO_WINDOW_INT32 = 1 << 30
@@ -44,14 +44,11 @@ class CdapeProblem:
     """What stays the same over all chunks."""
 
     bias_contributions: Tensor
-    """float32 [p + N + R·p, D], from `bias_term.compute_bias_contributions`."""
+    """float32 [p + N + R·p, D], from `bias_product.BiasProduct`."""
     bias_table: Tensor
     """float32 [H, N], added to the logits; [H, 0] where there is none."""
-    w1: Tensor
-    """Score half of Conv1 [D, H, k]."""
-    w2: Tensor
-    """Conv2 [H, D, k]."""
-    b2: Tensor
+    weights: PackedWeights
+    shape: WeightShape
     rows: int
     offset: int
     window: int
@@ -59,20 +56,12 @@ class CdapeProblem:
 
     @property
     def heads(self) -> int:
-        return self.w1.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.w1.shape[0]
-
-    @property
-    def kernel_size(self) -> int:
-        return self.w1.shape[2]
+        return self.shape.heads
 
     @property
     def padding(self) -> int:
         """p: how many columns a tap reaches to either side."""
-        return self.kernel_size // 2
+        return self.shape.padding
 
     @property
     def has_bias(self) -> bool:
@@ -80,56 +69,12 @@ class CdapeProblem:
 
     def tile(self, kernel: str, rows: int) -> Tile:
         """Of a processor kernel, for a chunk of so many rows."""
-        return processor_tile(kernel, self.heads, self.width, self.kernel_size, rows, self.dtype)
+        return processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
 
     def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
         """Of a processor kernel."""
-        return processor_constants(
-            kernel, self.heads, self.width, self.kernel_size, self.dtype, tile, has_bias=self.has_bias
-        )
-
-    # Packed once for all chunks.
-
-    @cached_property
-    def packed_w1(self) -> Tensor:
-        """[k, HP, DP]."""
-        packed = self.w1.new_zeros(self.kernel_size, pad_for_dot(self.heads), pad_for_dot(self.width), dtype=self.dtype)
-        packed[:, : self.heads, : self.width] = self.w1.permute(2, 1, 0)
-        return packed
-
-    @cached_property
-    def packed_w2(self) -> Tensor:
-        """[k, DP, HP]."""
-        packed = self.w2.new_zeros(self.kernel_size, pad_for_dot(self.width), pad_for_dot(self.heads), dtype=self.dtype)
-        packed[:, : self.width, : self.heads] = self.w2.permute(2, 1, 0)
-        return packed
-
-    @cached_property
-    def packed_b2(self) -> Tensor:
-        """[HP]."""
-        packed = self.b2.new_zeros(pad_for_dot(self.heads), dtype=torch.float32)
-        packed[: self.heads] = self.b2
-        return packed
-
-    @cached_property
-    def patch_weights(self) -> tuple[Tensor, Tensor]:
-        """Both weights as [KC, DP], row t·channels + h, the taps of the second mirrored: it is read backwards."""
-        return self._of_patches(self.w1), self._of_patches(self.w2.transpose(0, 1).flip(2))
-
-    def _of_patches(self, weight: Tensor) -> Tensor:
-        """A weight [D, H, k]."""
-        count = padded_channels(self.heads)
-        packed = weight.new_zeros(pad_for_dot(self.kernel_size * count), pad_for_dot(self.width), dtype=self.dtype)
-        by_tap = packed[: self.kernel_size * count].view(self.kernel_size, count, -1)
-        by_tap[:, : self.heads, : self.width] = weight.permute(2, 1, 0)
-        return packed
-
-    def from_patches(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients [D, H, k] of both weights out of [2, KC, DP]."""
-        count = padded_channels(self.heads)
-        by_tap = sums[:, : self.kernel_size * count].unflatten(1, (self.kernel_size, count))
-        first, second = by_tap[:, :, : self.heads, : self.width].permute(0, 3, 2, 1)
-        return first, second.flip(2)
+        width, size = self.shape.width, self.shape.kernel_size
+        return processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True)
@@ -234,7 +179,7 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     reach = min(chunk.right, problem.window)
     _processor_fwd_kernel[(triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
         *(scores, logits, problem.bias_contributions, problem.bias_table),
-        *(problem.packed_w1, problem.packed_w2, problem.packed_b2),
+        *(problem.weights.w1, problem.weights.w2, problem.weights.b2),
         bias_count=problem.bias_table.shape[1],
         **chunk.processor_extent(problem),
         **problem.constants("mix_fwd", tile),
@@ -257,14 +202,14 @@ def softmax_launch(kernel: str, problem: CdapeProblem, chunk: Chunk, v: Tensor) 
     return (triton.cdiv(chunk.rows, tile.block_m) * batch * heads,), options
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, scale: float, chunk_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R]."""
-    batch, heads, rows = q.shape[:3]
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=q.device)
-    scaled = q * scale
+def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> tuple[Tensor, Tensor]:
+    """Output [B, H, R, d], and the softmax's maximum and sum of exponentials, float32 [2, B, H, R].
+
+    Args:
+        scaled: scale · q; like k and v contiguous.
+    """
+    output = torch.empty_like(scaled)
+    stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     for chunk in iter_chunks(problem, chunk_rows):
         logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
         grid, options = softmax_launch("attend_fwd", problem, chunk, v)
@@ -276,41 +221,79 @@ def forward(
 
 @dataclass(frozen=True)
 class GradientSums:
-    """Gradients that chunks add to, float32."""
+    """Gradients that chunks add to."""
 
     k: Tensor
+    """[B·H, C, d]; of k's type where there is one chunk, else float32."""
     v: Tensor
-    bias_contributions: Tensor
+    bias_product: Tensor
+    """float32, from `BiasProduct.new_gradient`."""
     bias_table: Tensor
-    w1: Tensor
-    w2: Tensor
-    """[D, H, k], as `w1`."""
+    """float32 [N, H]; [0, H] without a bias."""
+    patches: Tensor
+    """Of both weights, float32 [2, KC, DP]."""
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, problem: CdapeProblem, scale: float, chunk_rows: int
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, bias_contributions, bias_table, w1 and w2; the sums over chunks are float32."""
-    shapes = (k, v, problem.bias_contributions, problem.bias_table, problem.w1, problem.w1)
-    sums = GradientSums(*(torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in shapes))
-    scaled, dq = q * scale, torch.empty_like(q)
-    for chunk in iter_chunks(problem, chunk_rows):
+    dout: Tensor,
+    scaled: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: Tensor,
+    problem: CdapeProblem,
+    product: BiasProduct,
+    scale: float,
+    chunk_rows: int,
+) -> tuple[Tensor, GradientSums]:
+    """Gradient of q, and all others. The last chunk comes first: it has the most columns, so that what is allocated for
+    it serves the others, and what only it adds to needs no sum.
+
+    Args:
+        dout: of the output; like the others contiguous.
+    """
+    batch, heads, _, dim = k.shape
+    chunks = list(iter_chunks(problem, chunk_rows))[::-1]
+    sums = _new_sums(problem, product, chunks, k)
+    dq = torch.empty_like(scaled)
+    flat_dq, flat_dout, flat_scaled, flat_k = (x.view(batch * heads, -1, dim) for x in (dq, dout, scaled, k))
+    for index, chunk in enumerate(chunks):
         maps = _compute_maps(problem, chunk, scaled, k)
         softmax_backward(problem, chunk, maps, v, dout, stats)
-        chunk.slice_columns(sums.v).add_(torch.matmul(maps.probabilities.transpose(-1, -2), chunk.slice_rows(dout)))
-        _weights_backward(problem, chunk, maps, sums)
-        _processor_backward(problem, chunk, maps, sums)  # dS over P
-        chunk.slice_rows(dq).copy_(torch.matmul(maps.dscores, chunk.slice_columns(k)).mul_(scale))
-        chunk.slice_columns(sums.k).add_(torch.matmul(maps.dscores.transpose(-1, -2), chunk.slice_rows(scaled)))
-    return (
-        dq,
-        sums.k.to(k.dtype),
-        sums.v.to(v.dtype),
-        sums.bias_contributions,
-        sums.bias_table,
-        sums.w1,
-        sums.w2.transpose(0, 1),
+        rows, seen = slice(chunk.first, chunk.last), slice(chunk.left, chunk.right)
+        probabilities = maps.probabilities.view(batch * heads, chunk.rows, -1)
+        _add_product(sums.v[:, seen], probabilities.mT, flat_dout[:, rows], is_only=len(chunks) == 1)
+        _weights_backward(problem, chunk, maps, sums, is_first=index == 0)
+        _processor_backward(problem, product, chunk, maps, sums, is_first=index == 0)  # dS over P
+        dscores = probabilities
+        into = flat_dq[:, rows]
+        torch.baddbmm(into, dscores, flat_k[:, seen], beta=0.0, alpha=scale, out=into)
+        _add_product(sums.k[:, seen], dscores.mT, flat_scaled[:, rows], is_only=len(chunks) == 1)
+    return dq, sums
+
+
+def _new_sums(problem: CdapeProblem, product: BiasProduct, chunks: list[Chunk], k: Tensor) -> GradientSums:
+    batch, heads, columns, dim = k.shape
+    is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
+    dtype = k.dtype if len(chunks) == 1 else torch.float32
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=k.device)
+
+    dk, dv = (
+        k.new_empty(batch * heads, columns, dim) if is_whole else new(batch * heads, columns, dim, dtype=dtype)
+        for _ in range(2)
     )
+    width = product.bias.shape[1] if product.bias is not None else 0
+    patches = k.new_empty(2, *problem.weights.patches1.shape, dtype=torch.float32)
+    return GradientSums(dk, dv, product.new_gradient(k.device), new(width, heads), patches)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_only: bool) -> None:
+    """Add the product of two batches of matrices; `is_only` says that nothing else is added."""
+    if is_only:
+        torch.bmm(left, right, out=total)
+    else:
+        total += torch.bmm(left, right)
 
 
 def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
@@ -346,7 +329,15 @@ def softmax_backward(
     )
 
 
-def _processor_backward(problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
+def _processor_backward(
+    problem: CdapeProblem,
+    product: BiasProduct,
+    chunk: Chunk,
+    maps: ChunkMaps,
+    sums: GradientSums,
+    *,
+    is_first: bool,
+) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
@@ -355,44 +346,41 @@ def _processor_backward(problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, su
     blocks, row_blocks = triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
-    dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, problem.width, **float32)
+    width = problem.shape.width
+    dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
-    dedge = torch.zeros(batch, chunk.rows, padding, problem.width, **float32)
-    extent = chunk.processor_extent(problem)
+    dedge = torch.zeros(batch, chunk.rows, padding, width, **float32)
     _processor_bwd_kernel[(blocks, parts, batch)](
-        *(maps.scores, maps.dlogits, problem.bias_contributions, problem.packed_w1, problem.packed_w2),
+        *(maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2),
         *(maps.dscores, dbias_contributions, dbias, dedge),
         split_blocks=triton.cdiv(row_blocks, parts),
-        **extent,
+        **chunk.processor_extent(problem),
         **problem.constants("mix_bwd", tile),
         **tile.options,
     )
-    edge_start = extent["edge_start"]
-    covered = min(blocks * kept_distances + padding, edge_start)
-    sums.bias_contributions[:covered] += dbias_contributions.sum(0)[:covered]
-    at_edge = sums.bias_contributions[edge_start:].view(problem.rows, padding, problem.width)
-    at_edge[chunk.first : chunk.last] += dedge.sum(0)
+    product.add_gradient(sums.bias_product, dbias_contributions, is_first=is_first)
+    product.set_edge_gradient(sums.bias_product, dedge, chunk.first)
     if has_bias:
-        covered = min(blocks * kept_distances, problem.bias_table.shape[1])
-        sums.bias_table[:, :covered] += dbias.sum(0)[:covered].T
+        covered = min(blocks * kept_distances, len(sums.bias_table))
+        add_sum(sums.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
-def _weights_backward(problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums) -> None:
+def _weights_backward(
+    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums, *, is_first: bool
+) -> None:
     """Adds the chunk's part to the gradients of the weights."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = triton.cdiv(reach, tile.block_n), triton.cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
-    w1, w2 = problem.patch_weights
-    partial = torch.empty(batch * parts * blocks, 2, *w1.shape, dtype=torch.float32, device=maps.scores.device)
+    partial = torch.empty(batch * parts * blocks, *sums.patches.shape, dtype=torch.float32, device=maps.scores.device)
     _processor_bwd_dw_kernel[(blocks, parts, batch)](
-        *(maps.scores, maps.dlogits, problem.bias_contributions, w1, w2, partial),
+        *(maps.scores, maps.dlogits, problem.bias_contributions),
+        *(problem.weights.patches1, problem.weights.patches2, partial),
         split_blocks=triton.cdiv(row_blocks, parts),
         **chunk.processor_extent(problem),
         **problem.constants("mix_bwd_dw", tile),
         **tile.options,
     )
-    first, second = problem.from_patches(partial.sum(0))
-    sums.w1.add_(first)
-    sums.w2.add_(second)
+    add_sum(sums.patches, partial, is_first=is_first)

@@ -1,9 +1,10 @@
-"""CDAPE attention as torch custom operators, with gradients: `torch.compile` and checkpointing work around them.
+"""CDAPE attention as one differentiable operation. Checkpointing works around it; `torch.compile` does not go into it.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances, D processor width, k kernel size,
 p = k//2.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from kernels.cdape_attention import driver
 from kernels.cdape_attention.args import CdapeArgs, check_shapes
-from kernels.cdape_attention.bias_term import compute_bias_contributions
+from kernels.cdape_attention.bias_product import BiasProduct
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
-from kernels.cdape_attention.reference import at_least_float32
+from kernels.cdape_attention.weights import PackedWeights, WeightShape, pack_weights, unpack_gradients
 from kernels.head_dim import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context
+from kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context, outside_graphs
 
 MAX_PROCESSOR_WIDTH = 64
 """Widths beyond would need other tiles."""
@@ -42,24 +43,12 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
     q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
-    bias_contributions = compute_bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
-    bias_table = bias if bias is not None and residual_bias else q.new_empty(heads, 0, dtype=torch.float32)
-    return _attention(
-        q,
-        k,
-        v,
-        bias_contributions,
-        bias_table,
-        w1[:, :heads, 0],
-        w2[:, :, 0],
-        b2,
-        offset,
-        driver.NO_WINDOW_INT32 if window is None else min(window, driver.NO_WINDOW_INT32),
-        dim**-0.5 if scale is None else scale,
-        choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
-        if chunk is None
-        else min(chunk, rows),
-    )[0]
+    scale = dim**-0.5 if scale is None else scale
+    if chunk is None:
+        chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
+    apply = outside_graphs(_CdapeAttention)
+    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale, min(chunk, rows))
+    return output
 
 
 def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chunk: int | None) -> None:
@@ -82,122 +71,61 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(f"chunk is {chunk}; it must be at most {max_rows} with {offset + rows} columns")
 
 
-def _build_problem(
-    bias_contributions: Tensor,
-    bias_table: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    q: Tensor,
-    offset: int,
-    window: int,
-) -> driver.CdapeProblem:
-    return driver.CdapeProblem(
-        bias_contributions=at_least_float32(bias_contributions).contiguous(),
-        bias_table=bias_table.contiguous(),
-        w1=w1,
-        w2=w2,
-        b2=b2,
-        rows=q.shape[2],
-        offset=offset,
-        window=window,
-        dtype=q.dtype,
-    )
+class _CdapeAttention(torch.autograd.Function):
+    """Differentiable in all tensors. Between the passes it keeps q·scale, k and v, contiguous, rather than what they
+    were, which is then free; the tables, the weights as kernels read them, and two numbers a row."""
 
-
-@torch.library.custom_op("farfield::cdape_attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias_contributions: Tensor,
-    bias_table: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int,
-    scale: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Output, and the softmax's maximum and sum [2, B, H, R].
-
-    `bias_contributions` is from `bias_term.compute_bias_contributions`, `bias_table` float32 [H, N or 0], `w1`
-    [D, H, k] the scores' half, `w2` [H, D, k].
-    """
-    get_arch(q)  # raises where no kernel can run
-    problem = _build_problem(bias_contributions, bias_table, w1, w2, b2, q, offset, window)
-    with launch_context(q):
-        return driver.forward(q.contiguous(), k.contiguous(), v.contiguous(), problem, scale, chunk)
-
-
-@_attention.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
-
-
-@torch.library.custom_op("farfield::cdape_attention_backward", mutates_args=())
-def _attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stats: Tensor,
-    bias_contributions: Tensor,
-    bias_table: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor,
-    offset: int,
-    window: int,
-    scale: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, bias_contributions, bias_table, w1 and w2."""
-    get_arch(q)  # raises where no kernel can run
-    problem = _build_problem(bias_contributions, bias_table, w1, w2, b2, q, offset, window)
-    with launch_context(q):
-        dq, dk, dv, dbias_contributions, dbias_table, dw1, dw2 = driver.backward(
-            dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), stats, problem, scale, chunk
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        w1: Tensor,
+        b1: Tensor,
+        w2: Tensor,
+        b2: Tensor,
+        offset: int,
+        window: int | None,
+        residual_bias: bool,
+        scale: float,
+        chunk: int,
+    ) -> Tensor:
+        get_arch(q)  # raises where no kernel can run
+        heads, rows = q.shape[1:3]
+        shape = WeightShape(heads, w1.shape[0], w1.shape[-1], bias is not None)
+        scaled = torch.mul(q, scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
+        k, v = k.contiguous(), v.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        weights = pack_weights(shape, w1, b1, w2, b2, q.dtype)
+        product = BiasProduct(shape, bias, rows, offset, window, q.dtype)
+        neighbourhoods = product.build_neighbourhoods()
+        bias_contributions = product.compute(neighbourhoods, weights)
+        bias_table = bias if bias is not None and residual_bias else scaled.new_empty(heads, 0, dtype=torch.float32)
+        no_window = driver.NO_WINDOW_INT32
+        bounded = no_window if window is None else min(window, no_window)
+        problem = driver.CdapeProblem(
+            bias_contributions, bias_table, weights, shape, rows, offset, bounded, scaled.dtype
         )
-    return dq, dk, dv, dbias_contributions, dbias_table, dw1.to(w1.dtype), dw2.to(w2.dtype).contiguous()
+        with launch_context(q):
+            output, stats = driver.forward(scaled, k, v, problem, chunk)
+        ctx.save_for_backward(scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *weights)
+        ctx.problem = replace(problem, bias_contributions=None, bias_table=None, weights=None)
+        ctx.window, ctx.scale, ctx.chunk = window, scale, chunk
+        ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
+        return output
 
-
-@_attention_backward.register_fake
-def _(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stats: Tensor,
-    bias_contributions: Tensor,
-    bias_table: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-        bias_contributions.new_empty(bias_contributions.shape, dtype=torch.float32),
-        bias_table.new_empty(bias_table.shape),
-        w1.new_empty(w1.shape),
-        w2.new_empty(w2.shape),
-    )
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, offset, window, scale, chunk = inputs
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.options = offset, window, scale, chunk
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, bias_contributions, bias_table, w1, w2, b2, stats = ctx.saved_tensors
-    gradients = _attention_backward(dout, q, k, v, stats, bias_contributions, bias_table, w1, w2, b2, *ctx.options)
-    return (*gradients, torch.zeros_like(b2), None, None, None, None)
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *packed = ctx.saved_tensors
+        weights = PackedWeights(*packed)
+        problem = replace(ctx.problem, bias_contributions=bias_contributions, bias_table=bias_table, weights=weights)
+        product = BiasProduct(problem.shape, bias, problem.rows, problem.offset, ctx.window, scaled.dtype)
+        with launch_context(scaled):
+            dq, sums = driver.backward(dout.contiguous(), scaled, k, v, stats, problem, product, ctx.scale, ctx.chunk)
+        dbias = None if bias is None else sums.bias_table
+        dweight, constant = product.differentiate(sums.bias_product, neighbourhoods, weights, dbias)
+        gradients = unpack_gradients(problem.shape, sums.patches, dweight, constant, ctx.dtypes)
+        dk, dv = (x.view(k.shape).to(k.dtype) for x in (sums.k, sums.v))
+        return (dq, dk, dv, None if dbias is None else dbias.t(), *gradients, None, None, None, None, None)

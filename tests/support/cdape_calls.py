@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention.args import CdapeArgs
+from kernels.cdape_attention.driver import CdapeProblem
 from kernels.cdape_attention.reference import reference as _reference
+from kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
 """The output, then the operator's tensors."""
@@ -129,3 +131,10 @@ def truth(case: Case, inputs: Sequence[Tensor | None], into: Tensor) -> Callable
     inputs = doubled(inputs)
     attend = partial(reference, **case.options, saturate_like=like)
     return lambda: differentiated(attend, inputs, into.cpu().double())
+
+
+def build_problem(rows: int, offset: int, window: int) -> CdapeProblem:
+    """Without weights and tables, for what asks where rows stand alone."""
+    empty = torch.empty(0)
+    weights = PackedWeights(*[empty] * len(PackedWeights._fields))
+    return CdapeProblem(empty, empty, weights, WeightShape(3, 4, 3, True), rows, offset, window, torch.float32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cdape_calls import build_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from kernels.cdape_attention.configs import (
     max_chunk_rows,
     processor_tile,
 )
-from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, CdapeProblem, ChunkMaps, iter_chunks
+from kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, ChunkMaps, iter_chunks
 from kernels.cdape_attention.scores import padded_channels
 from kernels.head_dim import pad_for_dot
 from kernels.runtime import DeviceProperties
@@ -42,11 +43,13 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
     [
         (1, 131_072, DeviceProperties(141 << 30, 132), 512),
         (1, 131_072, A100, 128),
-        (8, 2_048, A100, 256),
+        (8, 2_048, A100, 1_024),
+        (32, 2_048, A100, 256),
+        (32, 512, A100, 512),
         (1, 2_048, A100, 1_024),
     ],
 )
-def test_a_chunk_has_work_for_all_processors_where_memory_allows(
+def test_a_chunk_has_many_rows_where_memory_allows(
     batch: int, columns: int, properties: DeviceProperties, expected: int
 ) -> None:
     assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, properties) == expected
@@ -95,9 +98,8 @@ def test_splits_leave_each_some_rows(blocks: int, batch: int, row_blocks: int) -
 def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
     rows: int, offset: int, window: int | None, size: int
 ) -> None:
-    empty = torch.empty(0)
     bound = NO_WINDOW_INT32 if window is None else window
-    problem = CdapeProblem(empty, empty, empty, empty, empty, rows, offset, bound, torch.float32)
+    problem = build_problem(rows, offset, bound)
     found = []
     for chunk in iter_chunks(problem, size):
         assert chunk.rows <= size

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cdape_calls import build_problem
 from torch import Tensor
 
 from kernels.cdape_attention import driver
@@ -54,10 +55,7 @@ def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
 ) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
     """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
-    empty = torch.empty(0)
-    problem = CdapeProblem(
-        empty, empty, empty, empty, empty, rows, offset, NO_WINDOW_INT32 if window is None else window, torch.float32
-    )
+    problem = build_problem(rows, offset, NO_WINDOW_INT32 if window is None else window)
     *_, chunk = driver.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
     seen = (distance >= 0) & (distance < problem.window)
