@@ -17,6 +17,8 @@ from megatron.rehearsal.roles import find_varying_dimensions, translate_group, t
 from megatron.utils.errors import RunError
 
 POINT_TO_POINT = ("send", "recv")
+WRAPPERS = ("megatron/distributed/collectives.py", "megatron/distributed/process_groups.py")
+"""Files of ours that issue collectives for others."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class CollectiveCall:
     batch: int | None = None
     """Calls of a rank with the same number were handed over together (`ncclGroupStart`)."""
     where: tuple[str, ...] = ()
-    """Lines of ours that led to it, the innermost first: file:line."""
-    phase: str = ""
-    """What the run was doing."""
+    """Lines of ours that led to it, the innermost first: file:line function."""
+    is_on_host: bool = False
+    """Over gloo: numbers and objects of the host."""
 
     @property
     def is_point_to_point(self) -> bool:
@@ -69,13 +71,20 @@ class CollectiveCall:
 
     def describe(self) -> str:
         """`all_reduce of 1,024 float32 (megatron/model/attention.py:88)`."""
-        return f"{self.describe_operation()}{f' ({self.where[0]})' if self.where else ''}"
+        return f"{self.describe_operation()}{f' ({self.line})' if self.where else ''}"
+
+    @property
+    def line(self) -> str:
+        """The line that issued it: the innermost that is no wrapper of torch.distributed."""
+        return next((line for line in self.where if not line.startswith(WRAPPERS)), self.where[0]) if self.where else ""
 
     def describe_operation(self) -> str:
         """The same without the line that issued it."""
         reduction = f" {self.reduction}" if self.reduction not in (None, "sum") else ""
         direction = {"send": "to", "recv": "from"}.get(self.operation, "root")
         peer = "" if self.peer is None else f" {direction} rank {self.peer}"
+        if not self.dtype:  # an object
+            return f"{self.operation}{peer}"
         return f"{self.operation}{reduction} of {self.count:,} {self.dtype}{peer}"
 
 
@@ -136,27 +145,30 @@ def read_ledger(path: Path, rank: int) -> Ledger:
 
 
 def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:
-    """Calls of entries as the null device writes them: op, group {name, ranks}, count, dtype, bytes, peer (its place in
-    the group), reduction, batch, where, phase. Other entries are passed over."""
-    numbers: dict[tuple[int, ...], dict[str, int]] = {}
+    """Calls of entries as `null_device/recorder.py` writes them: groups by their names, and operations in them."""
+    entries = list(entries)
+    named = [(entry["group"], tuple(sorted(entry["ranks"]))) for entry in entries if "op" not in entry]
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    # torch numbers groups as they are made, which is the same order on all members; they are told as they are used.
+    for name, ranks in sorted(named, key=lambda group: (len(group[0]), group[0])):
+        by_ranks.setdefault(ranks, []).append(name)
+    communicators = {
+        name: Communicator(ranks, number) for ranks, names in by_ranks.items() for number, name in enumerate(names)
+    }
     for entry in entries:
         if "op" not in entry:
             continue
-        ranks = tuple(entry["group"]["ranks"])
-        names = numbers.setdefault(ranks, {})
-        number = names.setdefault(entry["group"]["name"], len(names))
-        peer = entry.get("peer")
         yield CollectiveCall(
             operation=entry["op"],
-            communicator=Communicator(tuple(sorted(ranks)), number),
-            count=entry["count"],
-            dtype=entry["dtype"],
-            bytes=entry["bytes"],
-            peer=None if peer is None else ranks[peer],
+            communicator=communicators[entry["group"]],
+            count=entry.get("count", 0),
+            dtype=entry.get("dtype", ""),
+            bytes=entry.get("bytes", 0),
+            peer=entry.get("peer"),
             reduction=entry.get("reduction"),
             batch=entry.get("batch"),
             where=tuple(entry.get("where", ())),
-            phase=entry.get("phase", ""),
+            is_on_host=entry.get("device") == "cpu",
         )
 
 

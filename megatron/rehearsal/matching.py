@@ -101,7 +101,7 @@ def _describe_difference(
     after, after_expected = ([call.signature for call in calls[1:3]] for calls in (rest, rest_expected))
     if after[:1] == [theirs.signature] and after_expected[:1] == [mine.signature]:
         what = f"{mine.describe()} before {theirs.describe_operation()}, which {they} issue the other way round"
-        return Mismatch("order", ranks, communicator, index, f"{what} ({theirs.where[0] if theirs.where else '?'})")
+        return Mismatch("order", ranks, communicator, index, f"{what} ({theirs.line})")
     if mine.signature in after_expected[:1] and len(rest) < len(rest_expected):
         what = f"skips {theirs.describe()}, which {they} issue{'s' if len(others) == 1 else ''}"
         return Mismatch("skipped", ranks, communicator, index, what)

@@ -1,11 +1,12 @@
 """Which ranks are run, and what becomes of their calls for the others."""
 
 import itertools
+import json
 
 import pytest
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import format_ranks, parse_calls, read_ledger
+from megatron.rehearsal.ledger import format_ranks, read_ledger
 from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection
 from megatron.utils.errors import RunError, UserError
 from tests.support.collective_programs import write_ledger
@@ -65,17 +66,23 @@ def test_ranks_are_written_short():
 
 def test_a_ledger_is_read_from_lines(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    line = (
-        '{"op": "broadcast", "group": {"name": "%s", "ranks": [4, 6]}, "count": 3, "dtype": "int64", "bytes": 24, '
-        '"peer": 1, "where": ["a.py:3", "b.py:4"]}'
-    )
-    path.write_text('{"kernel": "x"}\n' + "\n".join(line % name for name in ("7", "9", "7")) + "\n")
+    where = ["megatron/distributed/collectives.py:9 all_reduce_sum_", "megatron/model/attention.py:3 forward"]
+    call = {"op": "broadcast", "group": "9", "count": 3, "dtype": "i64", "bytes": 24, "peer": 6, "where": where}
+    lines = [
+        {"group": "9", "ranks": [4, 6]},
+        call | {"batch": 1, "device": "cuda"},
+        {"group": "7", "ranks": [4, 6]},
+        {"op": "all_gather_object", "group": "7", "batch": 2, "device": "cpu", "where": where[:1]},
+        call | {"batch": 3, "device": "cuda"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     calls = read_ledger(path, 4).calls
-    assert [call.communicator.number for call in calls] == [0, 1, 0], "another group of the same ranks is another group"
+    assert [call.communicator.number for call in calls] == [1, 0, 1], "another group of the same ranks is another group"
+    assert [call.is_on_host for call in calls] == [False, True, False]
     assert (calls[0].peer, calls[0].communicator.ranks) == (6, (4, 6))
-    assert calls[0].describe() == "broadcast of 3 int64 root rank 6 (a.py:3)"
+    assert calls[0].describe() == "broadcast of 3 i64 root rank 6 (megatron/model/attention.py:3 forward)"
+    assert calls[1].describe() == "all_gather_object (megatron/distributed/collectives.py:9 all_reduce_sum_)"
     assert read_ledger(tmp_path / "none", 0).calls == ()
     path.write_text('{"op": "broadcast", "gro')
     with pytest.raises(RunError, match="not a ledger"):
         read_ledger(path, 4)
-    assert list(parse_calls([{"launches": 3}])) == []
