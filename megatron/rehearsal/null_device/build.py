@@ -27,6 +27,8 @@ from megatron.utils.errors import UserError
 SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libcuda.so.1"
 """The driver's own name, by which Triton and PyTorch load it."""
+NVML_LIBRARY = "libnvidia-ml.so.1"
+"""NVML's, by which PyTorch counts devices: the same library, which the loader knows by its file."""
 INSTALL_CUDA_TORCH = "pip install 'torch==2.13.0,!=2.13.0+cpu'"
 
 _OURS = re.compile(r"^(cuda|__cuda|cublas|cudnn|nccl)")
@@ -114,14 +116,12 @@ def _compile(command: list[str], sources: list[Path], site_packages: Path, folde
         built = Path(own) / "built"
         built.mkdir()
         run_compiler([*command, *files, str(written), "-o", str(built / LIBRARY), "-ldl"])
-        if not folder.exists():
-            try:
-                built.rename(folder)
-            except OSError:
-                if not (folder / LIBRARY).is_file():
-                    raise
-        elif not (folder / LIBRARY).is_file():
-            shutil.copy(built / LIBRARY, folder / LIBRARY)
+        (built / NVML_LIBRARY).symlink_to(LIBRARY)
+        try:
+            built.rename(folder)
+        except OSError:
+            if not (folder / LIBRARY).is_file():
+                raise
 
 
 def _list_symbols(library: Path, which: str) -> set[str]:

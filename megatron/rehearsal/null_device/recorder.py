@@ -26,6 +26,7 @@ from typing import Any
 from megatron.rehearsal.null_device.library import listen_to_collectives
 
 ROOT = str(Path(__file__).parents[3]) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 DTYPES = ("i8", "u8", "i32", "u32", "i64", "u64", "fp16", "fp32", "fp64", "bf16", "fp8_e4m3", "fp8_e5m2")
 """NCCL's types by their number."""
 SIZES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
@@ -181,7 +182,7 @@ def list_own_frames() -> list[str]:
     frame: Any = sys._getframe(1)
     while frame is not None and len(frames) < MAX_FRAMES:
         path = frame.f_code.co_filename
-        if path.startswith(ROOT) and "/rehearsal/" not in path and "site-packages" not in path:
+        if path.startswith(ROOT) and not path.startswith(_OWN) and "site-packages" not in path:
             frames.append(f"{path.removeprefix(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return frames

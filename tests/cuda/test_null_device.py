@@ -1,0 +1,168 @@
+"""The null device allocates, copies and refuses as a card does."""
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from megatron.rehearsal.null_device.cards import get_card
+from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.library import load_library, read_counters, read_kernels
+
+ROOT = Path(__file__).parents[2]
+
+
+@triton.jit
+def _add_kernel(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, i < n) + 1, i < n)
+
+
+def test_memory_is_the_cards() -> None:
+    free, total = torch.cuda.mem_get_info()
+    assert total == torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(total + 1, dtype=torch.uint8, device="cuda")
+    held = torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+    assert free - torch.cuda.mem_get_info()[0] >= total // 2
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(total // 2 + 2**30, dtype=torch.uint8, device="cuda")
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= free
+
+
+def test_what_the_host_copied_is_read_back() -> None:
+    x = torch.randn(1000, 1000)
+    on_device = x.to("cuda")
+    assert torch.equal(on_device.cpu(), x)
+    assert torch.equal(on_device.to("cpu", non_blocking=True), x)
+    small = torch.arange(10).to("cuda")
+    assert small.clone().tolist() == list(range(10))
+
+
+def test_nothing_is_computed() -> None:
+    x = torch.randn(64, 64).to("cuda")
+    before = read_counters()
+    (x @ x).relu_()
+    counted = read_counters() - before
+    assert (counted.gemm, counted.launches) == (1, 1)
+    assert torch.isfinite(x.log()).all()
+    assert not torch.isnan(x.log()).any()
+
+
+@pytest.mark.parametrize(("grid", "threads"), [((1, 65536), 128), ((0,), 128), ((1, 1, 70000), 128)])
+def test_a_launch_that_no_card_can_do_fails(grid: tuple[int, ...], threads: int) -> None:
+    x = torch.zeros(128, device="cuda")
+    _add_kernel[(1,)](x, x, 128, BLOCK=128)
+    if grid == (0,):
+        return  # Triton leaves empty grids out
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        _add_kernel[grid](x, x, 128, BLOCK=threads)
+
+
+def test_a_block_that_wants_more_than_a_card_has_fails() -> None:
+    """Shared memory beyond what was asked for, or beyond the card's; more registers than a multiprocessor has."""
+    x = torch.zeros(128, device="cuda")
+    compiled = _add_kernel[(1,)](x, x, 128, BLOCK=1024)
+    driver, function = load_library(), ctypes.c_void_p(compiled.function)
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    invalid, out_of_resources, dynamic_shared = 1, 701, 8
+
+    def launch(threads: int, shared: int) -> int:
+        return int(driver.cuLaunchKernel(function, 1, 1, 1, threads, 1, 1, shared, None, None, None))
+
+    assert launch(128, 0) == 0
+    assert launch(1025, 0) == invalid
+    assert launch(128, 100_000) == invalid
+    assert driver.cuFuncSetAttribute(function, dynamic_shared, 100_000) == 0
+    assert launch(128, 100_000) == 0
+    assert driver.cuFuncSetAttribute(function, dynamic_shared, limit + 1) == invalid
+    assert driver.null_device_check_launch(1, 1, 1, 256, 1, 1, ctypes.c_size_t(0), 255) == 0
+    assert driver.null_device_check_launch(1, 1, 1, 512, 1, 1, ctypes.c_size_t(0), 255) == 1
+    assert out_of_resources not in (launch(128, 0), launch(1024, 0))
+
+
+def test_kernels_are_read_as_the_disassembler_reads_them(tmp_path: Path) -> None:
+    x = torch.zeros(128, device="cuda")
+    compiled = _add_kernel[(1,)](x, x, 128, BLOCK=1024)
+    compiled._init_handles()
+    kernel = next(kernel for kernel in reversed(read_kernels()) if kernel.name == "_add_kernel")
+    assert (kernel.registers, kernel.stack) == (compiled.n_regs, compiled.n_spills)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    done = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    assert f"REG:{kernel.registers} " in said
+    assert f"STACK:{kernel.stack} " in said
+
+
+def _run(environment: dict[str, str], code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "memory mapping failed with OOM" not in line]  # PyTorch's own
+    assert said == []
+    return done.stdout
+
+
+def test_expandable_segments_are_counted() -> None:
+    environment = build_environment(get_card("a100-40gb"))
+    environment["PYTORCH_CUDA_ALLOC_CONF"] = environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    code = """
+import torch
+free, total = torch.cuda.mem_get_info()
+x = torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+assert free - torch.cuda.mem_get_info()[0] >= total // 2
+try:
+    torch.empty(total // 2 + 2**30, dtype=torch.uint8, device="cuda")
+except torch.cuda.OutOfMemoryError:
+    print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+"""
+    assert _run(environment, code) == "NVIDIA A100-SXM4-40GB (8, 0)\n"
+
+
+def test_devices_of_a_node_can_be_hidden() -> None:
+    environment = build_environment(get_card("h100"), devices=4)
+    code = "import torch; print(torch.cuda.device_count()); torch.ones(1).to('cuda:1')"
+    assert _run(environment, code) == "4\n"
+    assert _run({**environment, "CUDA_VISIBLE_DEVICES": "2,3"}, code) == "2\n"
+
+
+def test_one_process_is_a_rank_of_many(tmp_path: Path) -> None:
+    environment = build_environment(get_card("a100-80gb"), devices=8, ledger=tmp_path, is_lone_rank=True)
+    environment |= {"RANK": "5", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    code = """
+import torch, torch.distributed as dist
+torch.cuda.set_device(5)
+dist.init_process_group("nccl", rank=5, world_size=64, device_id=torch.device("cuda", 5))
+groups = [dist.new_group(list(range(first, first + 8))) for first in range(0, 64, 8)]
+host = dist.new_group(backend="gloo")
+x = torch.ones(1000, device="cuda", dtype=torch.bfloat16)
+dist.all_reduce(x, group=groups[0])
+dist.broadcast(x, 3, group=groups[0])
+seen = [None] * 64
+dist.all_gather_object(seen, "mine", group=host)
+assert seen == ["mine"] * 64
+dist.barrier()
+dist.destroy_process_group()
+"""
+    _run(environment, code)
+    lines = [json.loads(line) for line in (tmp_path / "rank-5.jsonl").read_text().splitlines()]
+    groups = {line["group"]: line["ranks"] for line in lines if "ranks" in line}
+    operations = [line for line in lines if "op" in line]
+    assert [(o["op"], groups[o["group"]], o.get("peer")) for o in operations] == [
+        ("all_reduce", list(range(8)), None),
+        ("broadcast", list(range(8)), 3),
+        ("all_gather_object", list(range(64)), None),
+        ("all_reduce", list(range(64)), None),  # a barrier is one of one number
+    ]
+    summary = json.loads((tmp_path / "rank-5.summary.json").read_text())
+    assert summary["counters"]["collectives"] == 3
+    assert summary["peak_allocated"] >= 2000

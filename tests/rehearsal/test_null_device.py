@@ -1,0 +1,127 @@
+"""What the null device refuses before it is there, and its files; what it does is tested on it (tests/cuda)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.jit_build import CompileError
+from megatron.rehearsal.null_device import build, recorder, values
+from megatron.rehearsal.null_device.cards import CARDS, get_card
+from megatron.utils.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_cards_are_found_as_people_write_them() -> None:
+    for text in ("a100-80", "A100_80GB", "a100-80gb"):
+        assert get_card(text).memory == int(79.1 * 2**30)
+    assert get_card("a100-40").memory < get_card("a100-80").memory < get_card("h200").memory
+    assert {card.architecture for card in CARDS} == {"sm_80", "sm_90"}
+
+
+def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"^--gpu a100-81 cannot be rehearsed on; did you mean a100-80gb\?.*h200$"):
+        get_card("a100-81")
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the build for CPUs is what this is about")
+def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
+    command = [sys.executable, "-m", "megatron.rehearsal.null_device", "nothing.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert build.INSTALL_CUDA_TORCH in done.stderr
+
+
+def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_compiler() -> str:
+        raise CompileError("no C compiler was found (cc, gcc, clang)")
+
+    monkeypatch.setattr(build, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(build, "find_compiler", find_no_compiler)
+    with pytest.raises(UserError, match=r"^the null device cannot be built: no C compiler was found"):
+        build.build_null_device()
+
+
+def test_it_cannot_be_switched_on_without_its_library() -> None:
+    """A process that is told of the device, but runs on another one, ends instead of mixing the two."""
+    site = ROOT / "megatron/rehearsal/null_device/site"
+    environment = {**os.environ, "FARFIELD_NULL_DEVICE": "card;devices=1", "PYTHONPATH": f"{site}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", "print('ran')"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: the null device cannot be switched on: its library was not loaded")
+
+
+def test_no_real_run_has_it() -> None:
+    """Neither the training nor the kernels import it, and without its variable `sitecustomize` does nothing."""
+    code = "import sys, megatron.training.trainer; print([m for m in sys.modules if 'rehearsal' in m])"
+    site = ROOT / "megatron/rehearsal/null_device/site"
+    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}"}
+    environment.pop("FARFIELD_NULL_DEVICE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_a_function_that_deepspeed_no_longer_has_is_named() -> None:
+    with pytest.raises(RuntimeError, match="has no has_overflow: the installed DeepSpeed is not known"):
+        values._run_and_answer(values, "has_overflow", lambda: False)
+
+
+def test_collectives_run_and_their_answer_is_replaced() -> None:
+    class Optimizer:
+        asked = 0
+
+        def has_overflow(self, partition_gradients: bool) -> bool:
+            Optimizer.asked += partition_gradients
+            return True
+
+    values._run_and_answer(Optimizer, "has_overflow", lambda *args, **kwargs: False)
+    assert Optimizer().has_overflow(partition_gradients=True) is False
+    assert Optimizer.asked == 1
+
+
+def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
+    read = [0.0, 2.5, -1.0, float("nan"), float("inf"), 1e30, 7, True]
+    assert values._to_ordinary([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
+
+
+class _FakeC10d:
+    """torch.distributed with a group over the host and one over NCCL."""
+
+    class Group:
+        group_name = "5"
+
+    @staticmethod
+    def get_process_group_ranks(group: object) -> list[int]:
+        return [0, 2]
+
+
+def test_the_ledger_names_group_members_peers_and_what_is_issued_together(tmp_path: Path) -> None:
+    ledger = recorder.CollectiveRecorder(str(tmp_path), _FakeC10d)
+
+    def _new_process_group_helper() -> None:  # torch's function, which makes a communicator of NCCL's
+        global_ranks_in_group, group_name, group_size = [1, 3], "7", 2
+        assert (len(global_ranks_in_group), group_name) == (group_size, "7")
+        ledger.hear("init", "abc", 2, 0, 0, -1, -1, -1, 0, 0)
+
+    _new_process_group_helper()
+    ledger.hear("all_reduce", "abc", 2, 0, 100, 9, -1, 0, 0, 0)
+    ledger.hear("group_start", "", 0, 0, 0, -1, -1, -1, 0, 0)
+    ledger.hear("send", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
+    ledger.hear("recv", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
+    ledger.hear("group_end", "", 0, 0, 0, -1, -1, -1, 0, 0)
+    ledger.hear_host("all_gather_object", _FakeC10d.Group())
+    lines = [json.loads(line) for line in recorder.get_ledger_path(tmp_path, 0).read_text().splitlines()]
+    assert lines[0] == {"group": "7", "ranks": [1, 3]}
+    reduced, sent, received = lines[1:4]
+    assert [reduced[key] for key in ("op", "bytes", "dtype", "reduction")] == ["all_reduce", 200, "bf16", "sum"]
+    assert (sent["peer"], received["peer"]) == (3, 3)
+    assert reduced["batch"] < sent["batch"] == received["batch"]
+    assert reduced["where"][0].startswith("tests/rehearsal/test_null_device.py:")
+    assert lines[4] == {"group": "5", "ranks": [0, 2]}
+    assert (lines[5]["op"], lines[5]["device"]) == ("all_gather_object", "cpu")
