@@ -1,7 +1,7 @@
 """The operators: `biased_attention`, differentiable, and `biased_attention_with_lse`.
 
 B batch, H heads, R query rows, C key columns, d head dimension, N distances.
-They are torch custom operators, so torch.compile and activation checkpointing treat them as one opaque step.
+Activation checkpointing works around them; torch.compile does not look into them.
 """
 
 import math
@@ -15,7 +15,7 @@ from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.head_dim import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, get_arch, launch_context
+from kernels.runtime import DTYPES, get_arch, launch_context, outside_graphs
 
 
 def biased_attention(
@@ -81,7 +81,9 @@ def _checked_forward(
     _check_qkv(q, k, v)
     seen = _check_positions(q, k, offset, window)
     _check_tables(q, bias, weight, seen)
-    return _forward(q, k, v, bias, weight, offset, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    result: tuple[Tensor, Tensor] = outside_graphs(_BiasedAttention)(q, k, v, bias, weight, offset, window, scale)
+    return result
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -154,7 +156,6 @@ def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
     return 0 if table is None else table.shape[1]
 
 
-@torch.library.custom_op("farfield::biased_attention", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -186,12 +187,6 @@ def _forward(
     return out, lse
 
 
-@_forward.register_fake
-def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op("farfield::biased_attention_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -207,8 +202,8 @@ def _backward(
     scale: float,
     bias_needs_grad: bool,
     weight_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the two tables; [0] for a table that is absent or wants none."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v and the two tables; None for a table that is absent or wants none."""
     arch = get_arch(q)
     grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
@@ -236,42 +231,34 @@ def _backward(
             **configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
             **tiles.bwd_dkdv.options,
         )
-    absent = torch.empty(0, dtype=torch.float32, device=q.device)
-    dbias, dweight = (absent.clone() if p is None else p.sum((0, 2)) for p in partial)
+    dbias, dweight = (None if p is None else p.sum((0, 2)) for p in partial)
     return dq, dk, dv, dbias, dweight
 
 
-@_backward.register_fake
-def _(
-    grad: Tensor, grad_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *_, bias_needs_grad, weight_needs_grad = rest
-    dbias = bias.new_empty(bias.shape) if bias_needs_grad else q.new_empty(0, dtype=torch.float32)
-    dweight = weight.new_empty(weight.shape) if weight_needs_grad else q.new_empty(0, dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dweight
+class _BiasedAttention(torch.autograd.Function):
+    """Output and logsumexp; an autograd function, because torch's custom operators take the host several times as long
+    to call."""
 
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        bias, weight, ctx.offset, ctx.window, ctx.scale = rest
+        output = _forward(q, k, v, bias, weight, ctx.offset, ctx.window, ctx.scale)
+        ctx.save_for_backward(q, k, v, bias, weight, *output)
+        ctx.set_materialize_grads(False)
+        return output
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, bias, weight, ctx.offset, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, bias, weight, *output)
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bias, weight, out, lse = ctx.saved_tensors
-    if grad is None:
-        grad = torch.zeros_like(out)
-    bias_needs_grad = bias is not None and ctx.needs_input_grad[3]
-    weight_needs_grad = weight is not None and ctx.needs_input_grad[4]
-    dq, dk, dv, dbias, dweight = _backward(
-        *(grad, grad_lse, q, k, v, bias, weight, out, lse),
-        *(ctx.offset, ctx.window, ctx.scale, bias_needs_grad, weight_needs_grad),
-    )
-    tables = (dbias if bias_needs_grad else None, dweight if weight_needs_grad else None)
-    return dq, dk, dv, *tables, None, None, None
-
-
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, weight, out, lse = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(out)
+        bias_needs_grad = bias is not None and ctx.needs_input_grad[3]
+        weight_needs_grad = weight is not None and ctx.needs_input_grad[4]
+        gradients = _backward(
+            *(grad, grad_lse, q, k, v, bias, weight, out, lse),
+            *(ctx.offset, ctx.window, ctx.scale, bias_needs_grad, weight_needs_grad),
+        )
+        return (*gradients, None, None, None)
 
 
 def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:

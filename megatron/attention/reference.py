@@ -5,7 +5,7 @@ Every backend either calls this or is tested to equal it.
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension, N distances.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -26,15 +26,22 @@ def compute_table(
     encoding: Encoding, query: TokenRange, key: TokenRange, device: torch.device | str | None = None
 ) -> ScoreTerms | None:
     """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz."""
+    return compute_table_of_ranges(encoding, [(query, key)], device)
+
+
+def compute_table_of_ranges(
+    encoding: Encoding, ranges: Iterable[tuple[TokenRange, TokenRange]], device: torch.device | str | None = None
+) -> ScoreTerms | None:
+    """The same for several ranges of rows and columns together."""
     if not type(encoding).overrides_hook("table"):
         return None
-    return encoding.table(arange_distances(count_distances(query, key), device))
+    return encoding.table(arange_distances(max(count_distances(*pair) for pair in ranges), device))
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
     """The same inputs with what all blocks of their rows share: the encoding's table, and what the processor makes of
     the bias alone. The latter is left out where keys are hidden that stand before a row."""
-    table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
+    table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     bias = None if table is None else table.bias
     all_keys_seen = inputs.key_mask is None and inputs.window is None and inputs.key.start == 0
     contribution = None

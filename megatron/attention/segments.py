@@ -42,6 +42,11 @@ class Segment:
     key_mask: Tensor | None = None
     """Bool [sequences, tokens so far], False for keys that must not be seen."""
 
+    @property
+    def context(self) -> TokenRange:
+        """Its tokens and all before them."""
+        return TokenRange(0, self.tokens.stop, self.tokens.sampled)
+
     def select_tokens(self, x: Tensor, dim: int) -> Tensor:
         """What x has of the segment's tokens along `dim`, of its sequences along the first dimension."""
         return _select(x, self.sequences, dim, self.first_column, self.tokens.length)

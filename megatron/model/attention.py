@@ -18,21 +18,24 @@ T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of the
 own (h, unless queries are grouped), d head dimension.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_table_of_ranges
 from megatron.attention.segments import Segment, attend_segments, build_segments, rotate_segments, select_last_tokens
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
-from megatron.position.encoding import Encoding
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
+from megatron.position.token_range import ALL_HEADS, SampledPositions
 from megatron.utils.errors import UserError
 
 MIN_CAPACITY = 2048
@@ -135,6 +138,8 @@ class AttentionContext:
     kv_cache: KVCache | None = None
     num_logits: int | None = None
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
+    table: ScoreTerms | None = None
+    """Of an encoding that all layers share, where it was computed before them (`PositionedAttention.compute_table`)."""
 
 
 class PositionedAttention(MegatronModule):
@@ -169,6 +174,13 @@ class PositionedAttention(MegatronModule):
         """This layer's position encoding."""
         return self._shared[0] if self.position is None else self.position
 
+    def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
+        """The encoding's table over all distances of a forward pass, if the backend reads that whole."""
+        if not reads_whole_table(self.backend):
+            return None
+        ranges = [(segment.tokens, segment.context) for segment in segments]
+        return compute_table_of_ranges(self.encoding, ranges, device)
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object
     ) -> Tensor:
@@ -192,22 +204,23 @@ class PositionedAttention(MegatronModule):
         k, v = (gather_sequence(x, self.groups) for x in (k, v))
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        return attend_segments(q, k, v, segments, self._attend).permute(2, 0, 1, 3).flatten(2)
+        attend = partial(self._attend, table=context.table or self.compute_table(segments, q.device))
+        return attend_segments(q, k, v, segments, attend).permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
-        query = segment.tokens
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, table: ScoreTerms | None) -> Tensor:
         return self.backend(
             AttentionInputs(
                 q=q,
                 k=k,
                 v=v,
-                query=query,
-                key=TokenRange(0, query.stop, query.sampled),
+                query=segment.tokens,
+                key=segment.context,
                 encoding=self.encoding,
                 processor=self.processor,
                 key_mask=segment.key_mask,
                 window=self.window,
                 heads=self.heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
+                table=table,
             )
         )

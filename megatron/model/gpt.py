@@ -215,7 +215,10 @@ class GPT(GPTModel):
         length = tokens.shape[1 if self.is_first_stage else 0]
         segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
         hidden = self._embed(tokens, segments) if self.is_first_stage else tokens  # [T, B, D]
-        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits))
+        # What all layers share is computed before them, and outside of what a backward pass computes again.
+        attention: PositionedAttention = self.local_layers[0].self_attention.core_attention
+        table = None if self.position is None else attention.compute_table(segments, hidden.device)
+        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, table))
         if kv_cache is not None:
             kv_cache.length += length
         return hidden

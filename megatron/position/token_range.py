@@ -17,6 +17,11 @@ ALL_HEADS = slice(None)
 """The heads of a layer, where a rank holds them all."""
 
 
+def select_heads(x: Tensor, heads: slice) -> Tensor:
+    """Some of the heads, the first dimension of x. All of them are x itself: the gradient of a slice fills a tensor."""
+    return x if heads == ALL_HEADS else x[heads]
+
+
 @dataclass(frozen=True, eq=False)
 class SampledPositions:
     """Positions that stand in for the indices 0, 1, … of a sequence's tokens."""

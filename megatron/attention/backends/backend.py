@@ -21,6 +21,15 @@ MIN_ROWS_KEPT = 128
 """Rows per block that is kept, at least, where no processor works on them: smaller ones cost more than they save."""
 
 
+def reads_whole_table(backend: AttentionBackend) -> bool:
+    """Does it read a Toeplitz encoding's table whole, so that whoever calls it several times computes that once?
+
+    A backend says so in its attribute of this name. Those in plain PyTorch do not: they add up the gradients of a
+    table in an order that is theirs, on which a training's every bit depends.
+    """
+    return getattr(backend, "reads_whole_table", False)
+
+
 class AttentionBackend(Protocol):
     """A way to compute softmax(logits)·v, the logits being `megatron.attention.reference.compute_logits`."""
 

@@ -34,7 +34,7 @@ from megatron.attention.reference import compute_table
 from megatron.position.base import FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.token_range import TokenRange, causal_mask
+from megatron.position.token_range import TokenRange, causal_mask, select_heads
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class TritonBackend:
         fallback: computes what they cannot, in plain PyTorch.
     """
 
+    reads_whole_table = True
+
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
@@ -79,7 +81,8 @@ class TritonBackend:
         return processor_unsupported_reason(encoding, processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+        table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
+        table = table or ScoreTerms()
         kernel, reason = select_kernel(inputs, table)
         match kernel:
             case KernelChoice.FUSED_BIAS:
@@ -165,7 +168,7 @@ def _fire_unsupported_reason(encoding: Encoding) -> str | None:
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
     from kernels.biased_attention.op import biased_attention
 
-    bias, weight = (None if t is None else t[inputs.heads] for t in table)
+    bias, weight = (None if t is None else select_heads(t, inputs.heads) for t in table)
     offset = inputs.query.start - inputs.key.start
     return biased_attention(inputs.q, inputs.k, inputs.v, bias, weight, offset=offset, window=inputs.window)
 
@@ -206,7 +209,7 @@ def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParame
         assert fire is not None
         return compute_fire_bias(fire, inputs.query, inputs.key, inputs.heads, inputs.q.dtype, above)
     offset = inputs.query.start - inputs.key.start
-    table = bias[inputs.heads]
+    table = select_heads(bias, inputs.heads)
     return toeplitz_bias(
         table, inputs.query.length, inputs.key.length, offset=offset, dtype=inputs.q.dtype, above=above
     )
