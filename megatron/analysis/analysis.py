@@ -74,6 +74,15 @@ class AnalysisContext:
         return self.model
 
     @property
+    def finite_encodings(self) -> Sequence[LayerEncoding]:
+        """Its encodings. Raises NotApplicable if a parameter of one is no finite number: sums of it say nothing."""
+        for layer in self.encodings:
+            for name, parameter in layer.encoding.named_parameters():
+                if not bool(parameter.isfinite().all()):
+                    raise NotApplicable(f"Its encoding's {name}, of {layer.name}, is not finite.")
+        return self.encodings
+
+    @property
     def readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:
         """The windows that it has positions for. Raises NotApplicable if there are none."""
         max_length = self.trained_model.max_length

@@ -91,7 +91,7 @@ class BiasSeries:
 
     def sum_to(self, count: int) -> float:
         """Σ of the first terms."""
-        return math.exp(torch.logsumexp(self.bias[:count], 0).item())
+        return _exp(torch.logsumexp(self.bias[:count], 0).item())
 
     @property
     def total(self) -> tuple[float, float]:
@@ -102,7 +102,8 @@ class BiasSeries:
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 709 else math.inf
+    """exp(x), infinite where that is too large for a float."""
+    return math.inf if x > 709 else math.exp(x)
 
 
 def _log_add(a: float, b: float) -> float:

@@ -317,3 +317,28 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
     )
     assert len(short) == len(long)
     assert short != long
+
+
+@pytest.mark.parametrize(
+    ("encoding", "value", "told"),
+    [
+        ("t5", math.inf, "Does not apply to t5. Its encoding&#39;s bias"),
+        ("t5", 1e30, "stays at inf"),
+        ("fire", 1e30, "stays at inf"),
+        ("kerple_power", math.inf, "is not finite."),
+        ("kerple_log", math.nan, "is not finite."),
+    ],
+)
+def test_parameters_that_are_no_ordinary_numbers_are_drawn_or_refused(
+    encoding: str, value: float, told: str, place: Path, corpus: Path
+) -> None:
+    """A diverged run is one that somebody looks at. Its maps are drawn, its sums refused where they say nothing."""
+    run = make_run("runs/diverged", corpus, pos_emb=encoding)
+    file = Path(run) / "checkpoints" / "step_0000004" / "model.safetensors"
+    weights = load_file(file)
+    names = [name for name in weights if "position" in name or "encoding" in name]
+    assert names
+    save_file({name: torch.full_like(t, value) if name in names else t for name, t in weights.items()}, file)
+    page_text = analyzed([run], "out", only=["convergence", "bias_maps"])
+    assert told in page_text
+    assert page_text.count("<img") >= 1, "the map of the bias is drawn"

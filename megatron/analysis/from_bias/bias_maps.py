@@ -13,6 +13,9 @@ from megatron.position.token_range import TokenRange, causal_mask
 MAP_SIZE = 64
 MIN_FACTOR = 1e-4
 """Smaller factors have the colour of this one."""
+MAX_FACTOR = 1e100
+"""Larger factors, infinite ones too, have the colour of the largest below it: scales of colours overflow long before
+floats do."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class BiasMaps(Analysis):
             f"The maps of {name} are those of layer 0." for name, result in results.items() if result.layer == "layer 0"
         ]
         maps = "; ".join(
-            f"{name}, head {head}: {result.maps[head][-1, 0].nan_to_num(0).item():.2g}" for name, result, head in panels
+            f"{name}, head {head}: {result.maps[head][-1, 0].nan_to_num(0, posinf=torch.inf).item():.2g}"
+            for name, result, head in panels
         )
         alt = f"exp(bias) of query i and key j, by colour; at distance {MAP_SIZE - 1}: {maps}."
         return [Figure(alt, lambda narrow: _draw(panels, narrow)), *notes]
@@ -77,7 +81,8 @@ def _draw(panels: list[tuple[str, BiasMapResult, int]], narrow: bool) -> bytes:
     from megatron.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
 
     figure, axes = create_panels(len(panels), narrow, columns=4, width=2.0 if narrow else 2.5, height=2.1)
-    largest = max(1.0, *(result.maps[head].nan_to_num(0).max().item() for _, result, head in panels))
+    values = torch.cat([result.maps[head].flatten() for _, result, head in panels])
+    largest = torch.where(values < MAX_FACTOR, values, 1.0).max().clamp(min=1.0).item()
     for panel, (name, result, head) in zip(axes, panels, strict=True):
         image = draw_heatmap(panel, result.maps[head].numpy(), LogNorm(MIN_FACTOR, largest))
         add_titles(panel, f"head {head}\n{name}", "key j", "query i", wrap=22 if narrow else 28)

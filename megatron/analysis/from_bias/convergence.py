@@ -26,7 +26,7 @@ class Convergence(Analysis):
     def measure(self, context: AnalysisContext) -> ConvergenceResult:
         return [
             (layer.name, sum_bias_series(layer.encoding, context.window), _describe_limits(context))
-            for layer in context.encodings
+            for layer in context.finite_encodings
         ]
 
     def render_blocks(self, results: Mapping[str, ConvergenceResult], names: Sequence[str]) -> list[Block]:

@@ -79,13 +79,14 @@ class EffectiveLength(Analysis):
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
-        encoding = context.encodings[0].encoding
+        encoding = context.finite_encodings[0].encoding
         if not encoding.adds_bias and context.window is None:
             raise NotApplicable("It adds no bias.")
         if type(encoding).overrides_hook("dense"):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
         result = [
-            (layer.name, compute_effective_lengths(layer.encoding, context.window)) for layer in context.encodings
+            (layer.name, compute_effective_lengths(layer.encoding, context.window))
+            for layer in context.finite_encodings
         ]
         if all(length is None for _, heads in result for length in heads):
             raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")

@@ -47,7 +47,7 @@ class TheoreticalReceptiveField(Analysis):
     def measure(self, context: AnalysisContext) -> ReceptiveFieldResult:
         length = context.lengths[-1]
         heads = []
-        for layer in context.encodings:
+        for layer in context.finite_encodings:
             bias = mask_window(compute_bias_by_distance(layer.encoding, length), context.window)
             for series in sum_bias_series(layer.encoding, context.window):
                 finite = compute_finite_field((bias[series.head] - bias[series.head].max()).exp())

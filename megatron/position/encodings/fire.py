@@ -99,4 +99,4 @@ class Fire(Encoding):
         why = (
             "the bias depends on i: it is f of a number in [0, 1] whatever the distance, and f has a least value there"
         )
-        return [constant_tail(math.exp(value), why) for value in lowest.tolist()]
+        return [constant_tail(factor, why) for factor in lowest.double().exp().tolist()]

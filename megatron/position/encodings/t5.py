@@ -49,4 +49,4 @@ class T5(Encoding):
 
     def bias_tails(self) -> list[SeriesTail]:
         reason = f"all distances from about {self.max_distance} on share the last bucket"
-        return [constant_tail(math.exp(bias), reason) for bias in self.bias()[-1].tolist()]
+        return [constant_tail(factor, reason) for factor in self.bias()[-1].double().exp().tolist()]
