@@ -56,9 +56,9 @@ class BiasMaps(Analysis):
         notes = [
             f"The maps of {name} are those of layer 0." for name, result in results.items() if result.layer == "layer 0"
         ]
+        farthest = [result.maps[head][-1, 0].nan_to_num(0, posinf=torch.inf).item() for _, result, head in panels]
         maps = "; ".join(
-            f"{name}, head {head}: {result.maps[head][-1, 0].nan_to_num(0, posinf=torch.inf).item():.2g}"
-            for name, result, head in panels
+            f"{name}, head {head}: {factor:.2g}" for (name, _, head), factor in zip(panels, farthest, strict=True)
         )
         alt = f"exp(bias) of query i and key j, by colour; at distance {MAP_SIZE - 1}: {maps}."
         return [Figure(alt, lambda narrow: _draw(panels, narrow)), *notes]
