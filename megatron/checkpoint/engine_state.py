@@ -154,6 +154,7 @@ _MASTERS_BY_OPTIMIZER: dict[str, type[_UnshardedMasters]] = {
     "ProjectedAdamW": _UnshardedMasters,
     "FP16_UnfusedOptimizer": _HalfPrecisionMasters,
     "DeepSpeedZeroOptimizer": _Zero12Masters,
+    "FlatZeroOptimizer": _Zero12Masters,  # training/zero_optimizer.py
     "BF16_Optimizer": _Zero12Masters,
     "DeepSpeedZeroOptimizer_Stage3": _Zero3Masters,
 }

@@ -39,6 +39,8 @@ class Engine:
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
             import deepspeed.runtime.zero.muon.muon_optimizer
 
+            from megatron.training.zero_optimizer import can_flatten, flatten_optimizer
+
         # Else DeepSpeed asks the compiler what it could build, whose complaints fill the log, and then builds a
         # collective over shared memory, which takes 30 s. Nothing else reads this.
         deepspeed.ops.__compatible_ops__ = {}
@@ -63,6 +65,8 @@ class Engine:
             dist_init_required=False,
         )
         self.inner_optimizer.reset_steps()
+        if can_flatten(self.deepspeed.optimizer):
+            flatten_optimizer(self.deepspeed.optimizer, groups)
         if self.stage == 0 and mesh.dp_cp.size == 1:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
