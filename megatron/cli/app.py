@@ -16,6 +16,7 @@ from megatron.cli.generate import generate
 from megatron.cli.plan import plan
 from megatron.cli.prepare import prepare
 from megatron.cli.reference import keys, positions
+from megatron.cli.rehearse import rehearse
 from megatron.cli.report import report
 from megatron.cli.run_command import pass_errors_through, run_command
 from megatron.cli.runs import checkpoints, status
@@ -26,6 +27,7 @@ from megatron.options.section import read_docstring
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
     (plan, "docs/planning.md"),
+    (rehearse, "docs/gpu.md"),
     (prepare, "docs/data.md"),
     (import_, "docs/export.md"),
     (evaluate, "docs/evaluation.md"),

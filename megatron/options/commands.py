@@ -1,4 +1,5 @@
-"""What commands are asked beside a configuration: the options of analyze, export, generate, import, plan and report."""
+"""What commands are asked beside a configuration: the options of analyze, export, generate, import, plan, rehearse and
+report."""
 
 from typing import Annotated, Literal
 
@@ -112,6 +113,25 @@ class PlanOptions(ConfigSection):
     gib: float | None = config_field(None, "memory of one GPU, if not as sold", ge=0.1)
     vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=1)
     layouts: int = config_field(10, "layouts to list", ge=1)
+
+
+class RehearseOptions(ConfigSection):
+    """Whose GPUs are played, and which ranks of the run are executed."""
+
+    gpus: int | None = config_field(None, "GPUs in all; as the configuration says if absent", ge=1, le=8192)
+    gpu: str = config_field("a100-40gb", "which: a100-40gb, a100-80gb, a800, h100, h100-pcie, h200")
+    gpus_per_node: int | None = config_field(
+        None, "GPUs of one machine; the configuration's num_gpus, or 8, if absent", ge=1, le=1024
+    )
+    ranks: str = config_field(
+        "roles",
+        "which to execute: roles (two of each pipeline stage, which stand for the others), all, or numbers",
+        metavar="roles|all|0,5,60-63",
+    )
+    gib: float | None = config_field(None, "memory of one GPU, if not as sold", ge=0.1, le=8192)
+    vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=2, le=1 << 24)
+    network: float = config_field(25.0, "GB/s of one node to the others, for the estimate of time", ge=0.001)
+    mfu: float = config_field(0.45, "share of its peak that a GPU reaches, for the estimate of time", ge=0.001, le=1)
 
 
 class ReportOptions(ConfigSection):

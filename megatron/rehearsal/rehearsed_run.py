@@ -41,6 +41,8 @@ class RehearsedRun:
     """The splits that are made up; none if the run's own data are here, or it learns a task."""
     notes: tuple[str, ...] = ()
     """Lines worth telling."""
+    requested: Config | None = None
+    """As it was loaded, for so many machines: with its launcher."""
 
     @property
     def world_size(self) -> int:
@@ -130,9 +132,11 @@ def plan_rehearsal(
         notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is read instead (--vocabulary)")
         synthetic_splits = tuple(list_named_splits(config.data)) or SPLITS
         keys |= _describe_text({split: ["synthetic"] for split in synthetic_splits})
-    config = resolve_remote_run(config.replace(**keys, nodes=world_size // per_node)).config
+    nodes = world_size // per_node
+    requested = config.replace(num_gpus=per_node, nodes=nodes)
+    config = resolve_remote_run(config.replace(**keys, nodes=nodes)).config
     sizes = resolve_mesh_shape(config, world_size)
-    run = RehearsedRun(config, sizes, per_node, size, synthetic_splits)
+    run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
     return replace(run, notes=(*notes, *_describe_changes(run)))
 
 

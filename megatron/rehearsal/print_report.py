@@ -1,0 +1,186 @@
+"""A rehearsal's report in a terminal."""
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron.rehearsal.ledger import format_ranks
+from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_SHARE, UNKNOWN, RehearsalReport
+from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_duration
+
+MAX_COLLECTIVES = 6
+STYLES = {"fits": "green", "tight": "yellow", "out of memory": "red", "failed": "red"}
+
+
+def print_report(report: RehearsalReport, console: Console) -> None:
+    """Print everything: memory, ledger, kernels, disk, time, coverage."""
+    rehearsal = report.rehearsal
+    run, card = rehearsal.run, rehearsal.card
+    parameters = next((r.report.parameters for r in rehearsal.trained.values() if r.report.parameters), None)
+    size = "" if parameters is None else f"{format_count(parameters)} parameters, "
+    style = STYLES[report.verdict]
+    console.print(
+        f"[bold {style}]{report.verdict}[/]  {size}{run.world_size} × {card.device_name} "
+        f"({card.memory / GIB:.1f} GiB): {run.sizes}, ZeRO {run.config.training.zero_optimization.stage}"
+    )
+    console.print()
+    console.print(_build_memory_table(report))
+    _print_errors(report, console)
+    communicators = max((report.count_communicators(rank) for rank in rehearsal.trained), default=0)
+    console.print(
+        f"  not modelled (literature figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB; NCCL buffers about "
+        f"{NCCL_GIB} GiB × {communicators} communicators; tight is more than {TIGHT_SHARE:.0%}, or no room for these",
+        style="dim",
+    )
+    console.print()
+    _print_ledger(report, console)
+    _print_kernels(report, console)
+    _print_machine(report, console)
+    _print_coverage(report, console)
+
+
+def _build_memory_table(report: RehearsalReport) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("rank", justify="right")
+    table.add_column("role")
+    table.add_column("stands for", justify="right")
+    for name in ("peak GiB", "reserved", "of card", "plan GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("worst in")
+    table.add_column("verdict", no_wrap=True)
+    rehearsal = report.rehearsal
+    for role in rehearsal.roles:
+        if role.rank not in rehearsal.trained:
+            continue
+        allocated, reserved, phase = report.find_peak(role.rank)
+        planned, verdict = report.estimate_planned_memory(role.rank), report.judge(role.rank)
+        count = len(role.stands_for)
+        table.add_row(
+            str(role.rank),
+            role.describe(rehearsal.run.sizes),
+            f"{count} rank{'' if count == 1 else 's'}",
+            f"{allocated / GIB:.2f}",
+            f"{reserved / GIB:.2f}",
+            f"{reserved / rehearsal.card.memory:.0%}",
+            "?" if planned is None else f"{planned / GIB:.2f}",
+            phase,
+            f"[{STYLES[verdict]}]{verdict}[/]",
+        )
+    return table
+
+
+def _print_errors(report: RehearsalReport, console: Console) -> None:
+    for phase, rank, error in report.rehearsal.find_errors():
+        place = f" in {error.phase}" if error.phase else ""
+        console.print(f"  rank {rank}, {phase}{place}: {escape(error.message)}")
+        for line in error.where[:3]:
+            console.print(f"    {escape(line)}", style="dim")
+
+
+def _print_ledger(report: RehearsalReport, console: Console) -> None:
+    rehearsal = report.rehearsal
+    finished = [result for result in rehearsal.trained.values() if result.report.error is None]
+    calls = sum(len(result.ledger.calls) for result in finished)
+    if rehearsal.mismatches:
+        console.print(f"[bold red]ranks do not agree[/] on what they exchange ({calls:,} calls of those that ran)")
+        for phase, mismatch in rehearsal.mismatches:
+            console.print(f"  {phase}: {escape(mismatch.describe(rehearsal.run.sizes))}")
+    elif finished:
+        matched = rehearsal.world_size - rehearsal.unmatched_ranks
+        stages = rehearsal.run.sizes.pipeline
+        sequences = f"{rehearsal.distinct_sequences} sequence{'' if rehearsal.distinct_sequences == 1 else 's'}"
+        console.print(
+            f"[bold]collectives agree[/] on {matched} of {rehearsal.world_size} ranks, in every group: operations, "
+            f"sizes, types, order ({calls:,} calls of those that ran; {sequences} for "
+            f"{stages} pipeline stage{'' if stages == 1 else 's'})"
+        )
+    if not finished:
+        return
+    first = finished[0].report.rank if 0 not in rehearsal.trained else 0
+    rows = report.summarize_collectives(first)
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
+    for name in (f"rank {first}: along", "operation", "type"):
+        table.add_column(name)
+    for name in ("ranks", "calls", "bytes"):
+        table.add_column(name, justify="right")
+    for row in rows[:MAX_COLLECTIVES]:
+        table.add_row(row.along, row.operation, row.dtype, str(row.ranks), f"{row.calls:,}", format_bytes(row.bytes))
+    console.print(table)
+    if len(rows) > MAX_COLLECTIVES:
+        console.print(f"  … and {len(rows) - MAX_COLLECTIVES} kinds of fewer bytes (--json)", style="dim")
+
+
+def _print_kernels(report: RehearsalReport, console: Console) -> None:
+    if kernels := report.list_kernels():
+        console.print(f"\n[bold]Triton kernels[/] compiled for {report.rehearsal.card.architecture}")
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
+        table.add_column("kernel")
+        for name in ("registers", "spilled bytes", "shared KiB", "launches"):
+            table.add_column(name, justify="right")
+        for kernel in kernels:
+            table.add_row(
+                kernel["name"], str(kernel["registers"]), str(kernel["stack"]), f"{kernel['shared'] / 1024:.1f}",
+                f"{kernel['launches']:,}",
+            )  # fmt: skip
+        console.print(table)
+    for line in report.list_fallbacks():
+        console.print(f"[bold]PyTorch instead of a kernel[/]: {escape(line)}")
+
+
+def _print_machine(report: RehearsalReport, console: Console) -> None:
+    console.print()
+    if (disk := report.disk) is not None:
+        text = (
+            f"[bold]disk[/]  a checkpoint is {format_bytes(disk['checkpoint'])} (weights "
+            f"{format_bytes(disk['weights'])}, states {format_bytes(disk['states'])}); the run needs "
+            f"{format_bytes(disk['needed'])}: {disk['kept']} kept and one being written"
+        )
+        if "free" in disk:
+            lacks = "  [red]too little[/]" if disk["free"] < disk["needed"] else ""
+            text += f"; {format_bytes(disk['free'])} free for {escape(disk['folder'])}{lacks}"
+        console.print(text)
+    if (host := report.host_bytes) is not None:
+        ranks = report.rehearsal.run.devices_per_node
+        console.print(
+            f"[bold]host memory[/]  {format_bytes(host)} of a node while its {ranks} "
+            f"rank{'' if ranks == 1 else 's'} build{'s' if ranks == 1 else ''} the model in float32"
+        )
+    if report.step_seconds is not None:
+        low, high = report.step_seconds
+        iters = report.rehearsal.run.config.training.train_iters
+        console.print(
+            f"[bold]time[/]  a step {_format_seconds(low)}–{_format_seconds(high)}, {iters:,} steps "
+            f"{format_approximate_duration(iters * low)} to {format_approximate_duration(iters * high)}: an estimate "
+            f"of ./deepy.py plan, nothing was timed"
+        )
+    if (slurm := report.slurm) is not None:
+        if "starts" in slurm:
+            low_starts, high_starts = slurm["starts"]
+            starts = str(low_starts) if low_starts == high_starts else f"{low_starts} to {high_starts}"
+            console.print(
+                f"[bold]SLURM[/]  time limit {slurm['time']}: about {starts} starts of the job, by that estimate"
+            )
+        if "script" in slurm:
+            console.print(escape(slurm["script"].rstrip()), highlight=False, soft_wrap=True)
+        else:
+            console.print(f"[bold]SLURM[/]  no batch script: {escape(slurm['error'])}")
+
+
+def _print_coverage(report: RehearsalReport, console: Console) -> None:
+    rehearsal = report.rehearsal
+    console.print(f"[bold]covered[/]  {'; '.join(report.list_covered())}; in {format_duration(rehearsal.seconds)}")
+    if rehearsal.unmatched_ranks:
+        console.print(
+            f"[bold]not compared[/]  {rehearsal.unmatched_ranks} ranks: nobody stands for them, or who does failed"
+        )
+    standing = [role for role in rehearsal.roles if len(role.stands_for) > 1]
+    if standing:
+        ranks = format_ranks([role.rank for role in standing])
+        console.print(f"[bold]assumed[/]  ranks that did not run do as {ranks} did (--ranks all runs each)")
+    console.print(f"[bold]cannot know[/]  {'; '.join(UNKNOWN)}")
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"

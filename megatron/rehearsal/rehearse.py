@@ -1,0 +1,296 @@
+"""A rehearsal: the distinct ranks of a run, one after the other, on the null device, in a folder that is removed.
+
+    train     the first rank trains and writes its part of the checkpoint, and waits; the other ranks follow, each from
+              its start to its end; then the first makes the checkpoint whole
+    resume    each of them goes on from that checkpoint for a step
+
+Each is a process of its own (`rank_process.py`). What they left (reports, ledgers, summaries) becomes a `Rehearsal`.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.distributed.launcher_environment import ADDRESS, RankInfo
+from megatron.launch.rank_group import find_free_port
+from megatron.rehearsal.ledger import Ledger, read_ledger
+from megatron.rehearsal.matching import Mismatch, find_mismatches
+from megatron.rehearsal.null_device.cards import Card
+from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.rank_process import RankError, RankJob, RankReport
+from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
+from megatron.rehearsal.roles import Role, choose_roles, list_stages
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.signals import cleanup_on_signal, get_parent_variable
+
+TRAIN, RESUME = "train", "resume"
+POLL_SECONDS = 0.05
+MIN_FREE_BYTES = 1 << 30
+"""Of the disk with the temporary folder: a corpus, logs, and what of states is not zero."""
+LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
+"""Beginnings of variables by which the process of a rank would take itself for part of another job."""
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """What one rank did in one phase."""
+
+    report: RankReport
+    ledger: Ledger
+    summary: dict[str, Any]
+    """Of the null device: peaks, counters, kernels; empty if the process was ended."""
+    seconds: float
+    """From its start to its end; of the first rank without waiting."""
+
+
+@dataclass
+class Rehearsal:
+    """Everything that a rehearsal found."""
+
+    run: RehearsedRun
+    card: Card
+    roles: list[Role]
+    trained: dict[int, PhaseResult] = field(default_factory=dict)
+    """By the ranks that were run."""
+    resumed: dict[int, PhaseResult] = field(default_factory=dict)
+    mismatches: list[tuple[str, Mismatch]] = field(default_factory=list)
+    """On what ranks do not agree, and in which phase."""
+    distinct_sequences: int = 0
+    """Sequences of operations among the ranks that were run; pipeline stages have their own."""
+    unmatched_ranks: int = 0
+    """Ranks that nobody stands for, or that did not get to their end."""
+    seconds: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        return self.run.world_size
+
+    @property
+    def checkpoint(self) -> dict[str, int] | None:
+        """Bytes of a checkpoint; None if none was written."""
+        return self.trained[0].report.checkpoint if 0 in self.trained else None
+
+    def find_errors(self) -> list[tuple[str, int, RankError]]:
+        """Ranks that ended early: phase, rank and why."""
+        phases = ((TRAIN, self.trained), (RESUME, self.resumed))
+        return [
+            (phase, rank, result.report.error)
+            for phase, results in phases
+            for rank, result in results.items()
+            if result.report.error is not None
+        ]
+
+
+Progress = Callable[[str], None]
+
+
+def rehearse(
+    run: RehearsedRun, card: Card, selection: str | list[int], progress: Progress = lambda line: None
+) -> Rehearsal:
+    """Rehearse a run.
+
+    Args:
+        run: what is rehearsed (`plan_rehearsal`).
+        card: each of its GPUs.
+        selection: which ranks are run, see `choose_roles`.
+        progress: gets a line for each rank that begins.
+
+    Raises:
+        UserError: the null device cannot be built, the configuration is refused, a rank does not exist, or the disk
+            has no room; nothing is left behind.
+        RunError: a process could not be started.
+    """
+    start = time.monotonic()
+    rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
+    build_environment(card)  # first: it is refused, or compiled, before anything is made
+    with _temporary_folder() as folder:
+        _Execution(rehearsal, folder, progress).execute()
+    rehearsal.seconds = time.monotonic() - start
+    return rehearsal
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder that goes away, however this process ends but by SIGKILL."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="farfield-rehearsal-"))
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise UserError(f"{tempfile.gettempdir()}: no temporary folder can be made ({error.strerror})") from error
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        with cleanup_on_signal(remove):
+            if free < MIN_FREE_BYTES:
+                raise UserError(
+                    f"{folder.parent}: {free / 2**30:.2f} GiB are free, and a rehearsal needs "
+                    f"{MIN_FREE_BYTES / 2**30:.0f}; name a folder with more in TMPDIR"
+                )
+            yield folder
+    finally:
+        remove()
+
+
+class _Execution:
+    """The processes of a rehearsal."""
+
+    def __init__(self, rehearsal: Rehearsal, folder: Path, progress: Progress) -> None:
+        self._rehearsal, self._folder, self._progress = rehearsal, folder, progress
+        self._run = rehearsal.run
+        self._ranks = [role.rank for role in rehearsal.roles]
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def execute(self) -> None:
+        """Both phases; what they found goes to the rehearsal."""
+        rehearsal = self._rehearsal
+        with cleanup_on_signal(self._end_processes):
+            try:
+                config = self._run.build_config(self._folder)
+                can_save = self._can_save()
+                if not can_save:
+                    config = config.replace(save=None)
+                config.save(self._folder / f"{TRAIN}.yml")
+                self._train(can_save=can_save)
+                self._match(TRAIN, rehearsal.trained)
+                if rehearsal.checkpoint is not None:
+                    save = config.checkpoint.save
+                    config = config.replace(save=None, load=save, train_iters=STEPS + 1)
+                    config.save(self._folder / f"{RESUME}.yml")
+                    for rank in self._ranks:
+                        rehearsal.resumed[rank] = self._finish(RESUME, rank, self._start(RESUME, rank))
+                    self._match(RESUME, rehearsal.resumed)
+            finally:
+                self._end_processes()
+
+    def _can_save(self) -> bool:
+        """Is there a rank of every pipeline stage, and the first, which makes a checkpoint whole?"""
+        ran = set(self._ranks)
+        return 0 in ran and all(ran & set(stage) for stage in list_stages(self._run.sizes))
+
+    def _train(self, *, can_save: bool) -> None:
+        trained, others = self._rehearsal.trained, [rank for rank in self._ranks if rank != 0]
+        first, spent = None, 0.0
+        if 0 in self._ranks:
+            begin = time.monotonic()
+            first = self._start(TRAIN, 0, waits=can_save and bool(others))
+            waiting = self._build_job(TRAIN, 0).waiting
+            while first.poll() is None and not waiting.exists():
+                time.sleep(POLL_SECONDS)
+            spent = time.monotonic() - begin
+            if first.poll() is not None:
+                trained[0] = self._finish(TRAIN, 0, first, spent)
+        for rank in others:
+            trained[rank] = self._finish(TRAIN, rank, self._start(TRAIN, rank))
+        if first is not None and 0 not in trained:
+            begin = time.monotonic()
+            self._progress("making the checkpoint whole")
+            self._build_job(TRAIN, 0).released.touch()
+            trained[0] = self._finish(TRAIN, 0, first, spent)
+
+    def _build_job(self, phase: str, rank: int, *, waits: bool = False) -> RankJob:
+        return RankJob(str(self._folder), str(self._folder / f"{phase}.yml"), phase, rank, waits)
+
+    def _start(self, phase: str, rank: int, *, waits: bool = False) -> subprocess.Popen[bytes]:
+        run, job = self._run, self._build_job(phase, rank, waits=waits)
+        role = next(role for role in self._rehearsal.roles if role.rank == rank)
+        self._progress(f"{phase}: rank {rank} of {run.world_size} ({role.describe(run.sizes)})")
+        path = self._folder / f"{phase}-{rank}.job"
+        path.write_text(json.dumps(asdict(job)), encoding="utf-8")
+        environment = build_environment(
+            self._rehearsal.card,
+            devices=run.devices_per_node,
+            ledger=self._folder / f"{phase}.ledger",
+            is_lone_rank=run.world_size > 1,
+            base={name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)},
+        )
+        info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
+        environment |= info.to_environment(ADDRESS, find_free_port()) | get_parent_variable()
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment["XDG_CACHE_HOME"] = str(self._folder / "cache")  # nothing of a null device's is kept for a real one
+        try:
+            with open(self._folder / f"{phase}-{rank}.out", "wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "megatron.rehearsal.rank_process", str(path)],
+                    env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            raise RunError(f"rank {rank} cannot be started: {error.strerror}") from error
+        self._processes.append(process)
+        return process
+
+    def _finish(self, phase: str, rank: int, process: subprocess.Popen[bytes], spent: float = 0.0) -> PhaseResult:
+        """What a rank did, once its process has ended.
+
+        Raises UserError: the run refuses its configuration, which all ranks would.
+        """
+        begin = time.monotonic()
+        code = process.wait()
+        self._processes.remove(process)
+        seconds = spent + time.monotonic() - begin
+        job, ledgers = self._build_job(phase, rank), self._folder / f"{phase}.ledger"
+        if job.report.is_file():
+            report = RankReport.read(job.report)
+        else:
+            report = RankReport(rank, error=self._describe_end(phase, rank, code))
+        if report.error is not None and report.error.kind == "user":
+            raise UserError(report.error.message)
+        if report.error is not None and report.error.kind == "unexpected":
+            report.error.message += f"; the traceback is in {self._keep_traceback(phase, rank)}"
+        summary: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            summary = json.loads((ledgers / f"rank-{rank}.summary.json").read_text(encoding="utf-8"))
+        with suppress(RunError):  # of a process that was killed the last line may be torn
+            return PhaseResult(report, read_ledger(ledgers / f"rank-{rank}.jsonl", rank), summary, seconds)
+        return PhaseResult(report, Ledger(rank, ()), summary, seconds)
+
+    def _describe_end(self, phase: str, rank: int, code: int) -> RankError:
+        """Why a process left no report."""
+        lines = (self._folder / f"{phase}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = ": does this machine's memory suffice?" if name == "SIGKILL" else ""
+            return RankError("host memory" if name == "SIGKILL" else "run", f"its process was ended by {name}{hint}")
+        last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+        return RankError("run", last.removeprefix("error: "))
+
+    def _keep_traceback(self, phase: str, rank: int) -> str:
+        """A copy of a rank's traceback, which outlives the folder."""
+        source = Path(f"{self._build_job(phase, rank).report}.traceback")
+        handle, name = tempfile.mkstemp(prefix="farfield-", suffix=".log")
+        os.close(handle)
+        with suppress(OSError):
+            shutil.copyfile(source, name)
+        return name
+
+    def _match(self, phase: str, results: dict[int, PhaseResult]) -> None:
+        """Compare the collectives of all ranks that get to the end of a phase."""
+        rehearsal, sizes = self._rehearsal, self._run.sizes
+        whole = {rank: result.ledger for rank, result in results.items() if result.report.error is None}
+        ledgers: dict[int, Ledger] = {}
+        for role in rehearsal.roles:
+            if role.rank in whole:
+                ledgers |= {rank: whole[role.rank].translate(rank, sizes) for rank in role.stands_for}
+        rehearsal.mismatches += [(phase, mismatch) for mismatch in find_mismatches(ledgers, sizes)]
+        if phase == TRAIN:
+            rehearsal.distinct_sequences = len({hash(ledger.normalize(sizes)) for ledger in whole.values()})
+            rehearsal.unmatched_ranks = sizes.world_size - len(ledgers)
+
+    def _end_processes(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._processes.clear()

@@ -1,0 +1,295 @@
+"""What a rehearsal says: verdicts, memory beside the plan, the ledger, kernels, disk, time, and what it cannot know.
+
+Figures that no rehearsal measures are marked. What the CUDA context (0.3 to 0.5 GiB) and NCCL's buffers (about 0.5 GiB
+for each communicator) take of a card are other people's measurements (documentation of PyTorch's memory snapshots,
+estimators for Megatron), and belong to driver and NCCL, which are not there.
+"""
+
+import math
+import shutil
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.config.schema import Config
+from megatron.distributed.hardware import get_gpu_spec
+from megatron.distributed.mesh import DIMENSION_ORDER
+from megatron.launch.slurm import build_training_job, render_batch_script
+from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.parallel_layouts import build_configured_layout
+from megatron.planning.step_time import Cluster
+from megatron.rehearsal.rank_process import RankReport
+from megatron.rehearsal.rehearse import PhaseResult, Rehearsal
+from megatron.rehearsal.roles import find_varying_dimensions
+from megatron.rehearsal.unset_weights import count_host_bytes
+from megatron.utils.errors import FarfieldError
+
+Verdict = Literal["fits", "tight", "out of memory", "failed"]
+VERDICTS: tuple[Verdict, ...] = ("fits", "tight", "out of memory", "failed")
+"""From the best to the worst."""
+TIGHT_SHARE = 0.9
+"""Of a card's memory: beyond it little is left for what nobody has measured."""
+CONTEXT_GIB = (0.3, 0.5)
+NCCL_GIB = 0.5
+"""For each communicator."""
+STEP_TIME_BAND = (0.89, 1.56)
+"""Of the planner's time: where published trainings lie (docs/planning.md, Pythia: ratios 1.12 to 0.64)."""
+GIB = 2**30
+UNKNOWN = (
+    "numbers: whether a loss falls, and what kernels compute (./deepy.py and make gpu-check see to that on a card)",
+    "NCCL itself: its version, its buffers, and whether machines reach each other",
+    "speed of the card, the network and the file system; the step time is the planner's",
+)
+
+
+@dataclass(frozen=True)
+class CollectiveSummary:
+    """Calls of one kind."""
+
+    along: str
+    """Dimensions of the mesh in which the group's members differ."""
+    ranks: int
+    operation: str
+    dtype: str
+    calls: int
+    bytes: int
+
+
+class RehearsalReport:
+    """A rehearsal, judged.
+
+    Args:
+        rehearsal: what was found.
+        network_gb_per_s, mfu: of the planner's estimate of time.
+    """
+
+    def __init__(self, rehearsal: Rehearsal, *, network_gb_per_s: float, mfu: float) -> None:
+        self.rehearsal = rehearsal
+        self._network, self._mfu = network_gb_per_s, mfu
+
+    def judge(self, rank: int) -> Verdict:
+        """Does a rank's part of the run fit its card?"""
+        rehearsal = self.rehearsal
+        results = [results[rank] for results in (rehearsal.trained, rehearsal.resumed) if rank in results]
+        kinds = {result.report.error.kind for result in results if result.report.error is not None}
+        if "memory" in kinds:
+            return "out of memory"
+        if kinds:
+            return "failed"
+        reserved = max(result.report.peak_reserved for result in results)
+        card = rehearsal.card.memory
+        unmodelled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
+        return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodelled > card else "fits"
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The worst of all ranks."""
+        return max((self.judge(rank) for rank in self.rehearsal.trained), key=VERDICTS.index)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the run would start, go on and fit, and its ranks agree; else 1."""
+        return int(self.verdict in ("out of memory", "failed") or bool(self.rehearsal.mismatches))
+
+    def count_communicators(self, rank: int) -> int:
+        """Groups that NCCL joined for a rank."""
+        calls = self.rehearsal.trained[rank].ledger.calls
+        return len({call.communicator for call in calls if not call.is_on_host})
+
+    def find_peak(self, rank: int) -> tuple[int, int, str]:
+        """Bytes of a rank's tensors and of its allocator at the worst moment, and in which phase that was."""
+        peaks: dict[str, tuple[int, int]] = {}
+        for result in self._list_results(rank):
+            for phase, peak in result.report.peaks.items():
+                before = peaks.get(phase, (0, 0))
+                peaks[phase] = (max(before[0], peak[0]), max(before[1], peak[1]))
+        if not peaks:
+            return 0, 0, ""
+        phase = max(peaks, key=lambda name: peaks[name][0])
+        return peaks[phase][0], max(reserved for _, reserved in peaks.values()), phase
+
+    def _list_results(self, rank: int) -> list[PhaseResult]:
+        return [results[rank] for results in (self.rehearsal.trained, self.rehearsal.resumed) if rank in results]
+
+    def estimate_planned_memory(self, rank: int) -> int | None:
+        """Bytes that `plan` says for a rank's pipeline stage; None where nothing is known of its method."""
+        run = self.rehearsal.run
+        stage = run.sizes.coordinates(rank)["pipeline"]
+        try:
+            return estimate_memory(run.config, run.sizes, run.vocab_size, pipeline_stage=stage).total
+        except FarfieldError:
+            return None
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, float] | None:
+        """A step's time, as a band; an estimate."""
+        run = self.rehearsal.run
+        cluster = Cluster(
+            get_gpu_spec(self.rehearsal.card.name), run.world_size, run.devices_per_node, self._network, self._mfu
+        )
+        try:
+            total = build_configured_layout(run.config, run.vocab_size, cluster).step_time.total
+        except FarfieldError:
+            return None
+        return STEP_TIME_BAND[0] * total, STEP_TIME_BAND[1] * total
+
+    def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
+        """A rank's calls over NCCL in its training, by group, operation and type; those of most bytes first."""
+        sizes = self.rehearsal.run.sizes
+        counts: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        for call in self.rehearsal.trained[rank].ledger.calls:
+            if not call.is_on_host:
+                along = find_varying_dimensions(sizes, call.communicator.ranks)
+                name = " × ".join(d for d in DIMENSION_ORDER if d in along) or "alone"
+                entry = counts[name, len(call.communicator.ranks), call.operation, call.dtype]
+                entry[0] += 1
+                entry[1] += call.bytes
+        rows = [CollectiveSummary(*key, *entry) for key, entry in counts.items()]
+        return sorted(rows, key=lambda row: -row.bytes)
+
+    def list_kernels(self) -> list[dict[str, Any]]:
+        """Triton kernels that were compiled and loaded, each as often as it was compiled otherwise: name, registers of
+        a thread, bytes of its stack (what did not fit into them) and of a block's shared memory, and launches."""
+        found: dict[tuple[Any, ...], int] = defaultdict(int)
+        for result in self.rehearsal.trained.values():
+            for kernel in result.summary.get("kernels", ()):
+                found[kernel["name"], kernel["registers"], kernel["stack"], kernel["shared"]] += kernel["launches"]
+        names = ("name", "registers", "stack", "shared", "launches")
+        return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
+
+    def list_fallbacks(self) -> list[str]:
+        """Which calls PyTorch computes instead of a kernel, and why."""
+        reports = [result.report for result in self.rehearsal.trained.values()]
+        reasons = [f"attention in {report.row_blocks_reason}" for report in reports if report.row_blocks_reason]
+        return list(dict.fromkeys([*reasons, *(line for report in reports for line in report.warnings)]))
+
+    @cached_property
+    def disk(self) -> dict[str, Any] | None:
+        """Bytes of a checkpoint, of all that the run keeps and of the one that is being written; and what is free."""
+        if (checkpoint := self.rehearsal.checkpoint) is None:
+            return None
+        config = self.rehearsal.run.config
+        size = checkpoint["weights"] + checkpoint["states"]
+        kept = count_kept_checkpoints(config)
+        disk = {"checkpoint": size, **checkpoint, "kept": kept, "needed": size * kept + size + checkpoint["parts"]}
+        save = config.checkpoint.save
+        if save is not None:
+            folder = next(path for path in (Path(save).absolute(), *Path(save).absolute().parents) if path.exists())
+            disk["folder"], disk["free"] = str(save), shutil.disk_usage(folder).free
+        return disk
+
+    @cached_property
+    def slurm(self) -> dict[str, Any] | None:
+        """The batch script and the time limit of a SLURM job; None if it is none."""
+        config = self.rehearsal.run.requested
+        if config is None or config.launch.launcher != "slurm":
+            return None
+        job: dict[str, Any] = {"time": config.launch.slurm.time, "nodes": config.launch.nodes}
+        try:
+            job["script"] = render_batch_script(build_training_job(config))
+        except FarfieldError as error:
+            job["error"] = str(error)
+        limit = config.launch.slurm.time_limit_seconds()
+        if limit is not None and self.step_seconds is not None:
+            usable = max(limit - config.launch.slurm.signal_seconds, 1)
+            seconds = [config.training.train_iters * step for step in self.step_seconds]
+            job["seconds"], job["starts"] = seconds, [math.ceil(total / usable) for total in seconds]
+        return job
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Of a node's memory, what its ranks take together to build the model."""
+        reports = [result.report for result in self.rehearsal.trained.values()]
+        sizes = [report.rank_parameters for report in reports if report.rank_parameters is not None]
+        return count_host_bytes(max(sizes), self.rehearsal.run.devices_per_node) if sizes else None
+
+    def list_covered(self) -> list[str]:
+        """What was executed, of the card and of each rank that was run."""
+        rehearsal = self.rehearsal
+        run = rehearsal.run
+        parts = [f"{len(rehearsal.trained)} of {run.world_size} ranks ran: parse, groups, model, engine, three steps"]
+        parts.append("validation" if run.config.training.eval_interval and run.config.training.eval_iters else "")
+        parts.append("a checkpoint" if rehearsal.checkpoint is not None else "")
+        parts.append("a resume from it" if rehearsal.resumed else "")
+        return [part for part in parts if part]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values: bytes, seconds."""
+        rehearsal, run = self.rehearsal, self.rehearsal.run
+        return {
+            "verdict": self.verdict,
+            "exit_code": self.exit_code,
+            "gpus": run.world_size,
+            "gpus_per_node": run.devices_per_node,
+            "ranks": asdict(run.sizes),
+            "card": {"name": rehearsal.card.name, "memory": rehearsal.card.memory,
+                     "architecture": rehearsal.card.architecture},
+            "notes": list(run.notes),
+            "roles": [self._role_to_dict(role.rank, role.stands_for) for role in rehearsal.roles],
+            "not_modelled": {
+                "cuda_context_gib": list(CONTEXT_GIB),
+                "nccl_gib_per_communicator": NCCL_GIB,
+                "source": "literature figures, not measured here",
+            },
+            "mismatches": [
+                {"phase": phase, "kind": found.kind, "ranks": list(found.ranks),
+                 "group": list(found.communicator.ranks), "call": found.index, "message": found.message}
+                for phase, found in rehearsal.mismatches
+            ],
+            "distinct_sequences": rehearsal.distinct_sequences,
+            "unmatched_ranks": rehearsal.unmatched_ranks,
+            "kernels": self.list_kernels(),
+            "fallbacks": self.list_fallbacks(),
+            "disk": self.disk,
+            "host_bytes_per_node": self.host_bytes,
+            "slurm": self.slurm,
+            "step_seconds_estimated": None if self.step_seconds is None else list(self.step_seconds),
+            "covered": self.list_covered(),
+            "not_known": list(UNKNOWN),
+            "seconds": rehearsal.seconds,
+        }  # fmt: skip
+
+    def _role_to_dict(self, rank: int, stands_for: tuple[int, ...]) -> dict[str, Any]:
+        results, rehearsal = self._list_results(rank), self.rehearsal
+        if not results:
+            return {"rank": rank, "stands_for": list(stands_for)}
+        allocated, reserved, phase = self.find_peak(rank)
+        errors = [{"while": name, **asdict(error)} for name, number, error in rehearsal.find_errors() if number == rank]
+        return {
+            "rank": rank,
+            "stands_for": list(stands_for),
+            "role": next(role for role in rehearsal.roles if role.rank == rank).describe(rehearsal.run.sizes),
+            "verdict": self.judge(rank),
+            "peak_allocated": allocated,
+            "peak_reserved": reserved,
+            "peak_phase": phase,
+            "peaks": {
+                name: {phase: list(peak) for phase, peak in _get_report(result).peaks.items()}
+                for name, result in zip(("train", "resume"), results, strict=False)
+            },
+            "planned": self.estimate_planned_memory(rank),
+            "errors": errors,
+            "communicators": self.count_communicators(rank),
+            "collectives": [asdict(row) for row in self.summarize_collectives(rank)],
+            "counters": results[0].summary.get("counters", {}),
+            "stub_calls": results[0].summary.get("stub_calls", {}),
+            "cpu_seconds": sum(_get_report(result).seconds for result in results),
+            "seconds": sum(result.seconds for result in results),
+        }
+
+
+def _get_report(result: PhaseResult) -> RankReport:
+    return result.report
+
+
+def count_kept_checkpoints(config: Config) -> int:
+    """Checkpoints that a run has on the disk at its end."""
+    options, train_iters = config.checkpoint, config.training.train_iters
+    factor = options.checkpoint_factor
+    regular = {train_iters, *(range(factor, train_iters + 1, factor) if factor else ())}
+    extra = {step for step in options.extra_save_iters if step <= train_iters}
+    kept = sorted(regular - extra)
+    limit = options.keep_last_n_checkpoints
+    return len(extra) + (len(kept) if limit is None else min(limit, len(kept)))
