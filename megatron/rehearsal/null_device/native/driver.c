@@ -129,9 +129,11 @@ static const Elf64_Shdr *find_kernel_section(const unsigned char *image, const c
     return find_section(image, name);
 }
 
-/* The stack of a kernel: of the records (format, attribute, size, values) of .nv.info, the one of attribute 0x11 holds
-   pairs of a symbol's number and its frame. */
-static int read_stack(const unsigned char *image, const char *kernel) {
+/* What .nv.info says of a kernel: of its records (format, attribute, size, values), those that are read here hold pairs
+   of a symbol's number and its value. */
+enum { REGISTER_COUNT = 0x2f, FRAME_SIZE = 0x11 };
+
+static int read_info(const unsigned char *image, const char *kernel, unsigned wanted) {
     const Elf64_Shdr *info = find_section(image, ".nv.info"), *symbols = find_section(image, ".symtab");
     const Elf64_Shdr *names = find_section(image, ".strtab");
     if (info == NULL || symbols == NULL || names == NULL) return 0;
@@ -140,7 +142,7 @@ static int read_stack(const unsigned char *image, const char *kernel) {
         unsigned format = record[0], attribute = record[1], size = record[2] | record[3] << 8;
         record += 4;
         if (format != 4) continue; /* the value is in the record's head */
-        if (attribute == 0x11 && size >= 8) {
+        if (attribute == wanted && size >= 8) {
             uint32_t values[2];
             memcpy(values, record, sizeof values);
             if (values[0] < symbols->sh_size / sizeof(Elf64_Sym)) {
@@ -181,9 +183,12 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
     if (kernel == NULL) return CUDA_ERROR_OUT_OF_MEMORY;
     const Elf64_Shdr *shared = find_kernel_section(image, ".nv.shared.", name);
     snprintf(kernel->name, sizeof kernel->name, "%s", name);
-    kernel->registers = (int)(text->sh_info >> 24);
-    kernel->stack = read_stack(image, name);
+    kernel->registers = read_info(image, name, REGISTER_COUNT);
+    if (kernel->registers == 0) kernel->registers = (int)(text->sh_info >> 24);
+    kernel->stack = read_info(image, name, FRAME_SIZE);
     kernel->shared = shared == NULL ? 0 : (int)shared->sh_size;
+    /* From Hopper on the section begins with the kilobyte of a block that is the system's and counts for no limit. */
+    if (null_device_card()->major >= 9 && kernel->shared >= 1024) kernel->shared -= 1024;
     kernel->dynamic_shared = 49152 - kernel->shared;
     if (last_kernel == NULL) first_kernel = kernel; /* Triton loads under the interpreter's lock */
     else last_kernel->next = kernel;
