@@ -15,7 +15,7 @@ from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.gpt import GPT
-from megatron.model.layer import BiasedSelfAttention, GPTLayer, OffStageLayer
+from megatron.model.layer import BiasedSelfAttention, ColumnLinear, FeedForward, GPTLayer, OffStageLayer, RowLinear
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
@@ -117,6 +117,9 @@ def _layer_spec(
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
     attention.submodules.core_attention = core_attention
+    attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
+    spec.submodules.mlp.module = FeedForward
+    spec.submodules.mlp.submodules.linear_fc1, spec.submodules.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
     return spec
 
 

@@ -28,6 +28,7 @@ from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeli
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, KVCache, PositionedAttention
+from megatron.model.layer import is_held_whole
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding
@@ -235,6 +236,9 @@ class GPT(GPTModel):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Of this rank's part of the vocabulary, [T, B, V]."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = self.output_layer.weight if tied is None else tied
+        if is_held_whole(self.output_layer, weight):
+            return F.linear(hidden, weight)
         logits: Tensor = self.output_layer(hidden, weight=tied)[0]
         return logits
 

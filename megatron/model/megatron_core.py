@@ -6,9 +6,10 @@ with disable_torch_compile():
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -16,11 +17,14 @@ with disable_torch_compile():
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
 __all__ = [
+    "MLP",
+    "ColumnParallelLinear",
     "GPTModel",
     "IdentityOp",
     "LocalSpecProvider",
     "MegatronModule",
     "ModuleSpec",
+    "RowParallelLinear",
     "SelfAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",

@@ -16,6 +16,7 @@ Three things may keep a rank from answering, and each has its own way to be foun
 
 import faulthandler
 import json
+import math
 import os
 import socket
 import subprocess
@@ -58,6 +59,9 @@ STACKS = "stacks"
 """In the run's folder: the stacks of the ranks of a run that hung."""
 WRITE_INTERVAL = 10.0
 """Seconds between two heartbeat files."""
+MAX_ARM_INTERVAL = 1.0
+"""Seconds at most between two settings of the timer that needs no Python: each ends a thread and starts another, for
+which a step would wait several times."""
 
 HangHandler = Callable[[HangError, bool], None]
 """Ends this process at once, for its main thread may never come back. True: this rank is the one that tells it."""
@@ -147,6 +151,7 @@ class Watchdog:
         self._grace = min(30.0, timeout or 0.0)
         self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
         self._answered = time.monotonic()
+        self._arm_interval, self._armed_at = min(MAX_ARM_INTERVAL, (timeout or 0.0) / 10), -math.inf
         self._closed, self._ending = threading.Event(), threading.Event()
         self._stacks: Any = None
         self._stderr_fd = stderr_fd
@@ -183,7 +188,10 @@ class Watchdog:
                 with suppress(OSError):  # somebody ended it
                     self._reporter.stdin.write(f"at {self._heartbeat}\n".encode())
                     file = self._reporter.stdin
-            faulthandler.dump_traceback_later(self.timeout + self._grace, exit=True, file=file)
+            if self._moved - self._armed_at >= self._arm_interval:
+                self._armed_at = self._moved
+                seconds = self.timeout + self._grace + self._arm_interval
+                faulthandler.dump_traceback_later(seconds, exit=True, file=file)
 
     def close(self) -> None:
         """The run has ended, well or not."""
