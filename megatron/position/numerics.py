@@ -42,6 +42,20 @@ def sinusoidal_embeddings(positions: Tensor, dim: int, base: float, dtype: torch
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
 
 
+def _sum_diagonals(x: Tensor) -> Tensor:
+    """Sums of x [H, R, C] over equal j − i: [H, R + C − 1], the one of the last row's first column last."""
+    heads, rows, columns = x.shape
+    if 0 < columns < rows:  # along the shorter side: what is sheared has min(R, C) · (R + C) entries
+        return _sum_diagonals(x.mT).flip(-1)
+    # Rows of `width` entries, read as rows of one more: row r has moved left by r, what falls off joins the zeros
+    # at the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
+    width = rows + columns
+    sheared = x.new_zeros(heads, rows * (width + 1))
+    sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = x
+    shifted = sheared.view(heads, rows, width + 1).sum(1)
+    return torch.cat([shifted[:, width + 2 - rows :], shifted[:, :columns]], dim=1).flip(-1)
+
+
 class _Toeplitz(torch.autograd.Function):
     """table [H, N] → matrix [H, R, C] with matrix[h, r, c] = table[h, i − j], and the table's first entry where j > i;
     but the first columns are those of the edge [H, R, e], if there is one.
@@ -76,13 +90,7 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         edge_grad, grad = grad[..., : ctx.edge], grad[..., ctx.edge :]
         heads, rows, columns = grad.shape
-        # Rows of `width` entries, read as rows of one more: row r has moved left by r, what falls off joins the zeros
-        # at the end of the row before, and equal j − i stand in one column (those below 0 count from the end).
-        width = rows + columns
-        sheared = grad.new_zeros(heads, rows * (width + 1))
-        sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = grad
-        shifted = sheared.view(heads, rows, width + 1).sum(1)
-        diagonal = torch.cat([shifted[:, width + 2 - rows :], shifted[:, :columns]], dim=1).flip(-1)  # ascending n
+        diagonal = _sum_diagonals(grad)
         count = rows + columns - 1
         first = ctx.query.start - (ctx.key.stop - 1)
         result = grad.new_zeros(heads, ctx.size)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kept import Peak
 from torch import nn
 
 from megatron.attention.inputs import AttentionInputs
@@ -156,3 +157,18 @@ def test_no_share_where_keys_are_hidden() -> None:
         replace(inputs, query=TokenRange(4, 5), key=TokenRange(4, 5)),
     ):
         assert precompute_terms(hidden).bias_contribution is None
+
+
+@pytest.mark.parametrize("columns", [2, 4])
+def test_the_gradient_of_a_long_strip_takes_memory_linear_in_its_rows(columns: int) -> None:
+    """The left edge's strip has a row per token and a few columns: sheared along its rows it would be a square."""
+    rows = 512
+    table = torch.randn(3, rows, dtype=torch.float64, requires_grad=True)
+    strip = toeplitz(table, TokenRange(0, rows), TokenRange(0, columns))
+    gradient = torch.randn(3, rows, columns, dtype=torch.float64)
+    with Peak() as tracked:
+        (found,) = torch.autograd.grad(strip, table, gradient)
+    distance = (torch.arange(rows)[:, None] - torch.arange(columns)).clamp(min=0)
+    wanted = torch.zeros_like(table).index_add_(1, distance.flatten(), gradient.flatten(1))
+    torch.testing.assert_close(found.detach(), wanted.detach())
+    assert tracked.most < 8 * gradient.nbytes

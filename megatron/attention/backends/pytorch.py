@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.processor import BiasContribution, Processor
 
 MASKED_ROWS = 512
 """Query rows per call where PyTorch takes who sees whom as a mask (with a window, or where the rows are not all of the
@@ -55,14 +55,30 @@ class ChunkedBackend:
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
     # What `compute` holds stays until the backward pass, even where the layer around it is recomputed. So it holds no
-    # queries, keys and values: it is handed those, which the layer's recomputation brings back.
+    # queries, keys, values and tables: it is handed those, which the layer's recomputation brings back.
     empty = inputs.q.new_empty(0)
-    others = replace(inputs, q=empty, k=empty, v=empty)
+    others = replace(inputs, q=empty, k=empty, v=empty, table=None, bias_contribution=None)
+    has_table, contribution = inputs.table is not None, inputs.bias_contribution
 
-    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compute_attention(replace(others, q=q, k=k, v=v))
+    def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
+        bias, weight, by_distance, edge = tensors
+        return compute_attention(
+            replace(
+                others,
+                q=q,
+                k=k,
+                v=v,
+                table=ScoreTerms(bias, weight) if has_table else None,
+                bias_contribution=None if by_distance is None or edge is None else BiasContribution(by_distance, edge),
+            )
+        )
 
-    return checkpoint(compute, inputs.q, inputs.k, inputs.v, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
+    return checkpoint(
+        compute,
+        *(inputs.q, inputs.k, inputs.v, *(inputs.table or ScoreTerms()), *(contribution or (None, None))),
+        use_reentrant=False,
+        preserve_rng_state=inputs.dropout > 0,
+    )
 
 
 class RowBlockBackend:
