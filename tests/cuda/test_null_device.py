@@ -166,3 +166,16 @@ dist.destroy_process_group()
     summary = json.loads((tmp_path / "rank-5.summary.json").read_text())
     assert summary["counters"]["collectives"] == 3
     assert summary["peak_allocated"] >= 2000
+
+
+def test_what_kernels_would_have_written_reads_as_zeros() -> None:
+    x = torch.randn(100, 100).to("cuda")
+    kept = x.clone()  # larger than a small message
+    assert torch.equal(x[:, 3].contiguous().cpu(), torch.zeros(100))
+    assert torch.equal(kept.cpu(), torch.zeros(100, 100))
+    address = x.data_ptr()
+    del x
+    y = torch.empty(50, 100, device="cuda").normal_()  # the memory of x, which the host wrote
+    assert y.data_ptr() == address
+    assert torch.equal(y.cpu(), torch.zeros(50, 100))
+    assert torch.zeros(7, device="cuda").tolist() == [0.0] * 7

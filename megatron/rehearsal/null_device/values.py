@@ -1,10 +1,11 @@
 """What values that the host reads from the null device mean: the one place that decides it.
 
-Kernels do not run, so what the host reads of their results is what lies there: zeros, or what an older tensor left.
-Numbers of it have no meaning, and nothing may be concluded from them. But the host also decides by them: a loss that is
-not finite ends a run, a gradient that is not finite skips a step. So that a job goes its ordinary way,
+Kernels do not run, so their results have no meaning, and nothing may be concluded from them: they read as zeros
+(`native/memory.c`). Only what the host wrote into the device as a whole is read back as it is. But the host also
+decides by what it reads: a loss that is not finite ends a run, a gradient that is not finite skips a step. So that a
+job goes its ordinary way,
 
-    a number read from the device      is what lies there if it is ordinary (0 … 10⁴), else 1
+    a number read from the device      is 0, or what the host wrote there if that is ordinary (0 … 10⁴), else 1
     is it finite?                      yes
     is it infinite, is it no number?   no
     did a gradient overflow?           no; the collectives that ask all ranks take place

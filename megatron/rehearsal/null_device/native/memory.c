@@ -131,12 +131,47 @@ int null_device_allocate(void **pointer, size_t size, int is_host) {
     return failed;
 }
 
+/* What the host wrote. Kernels write nothing, so of all other device memory only old bytes could be read: it reads as
+   zeros. A tensor is believed if it was written as a whole, at just this address and in this size; the memory of one
+   that is gone may have been given to another. */
+struct written {
+    char *start;
+    size_t size;
+};
+
+static struct written *writes;
+static size_t write_count, write_room;
+
+static void forget_writes(const char *start, size_t size) {
+    size_t kept = 0;
+    for (size_t i = 0; i < write_count; i++)
+        if (writes[i].start >= start + size || writes[i].start + writes[i].size <= start) writes[kept++] = writes[i];
+    write_count = kept;
+}
+
+static void remember_write(char *start, size_t size) {
+    forget_writes(start, size);
+    if (write_count == write_room) {
+        write_room = write_room ? 2 * write_room : 1024;
+        writes = realloc(writes, write_room * sizeof *writes);
+        if (writes == NULL) abort();
+    }
+    writes[write_count++] = (struct written){start, size};
+}
+
+static int was_written(const char *start, size_t size) {
+    for (size_t i = write_count; i-- > 0;)
+        if (writes[i].start == start) return writes[i].size == size;
+    return 0;
+}
+
 int null_device_release(void *pointer) {
     if (pointer == NULL) return 0;
     pthread_mutex_lock(&lock);
     struct allocation *allocation = find_allocation(pointer);
     int failed = allocation == NULL || allocation->start != pointer;
     if (!failed) {
+        forget_writes(allocation->start, allocation->size);
         munmap(allocation->start, allocation->size);
         if (allocation->device >= 0) used[allocation->device] -= (long)allocation->size;
         size_t index = (size_t)(allocation - allocations);
@@ -166,11 +201,33 @@ int null_device_memory_kind(const void *pointer) {
     return kind;
 }
 
-/* Between host and device bytes travel. Within the device only small copies do: what kernels would have written there
-   is not there either. */
+/* Between host and device bytes travel, and within the device where there are few of them: what kernels would have
+   written is not there either. */
+static int is_device(const void *pointer) {
+    struct allocation *allocation = find_allocation(pointer);
+    return allocation != NULL && allocation->device >= 0;
+}
+
 void null_device_copy(void *target, const void *source, size_t size) {
-    if (size > SMALL_COPY && null_device_memory_kind(target) == 1 && null_device_memory_kind(source) == 1) return;
-    memcpy(target, source, size);
+    if (size == 0) return;
+    pthread_mutex_lock(&lock);
+    int to_device = is_device(target), from_device = is_device(source);
+    int is_known = !from_device || was_written(source, size);
+    if (to_device && from_device && size > SMALL_COPY) is_known = 0;
+    if (to_device && is_known) remember_write(target, size);
+    else if (to_device) forget_writes(target, size);
+    pthread_mutex_unlock(&lock);
+    if (is_known) memcpy(target, source, size);
+    else if (!to_device) memset(target, 0, size);
+}
+
+void null_device_fill(void *target, int value, size_t size) {
+    pthread_mutex_lock(&lock);
+    int is_known = !is_device(target) || size <= SMALL_COPY;
+    if (is_known) remember_write(target, size);
+    else forget_writes(target, size);
+    pthread_mutex_unlock(&lock);
+    if (is_known) memset(target, value, size);
 }
 
 void *null_device_new_handle(void) {

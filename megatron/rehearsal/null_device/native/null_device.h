@@ -48,6 +48,7 @@ long null_device_free_memory(int device);
 /* 0: not ours; 1: device memory; 2: pinned host memory. */
 int null_device_memory_kind(const void *pointer);
 void null_device_copy(void *target, const void *source, size_t size);
+void null_device_fill(void *target, int value, size_t size);
 
 void *null_device_new_handle(void);
 double null_device_now(void);

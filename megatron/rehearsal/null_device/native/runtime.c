@@ -223,7 +223,7 @@ cudaError_t cudaMemcpy2DAsync(void *target, size_t target_pitch, const void *sou
 cudaError_t cudaMemsetAsync(void *target, int value, size_t size, cudaStream_t stream) {
     (void)stream;
     null_device_counters.fills++;
-    if (size <= SMALL_COPY) memset(target, value, size);
+    null_device_fill(target, value, size);
     return cudaSuccess;
 }
 
