@@ -10,6 +10,7 @@ job goes its ordinary way,
     is it infinite, is it no number?   no
     did a gradient overflow?           no; the collectives that ask all ranks take place
     the first rank's list of numbers   equal to this rank's; the broadcast takes place
+    a checkpoint's copy of the states  what lies there, 0 where it is no finite number
 
 A rehearsal therefore never takes the branches of a run whose numbers go wrong: a skipped step, a rollback, an early
 end. cuDNN's attention is switched off, whose planning asks more of the card than there is.
@@ -137,6 +138,19 @@ def _change_zero_utils(utils: Any) -> None:
     _run_and_answer(utils, "get_lst_from_rank0", lambda lst: lst)
 
 
+def _change_sharded_state(module: Any) -> None:
+    real = module.PinnedStagingBuffers.copy_to_host
+
+    @functools.wraps(real)
+    def copy_to_host(self: Any, tensors: Any) -> Any:
+        copies = real(self, tensors)
+        for copy in copies.values():
+            copy.nan_to_num_(0.0, 0.0, 0.0)
+        return copies
+
+    module.PinnedStagingBuffers.copy_to_host = copy_to_host
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "torch.nn.parameter": _change_parameter,
@@ -144,5 +158,6 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "deepspeed.runtime.zero.stage_1_and_2": _change_stages_1_and_2,
     "deepspeed.runtime.zero.stage3": _change_stage_3,
     "deepspeed.runtime.zero.utils": _change_zero_utils,
+    "megatron.checkpoint.sharded_state": _change_sharded_state,
 }
 """What is changed in which module, once it is imported."""
