@@ -108,6 +108,27 @@ def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int
     return tuple(remaining)
 
 
+def select_chunks(segments: Sequence[Segment], chunks: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """What the segments have of some columns, (first, number) of each chunk, as if the forward pass had those alone."""
+    selected: list[Segment] = []
+    place = 0
+    for first, length in chunks:
+        for segment in segments:
+            tokens = segment.tokens
+            start = max(first, segment.first_column)
+            stop = min(first + length, segment.first_column + tokens.length)
+            if start >= stop:
+                continue
+            part = replace(tokens, start=tokens.start + start - segment.first_column, length=stop - start)
+            if selected and selected[-1].tokens.stop == part.start:  # a rank's two chunks may be neighbours
+                whole = replace(selected[-1].tokens, length=selected[-1].tokens.length + part.length)
+                selected[-1] = replace(selected[-1], tokens=whole)
+            else:
+                selected.append(replace(segment, tokens=part, first_column=place + start - first))
+        place += length
+    return tuple(selected)
+
+
 def _build_padded_segments(length: int, mask: Tensor, past: int, sample: SampleFunction) -> Iterator[Segment]:
     total = past + length
     left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
@@ -168,6 +189,11 @@ def attend_segments(
         for rows, segment in zip(_split_segments(q, segments, 2), segments, strict=True)
     ]
     return _scatter_outputs(outputs, segments, q, dim=2)
+
+
+def hide_nothing(segments: Sequence[Segment]) -> bool:
+    """Do they have all sequences, and no key that must not be seen?"""
+    return all(isinstance(segment.sequences, slice) and segment.key_mask is None for segment in segments)
 
 
 def _cover_all(segments: Sequence[Segment], length: int) -> bool:

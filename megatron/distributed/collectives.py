@@ -59,6 +59,62 @@ def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension,
     return _AllGather.apply(x, dim, groups.group(dimension), order, reduce_grad)
 
 
+def _send_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, h, T, d] → [B, H, T / ranks, d], see `exchange_heads_for_rows`."""
+    ranks = group.size()
+    owners = list_chunk_owners(ranks)
+    pieces = dict(zip(owners, x.chunk(2 * ranks, dim=2), strict=True))
+    sent = torch.stack([pieces[rank, index] for rank in range(ranks) for index in range(2)])  # [ranks · 2, B, h, c, d]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.unflatten(0, (ranks, 2)).permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
+
+
+def _return_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, H, T / ranks, d] → [B, h, T, d]: what `_send_rows` undoes."""
+    ranks = group.size()
+    sent = x.unflatten(1, (ranks, -1)).unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat([received[2 * rank + index] for rank, index in list_chunk_owners(ranks)], dim=2)
+
+
+class _ExchangeHeadsForRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _send_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _return_rows(grad, ctx.group), None
+
+
+class _ExchangeRowsForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _return_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _send_rows(grad, ctx.group), None
+
+
+def exchange_heads_for_rows(x: Tensor, groups: ProcessGroups) -> Tensor:
+    """Some heads of all rows become all heads of some rows: [B, h, T, d] → [B, H, T / ranks, d] along `tensor`.
+
+    Cut into two chunks per rank, rows go to ranks as tokens do in context parallelism (`mesh.list_chunk_owners`): a
+    rank has one chunk from either end, in order, so that causal rows are equal work. T divides into them.
+    """
+    return _ExchangeHeadsForRows.apply(x, groups.group("tensor"))
+
+
+def exchange_rows_for_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
+    """The way back: [B, H, T / ranks, d] → [B, h, T, d]."""
+    return _ExchangeRowsForHeads.apply(x, groups.group("tensor"))
+
+
 def all_reduce_sum_(x: Tensor, groups: ProcessGroups, *along: Dimension | EmbeddingGroup) -> None:
     """Make x, in place, the sum over the processes that differ in these dimensions alone."""
     group = groups.group(*along)

@@ -8,7 +8,10 @@ ours follows from that:
 
 * every rank holds all parameters of encodings and processors and uses what concerns its heads, so each rank's gradient
   is one part of the whole: they are summed (otherwise the copies drift apart);
-* a processor mixes the scores of all heads: queries and keys are gathered, which is linear in T, never the maps.
+* a processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads of a share of
+  the query rows, as if it were alone, and the output goes back the same way. Keys and values of all heads are gathered.
+  What is exchanged is linear in T, never the maps. Where rows do not divide, or are few (decoding), or some sequences
+  are padded, each rank keeps its heads instead and gathers the queries of all, whose scores it computes too.
 
 Context parallelism: a rank holds some of the tokens (`distributed/mesh.py`). Rows are independent of each other in
 every method, so a rank needs the keys and values of all tokens and computes the rows of its own; its gradient of the
@@ -28,9 +31,17 @@ from torch import Tensor
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table_of_ranges
-from megatron.attention.segments import Segment, attend_segments, build_segments, rotate_segments, select_last_tokens
-from megatron.distributed.collectives import all_gather
-from megatron.distributed.mesh import Axis
+from megatron.attention.segments import (
+    Segment,
+    attend_segments,
+    build_segments,
+    hide_nothing,
+    rotate_segments,
+    select_chunks,
+    select_last_tokens,
+)
+from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads
+from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -199,15 +210,33 @@ class PositionedAttention(MegatronModule):
         segments = context.segments
         if context.num_logits is not None:
             q, segments = q[:, :, -context.num_logits :], select_last_tokens(segments, q.shape[2], context.num_logits)
-        if self.processor is not None:
+        shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
+        if shares_rows:
+            chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
+            q, segments, heads = exchange_heads_for_rows(q, self.groups), select_chunks(segments, chunks), ALL_HEADS
+            k, v = (gather_heads(x, self.groups) for x in (k, v))
+        elif self.processor is not None:
             q, k = (gather_heads(x, self.groups) for x in (q, k))
         k, v = (gather_sequence(x, self.groups) for x in (k, v))
+        if len(segments) > 1:
+            q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        attend = partial(self._attend, table=context.table or self.compute_table(segments, q.device))
-        return attend_segments(q, k, v, segments, attend).permute(2, 0, 1, 3).flatten(2)
+        attend = partial(self._attend, heads=heads, table=context.table or self.compute_table(segments, q.device))
+        output = attend_segments(q, k, v, segments, attend)
+        if shares_rows:
+            output = exchange_rows_for_heads(output, self.groups)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, table: ScoreTerms | None) -> Tensor:
+    def _shares_rows(self, context: AttentionContext, length: int) -> bool:
+        """Do tensor-parallel ranks exchange heads for rows?"""
+        size = self.groups.mesh.tensor.size
+        is_whole = context.kv_cache is None and context.num_logits is None and hide_nothing(context.segments)
+        return self.processor is not None and size > 1 and is_whole and length % (2 * size) == 0
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, *, heads: slice, table: ScoreTerms | None
+    ) -> Tensor:
         return self.backend(
             AttentionInputs(
                 q=q,
@@ -219,7 +248,7 @@ class PositionedAttention(MegatronModule):
                 processor=self.processor,
                 key_mask=segment.key_mask,
                 window=self.window,
-                heads=self.heads,
+                heads=heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 table=table,
             )

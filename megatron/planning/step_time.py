@@ -17,8 +17,10 @@ m micro-batches of a step:
 | ZeRO 2                     | p · b · (N - 1) / N per micro-batch, and once more for the weights                 |
 | ZeRO 3                     | 3 · p · b · (N - 1) / N per micro-batch: weights twice, gradients once             |
 | tensor: sums of activations| 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch, six if recomputed|
-| tensor: a score processor  | n · (D + K) · b · (T - 1) / T for queries and keys of all heads, as often as below |
-| context: keys and values   | n · K · b · (C - 1) for each, twice per layer and micro-batch; recomputed: thrice  |
+| tensor: a score processor  | n · b · (2 · D / T + 2 · K) · (T - 1) / T, as often as below: queries and the output, |
+|                            | heads for rows; keys and values of all heads                                       |
+| context: keys and values   | n · K · b · (C - 1) for each (without a processor K / T), twice per layer and      |
+|                            | micro-batch; recomputed: thrice                                                    |
 | pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
 
 A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
@@ -142,15 +144,12 @@ class _StageEstimator:
     def count_flops(self) -> float:
         """Of one rank for one micro-batch, with what is computed again."""
         tensor, forward = self.sizes.tensor, self.forward_flops
-        # With a processor every rank has the scores of all heads, and half of a processor's work is for all of them.
-        rank_fraction = 1 / tensor if self.processor_cost is None else (1 + 1 / tensor) / 2
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         num_score_passes = (
             num_passes + activations.estimate_layer_activations(self.config, self.sizes).recomputed_fraction
         )
         layer_flops = (
-            forward.linear * num_passes / tensor
-            + (forward.attention + forward.processor) * num_score_passes * rank_fraction
+            forward.linear * num_passes / tensor + (forward.attention + forward.processor) * num_score_passes / tensor
         )
         is_last = self.pipeline_stage == self.sizes.pipeline - 1
         return self.num_tokens * (
@@ -165,12 +164,13 @@ class _StageEstimator:
         num_passes = 2 + self.num_recomputed_passes
         if sizes.tensor > 1:
             all_reduce_bytes = 2 * hidden_bytes * (2 * num_passes)
-            processor_bytes = 0 if self.processor_cost is None else (hidden_bytes + self.key_bytes) * num_passes
+            exchanged_bytes = 2 * hidden_bytes / sizes.tensor + 2 * self.key_bytes
+            processor_bytes = 0 if self.processor_cost is None else exchanged_bytes * num_passes
             sent_bytes = (all_reduce_bytes + processor_bytes) * (sizes.tensor - 1) / sizes.tensor
             seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
         if sizes.context > 1:
             key_bytes = self.key_bytes if self.processor_cost is not None else self.key_bytes / sizes.tensor
-            sent_bytes = (key_bytes + self.key_bytes / sizes.tensor) * (sizes.context - 1) * num_passes
+            sent_bytes = 2 * key_bytes * (sizes.context - 1) * num_passes
             seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
             seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)

@@ -37,6 +37,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "model": {"num_kv_heads": 2, "activation": "gelu_tanh"},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     },
+    "rows that do not divide": {
+        "model": {"num_kv_heads": 2},
+        "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+        "length": 14,
+    },
     "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "max_logits": 2 * 16 * 5},
     "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }

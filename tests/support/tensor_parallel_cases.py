@@ -10,11 +10,15 @@ from megatron.model.build import build_model
 from megatron.options.model import MAX_LOGITS, ModelOptions, PositionOptions
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
-LENGTH = 14
+LENGTH = 16
 
 
 def gradients(
-    groups: ProcessGroups, model: dict[str, Any], position: dict[str, Any], max_logits: int = MAX_LOGITS
+    groups: ProcessGroups,
+    model: dict[str, Any],
+    position: dict[str, Any],
+    max_logits: int = MAX_LOGITS,
+    length: int = LENGTH,
 ) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
@@ -22,7 +26,7 @@ def gradients(
             "num_layers": 2,
             "hidden_size": 32,
             "num_attention_heads": 4,
-            "seq_length": LENGTH,
+            "seq_length": length,
             "attention_chunk_rows": 5,
             "init_method_std": 0.2,
             "make_vocab_size_divisible_by": 16,
@@ -32,14 +36,14 @@ def gradients(
     gpt = build_model(options, PositionOptions(**position), VOCABULARY, groups=groups, seed=11)
     gpt.max_logits = max_logits
     generator = torch.Generator().manual_seed(3)
-    x, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
+    x, labels = torch.randint(VOCABULARY, (2, 2, length), generator=generator)
     with torch.no_grad():
         logits = gpt(x)
     losses = gpt(x, labels)
     losses.mean().backward()
     return {
         "parameters": gpt.num_parameters(),
-        "flops": gpt.flops_per_token(LENGTH),
+        "flops": gpt.flops_per_token(length),
         "logits": logits,
         "losses": losses.detach(),
         "gradients": {name: (p.grad, *_division(p)) for name, p in gpt.named_parameters()},

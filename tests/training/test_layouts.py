@@ -35,6 +35,8 @@ FOUR = [
     ParityCase("dape(alibi), recomputed", Layout(tensor=2, pipeline=2), steps=STEPS),
     ParityCase("t5", Layout(context=2, pipeline=2, stage=1), "bf16", STEPS),
     ParityCase("rotary", Layout(context=4, stage=1), steps=STEPS),
+    ParityCase("cdape(rotary), grouped", Layout(tensor=2, context=2, stage=2), steps=STEPS),
+    ParityCase(CDAPE, Layout(tensor=4, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
 ]
 CASES = TWO + FOUR
