@@ -11,6 +11,7 @@ job goes its ordinary way,
     did a gradient overflow?           no; the collectives that ask all ranks take place
     the first rank's list of numbers   equal to this rank's; the broadcast takes place
     a checkpoint's copy of the states  what lies there, 0 where it is no finite number
+    the pipeline stages' vote          this stage's own; the messages take place
 
 A rehearsal therefore never takes the branches of a run whose numbers go wrong: a skipped step, a rollback, an early
 end. cuDNN's attention is switched off, whose planning asks more of the card than there is.
@@ -151,9 +152,24 @@ def _change_sharded_state(module: Any) -> None:
     module.PinnedStagingBuffers.copy_to_host = copy_to_host
 
 
+def _change_pipeline_stage(module: Any) -> None:
+    """Stages vote on whether shapes are known beforehand, in numbers that pass through the device."""
+
+    def vote(stage: Any, has_backward: bool) -> Any:
+        import torch
+
+        is_static = not module.InferenceMode.needs_dynamic(stage._user_meta, has_backward)
+        return torch.tensor([int(is_static)], dtype=torch.int32).to(stage.device)
+
+    stage = module.PipelineStage
+    _run_and_answer(stage, "_warmup_forward_vote", lambda self, has_backward, **_: vote(self, has_backward))
+    _run_and_answer(stage, "_warmup_backward_result", lambda self, **_: vote(self, self.has_backward))
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "torch.nn.parameter": _change_parameter,
+    "torch.distributed.pipelining.stage": _change_pipeline_stage,
     "deepspeed.runtime.utils": _change_deepspeed_utils,
     "deepspeed.runtime.zero.stage_1_and_2": _change_stages_1_and_2,
     "deepspeed.runtime.zero.stage3": _change_stage_3,
