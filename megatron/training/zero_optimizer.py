@@ -194,7 +194,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             squares = torch.stack(sums).float()
         all_reduce_sum_(squares, self._groups, "context", "data")
         all_reduce_sum_(squares, self._groups, "tensor", "pipeline")
-        return torch.linalg.vector_norm(squares.cpu().pow(0.5))
+        return torch.linalg.vector_norm(torch.tensor(squares.tolist(), dtype=torch.float32).pow(0.5))
 
     def _compute_factor(self, norm: Tensor, scale: float) -> float:
         """What the gradients are multiplied by: the loss scale is taken out, and what is too long is clipped."""

@@ -1,0 +1,364 @@
+#!/usr/bin/env python3
+"""What a training step costs the host: its time and its launches against a GPT in plain PyTorch, on the null device.
+
+    python tools/bench/host_time.py --json docs/results/host_time.json
+
+Kernels cost nothing on the null device (megatron/rehearsal/null_device), so the time of a step is the host's. Each case
+is a process of its own, in which steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
+over two ranks) and of Farfield's loop alternate, so that a busy machine disturbs both alike. Of two ranks the process
+is the first, over NCCL's real process groups. Time is the process's on the CPU, all threads together; launches are what
+the CUDA runtime, the driver, cuBLAS and NCCL were asked for, counted by the null device's library, and exact.
+
+The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import ToolParser, comma_separated, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+
+METHODS: dict[str, tuple[str, str]] = {
+    "none": ("none", "sdpa"),
+    "rotary": ("rotary", "sdpa"),
+    "kerple_log": ("kerple_log", "triton"),
+    "cdape": ("cdape_kerple_log", "triton"),
+}
+"""The overlay of each, and the backend that a GPU is meant to take for it."""
+SHAPES = {"125M": (12, 768, 12), "350M": (24, 1024, 16)}
+"""Layers, width, heads of the plain GPT, as configs/model has them."""
+LENGTH, BATCH, VOCABULARY = 512, 32, 50304
+WARMUP_STEPS = 5
+FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
+FLAGSHIP_RANKS = 64
+GOALS = {
+    "none": "host ≤ 2 × plain, launches ≤ 1.2 × plain",
+    "rotary": "host ≤ 1.2 × none, ≤ 150 launches more",
+    "kerple_log": "host ≤ 1.2 × none, ≤ 150 launches more",
+    "cdape": "host ≤ 2 × none, ≤ 700 launches more",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures."""
+
+    corpus: str
+    """A dataset of synthetic tokens, without ending."""
+    size: str
+    ranks: int
+    methods: list[str]
+    rounds: int
+    flagship: bool = False
+
+
+# ------------------------------------------------------------------------------------------- in the case's own process
+
+
+def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> Any:
+    """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
+    from megatron.config.load import load_config
+    from megatron.distributed.hardware import LocalHardware
+    from megatron.distributed.launcher_environment import RankInfo
+    from megatron.training.console import ConsoleReporter
+    from megatron.training.resolve_run import resolve_run
+    from megatron.training.trainer import Trainer
+    from megatron.training.training_run import build_training_run
+
+    fixed = {"train_iters": 1_000_000, "lr_decay_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000}
+    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", **values}.items()]
+    rank = RankInfo(0, ranks, 0, min(ranks, 8))
+    config = resolve_run(load_config(names, pairs).config, LocalHardware.detect(), rank_info=rank).config
+    run = build_training_run(config, rank, ConsoleReporter(None, config.training.train_iters))
+    run.engine.model.train()
+    return Trainer(run, time.perf_counter())
+
+
+class PlainTrainer:
+    """The loop that one writes by hand, in bfloat16 by autocast."""
+
+    def __init__(self, size: str, ranks: int) -> None:
+        import torch
+
+        from tools.bench.plain_gpt import PlainGPT
+
+        self.torch = torch
+        layers, width, heads = SHAPES[size]
+        self.plain = PlainGPT(layers, width, heads, LENGTH, VOCABULARY, "none").cuda()
+        self.model: Any = self.plain
+        if ranks > 1:
+            self.model = torch.nn.parallel.DistributedDataParallel(self.plain, device_ids=[0])
+        self.optimizer = torch.optim.AdamW(self.plain.parameters(), 1e-4, fused=True)
+        self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1)).pin_memory()
+
+    def step(self) -> None:
+        functional = self.torch.nn.functional
+        tokens = self.tokens.to("cuda", non_blocking=True)
+        with self.torch.autocast("cuda", self.torch.bfloat16):
+            logits = self.model(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
+        self.optimizer.step()
+
+
+class StepMeter:
+    """Host time and launches of single steps."""
+
+    def __init__(self) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self.counts: list[dict[str, int]] = []
+
+    def measure(self, step: Any) -> None:
+        from megatron.rehearsal.null_device.library import read_counters
+
+        before, cpu, wall = read_counters(), time.process_time(), time.perf_counter()
+        step()
+        self.cpu.append(1e3 * (time.process_time() - cpu))
+        self.wall.append(1e3 * (time.perf_counter() - wall))
+        done = read_counters() - before
+        self.counts.append({**asdict(done), "all_launches": done.all_launches})
+
+    def summarize(self) -> dict[str, Any]:
+        """Medians; milliseconds."""
+        counts = {name: statistics.median_low([c[name] for c in self.counts]) for name in self.counts[0]}
+        return {
+            "cpu_ms": round(statistics.median(self.cpu), 2),
+            "cpu_ms_quartiles": [round(q, 2) for q in statistics.quantiles(self.cpu, n=4)[::2]],
+            "wall_ms": round(statistics.median(self.wall), 2),
+            **counts,
+        }
+
+
+def measure_case(case: Case) -> list[dict[str, Any]]:
+    """A record per method, each with the plain GPT's steps between its own."""
+    import gc
+
+    from megatron.utils.signals import GracefulStop
+
+    records, plain = [], None
+    for method in case.methods:
+        overlay, backend = METHODS[method]
+        values = {
+            "precision": "bf16", "checkpoint_activations": "false", "attention_backend": backend,
+            "train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH * case.ranks, "num_gpus": case.ranks,
+            "seq_length": LENGTH, "train_data_paths": f"[{case.corpus}]", "make_vocab_size_divisible_by": 128,
+        }  # fmt: skip
+        trainer = build_trainer([case.size, overlay], values, case.ranks)
+        plain = PlainTrainer(case.size, case.ranks) if plain is None else plain
+        meters = StepMeter(), StepMeter()
+        with GracefulStop() as stop:
+            for number in range(WARMUP_STEPS + case.rounds):
+                if number == WARMUP_STEPS:
+                    meters = StepMeter(), StepMeter()
+                meters[0].measure(plain.step)
+                meters[1].measure(lambda trainer=trainer: trainer.train_step(stop))
+                if stop.signal is not None:
+                    raise KeyboardInterrupt
+        ratios = [own / other for other, own in zip(meters[0].cpu, meters[1].cpu, strict=True)]
+        records.append({
+            "size": case.size, "ranks": case.ranks, "method": method, "backend": backend,
+            "plain": meters[0].summarize(), "farfield": meters[1].summarize(),
+            "cpu_ratio": round(statistics.median(ratios), 3),
+            "cpu_ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        })  # fmt: skip
+        trainer.close()
+        trainer.run.close()
+        del trainer
+        gc.collect()
+    return records
+
+
+def measure_flagship(case: Case) -> list[dict[str, Any]]:
+    """The record of the flagship's first rank: what a micro-batch, and what the optimizer's step costs."""
+    from megatron.rehearsal.unset_weights import without_weight_values
+    from megatron.utils.signals import GracefulStop
+
+    with ExitStack() as stack:
+        stack.enter_context(without_weight_values())
+        values = {
+            "train_data_paths": f"[{case.corpus}]", "num_gpus": 8, "nodes": FLAGSHIP_RANKS // 8,
+            "attention_backend": "triton",
+        }  # fmt: skip
+        trainer = build_trainer(list(FLAGSHIP), values, FLAGSHIP_RANKS)
+    engine, step_meter, micro_meter, whole = trainer.run.engine, StepMeter(), StepMeter(), StepMeter()
+    own_step, own_forward = engine.step, engine.forward_backward
+    count = trainer.run.config.training.gradient_accumulation_steps
+
+    def forward_backward(*arguments: Any, **options: Any) -> Any:
+        result: list[Any] = []
+        micro_meter.measure(lambda: result.append(own_forward(*arguments, **options)))
+        return result[0]
+
+    engine.forward_backward = forward_backward
+    engine.step = lambda lr: step_meter.measure(lambda: own_step(lr))
+    with GracefulStop() as stop:
+        for number in range(2 + case.rounds):
+            if number == 2:
+                for meter in (step_meter, micro_meter, whole):
+                    meter.__init__()  # type: ignore[misc]
+            whole.measure(lambda: trainer.train_step(stop))
+            if stop.signal is not None:
+                raise KeyboardInterrupt
+    per_micro_batch = {
+        name: round(value / count, 1) for name, value in micro_meter.summarize().items() if not isinstance(value, list)
+    }
+    return [{
+        "configuration": " ".join(FLAGSHIP), "ranks": FLAGSHIP_RANKS, "micro_batches": count,
+        "per_micro_batch": per_micro_batch, "optimizer_step": step_meter.summarize(), "step": whole.summarize(),
+    }]  # fmt: skip
+
+
+def run_case(file: Path) -> None:
+    """Measure the case of a file; the records stand beside it."""
+    import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    case = Case(**json.loads(file.read_text()))
+    records = measure_flagship(case) if case.flagship else measure_case(case)
+    file.with_suffix(".records").write_text(json.dumps(records))
+    sys.stdout.flush()
+    os._exit(0)  # groups of ranks that do not run are not waited for
+
+
+# ------------------------------------------------------------------------------------------------ in the tool's process
+
+
+def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
+    """The records of a case, measured on the null device in a process of its own.
+
+    Raises:
+        SystemExit: it failed, with the end of what it printed.
+    """
+    from megatron.distributed.launcher_environment import RankInfo
+    from megatron.rehearsal.null_device.cards import get_card
+    from megatron.rehearsal.null_device.environment import build_environment
+
+    file = folder / f"{case.size}-{case.ranks}.json"
+    file.write_text(json.dumps(asdict(case)))
+    environment = build_environment(get_card(card), devices=min(case.ranks, 8), is_lone_rank=case.ranks > 1)
+    if case.ranks > 1:
+        environment |= RankInfo(0, case.ranks, 0, min(case.ranks, 8)).to_environment("127.0.0.1", 29500)
+    environment["OMP_NUM_THREADS"] = "1"
+    with open(file.with_suffix(".out"), "wb") as output:
+        command = [sys.executable, "-W", "ignore", __file__, "--case", str(file)]
+        code = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
+    if code != 0:
+        printed = file.with_suffix(".out").read_text(encoding="utf-8", errors="replace")
+        raise SystemExit(f"error: the case {case.size} on {case.ranks} ranks failed ({code}): {printed[-2000:]}")
+    records: list[dict[str, Any]] = json.loads(file.with_suffix(".records").read_text())
+    return records
+
+
+def format_page(result: dict[str, Any]) -> str:
+    """The record as a page."""
+    lines = [
+        "# Host time of a training step",
+        "",
+        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device, whose kernels take no time: "
+        "what Python and the launches cost.",
+        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping), stepped in turn "
+        "with each method in the same process.",
+        "Host time is the process's on the CPU (median of the steps; × plain is the median of the pairs' ratios).",
+        "Launches are exact: kernels, matrix products, copies, fills and collectives.",
+        "",
+        "| model | ranks | method | backend | host ms | plain ms | × plain | × none | launches | plain's | × plain | "
+        "more than none | Triton's | waits |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    none = {(r["size"], r["ranks"]): r for r in result["records"] if r["method"] == "none"}
+    for record in result["records"]:
+        own, plain = record["farfield"], record["plain"]
+        base = none.get((record["size"], record["ranks"]))
+        times_none = "–" if base is None else f"{record['cpu_ratio'] / base['cpu_ratio']:.2f}"
+        more = "–" if base is None else f"{own['all_launches'] - base['farfield']['all_launches']:,}"
+        case = f"{record['size']} | {record['ranks']} | {record['method']} | {record['backend']}"
+        lines.append(
+            f"| {case} | {own['cpu_ms']:.1f} | "
+            f"{plain['cpu_ms']:.1f} | {record['cpu_ratio']:.2f} | {times_none} | {own['all_launches']:,} | "
+            f"{plain['all_launches']:,} | {own['all_launches'] / plain['all_launches']:.2f} | {more} | "
+            f"{own['triton']} | {own['synchronizations']} |"
+        )
+    lines += ["", "Goals: " + "; ".join(f"{method}: {goal}" for method, goal in GOALS.items()) + ".", ""]
+    for record in result["flagship"]:
+        micro, step = record["per_micro_batch"], record["optimizer_step"]
+        lines += [
+            f"`{record['configuration']}` on {record['ranks']} ranks, rank 0, with the kernels: "
+            f"{micro['cpu_ms'] / 1e3:.3f} s of the host and {micro['all_launches']:,.0f} launches a micro-batch "
+            f"({micro['triton']:,.0f} of Triton's), {step['cpu_ms'] / 1e3:.3f} s a step of the optimizer. "
+            "Goal: under 0.25 s a micro-batch.",
+            "",
+        ]
+    return "\n".join([*lines, format_provenance(result), ""])
+
+
+def main() -> None:
+    parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", type=comma_separated(SHAPES), default="125M,350M")
+    parser.add_argument("--ranks", type=comma_separated(("1", "2")), default="1,2")
+    parser.add_argument("--methods", type=comma_separated(METHODS), default=",".join(METHODS))
+    parser.add_argument("--rounds", type=int_at_least(2), default=15, help="steps of each, after the warm-up (15)")
+    parser.add_argument("--gpu", default="h100", help="the card (h100)")
+    parser.add_argument("--no-flagship", action="store_true", help="leave the flagship out")
+    parser.add_argument("--json", type=parse_output_path, help="write the record here, and a page beside it")
+    parser.add_argument("--case", type=Path, help="for the tool itself: measure what the file says")
+    arguments = parser.parse_args()
+    if arguments.case is not None:
+        run_case(arguments.case)
+    measure_all(arguments)
+
+
+def measure_all(arguments: Any) -> None:
+    """Every case in turn; the record is written after each."""
+    from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+    from megatron.utils.errors import FarfieldError
+
+    def split(value: str | list[str]) -> list[str]:
+        return value.split(",") if isinstance(value, str) else value
+
+    result = {**collect_provenance(__file__, "cpu"), "card": arguments.gpu, "records": [], "flagship": []}
+    methods = split(arguments.methods)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = str(write_synthetic_corpus(folder / "corpus", VOCABULARY - 47, 8192)["train"])
+        cases = [
+            Case(corpus, size, int(ranks), methods, arguments.rounds)
+            for size in split(arguments.sizes)
+            for ranks in split(arguments.ranks)
+        ]
+        if not arguments.no_flagship:
+            cases.append(Case(corpus, FLAGSHIP[0], FLAGSHIP_RANKS, [], min(arguments.rounds, 4), flagship=True))
+        for case in cases:
+            try:
+                found = start_case(case, folder, arguments.gpu)
+            except FarfieldError as error:
+                raise SystemExit(f"error: {error}") from None
+            result["flagship" if case.flagship else "records"] += found
+            for record in found:
+                print(json.dumps(record), flush=True)
+            if arguments.json is not None:
+                write_record(arguments.json, result, format_page(result))
+    print(format_page(result))
+
+
+if __name__ == "__main__":
+    main()
