@@ -38,8 +38,8 @@ from megatron.data.corpus_metadata import (
 from megatron.options.data import SPLITS, DataOptions, Split, find_data_conflicts, parse_split_fractions
 from megatron.utils.errors import RunError, UserError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -82,22 +82,22 @@ def open_indexed(prefix: str | Path) -> IndexedTokens:
     try:
         size = idx_file.stat().st_size
         with open(idx_file, "rb") as stream:
-            header = stream.read(_HEADER.size)
-        if len(header) < _HEADER.size:
+            header = stream.read(HEADER.size)
+        if len(header) < HEADER.size:
             raise RunError(f"{idx_file}: truncated: {size} bytes are less than its header")
-        magic, version, code, sequences, boundaries = _HEADER.unpack(header)
-        if magic != _MAGIC or version != 1:
+        magic, version, code, sequences, boundaries = HEADER.unpack(header)
+        if magic != MAGIC or version != 1:
             raise UserError(f"{idx_file}: not an index of Megatron's mmap format, version 1")
         if code not in _DTYPES:
             raise UserError(f"{idx_file}: token type {code} is not an integer type ({', '.join(map(str, _DTYPES))})")
-        expected = _HEADER.size + 12 * sequences + 8 * boundaries
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             problem = "truncated" if size < expected else "damaged"
             raise RunError(
                 f"{idx_file}: {problem}: {size} bytes, but its header announces {expected}; prepare it again"
             )
         index = np.memmap(idx_file, mode="r")
-        offset = _HEADER.size
+        offset = HEADER.size
         lengths = index[offset : offset + 4 * sequences].view("<i4")
         offset += 4 * sequences
         starts = index[offset : offset + 8 * sequences].view("<i8")

@@ -29,7 +29,8 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     communicators = max((report.count_communicators(rank) for rank in rehearsal.trained), default=0)
     console.print(
         f"  not modelled (literature figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB; NCCL buffers about "
-        f"{NCCL_GIB} GiB × {communicators} communicators; tight is more than {TIGHT_SHARE:.0%}, or no room for these",
+        f"{NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}; tight is more than "
+        f"{TIGHT_SHARE:.0%}, or no room for these",
         style="dim",
     )
     console.print()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
 MIN_FREE_BYTES = 1 << 30
 """Of the disk with the temporary folder: a corpus, logs, and what of states is not zero."""
+RANK_COMMAND = (sys.executable, "-m", "megatron.rehearsal.rank_process")
 LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
 """Beginnings of variables by which the process of a rank would take itself for part of another job."""
 
@@ -95,7 +96,11 @@ Progress = Callable[[str], None]
 
 
 def rehearse(
-    run: RehearsedRun, card: Card, selection: str | list[int], progress: Progress = lambda line: None
+    run: RehearsedRun,
+    card: Card,
+    selection: str | list[int],
+    progress: Progress = lambda line: None,
+    command: Sequence[str] = RANK_COMMAND,
 ) -> Rehearsal:
     """Rehearse a run.
 
@@ -104,6 +109,7 @@ def rehearse(
         card: each of its GPUs.
         selection: which ranks are run, see `choose_roles`.
         progress: gets a line for each rank that begins.
+        command: what each rank runs, given its job as an argument.
 
     Raises:
         UserError: the null device cannot be built, the configuration is refused, a rank does not exist, or the disk
@@ -114,7 +120,7 @@ def rehearse(
     rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
     build_environment(card)  # first: it is refused, or compiled, before anything is made
     with _temporary_folder() as folder:
-        _Execution(rehearsal, folder, progress).execute()
+        _Execution(rehearsal, folder, progress, command).execute()
     rehearsal.seconds = time.monotonic() - start
     return rehearsal
 
@@ -146,8 +152,8 @@ def _temporary_folder() -> Iterator[Path]:
 class _Execution:
     """The processes of a rehearsal."""
 
-    def __init__(self, rehearsal: Rehearsal, folder: Path, progress: Progress) -> None:
-        self._rehearsal, self._folder, self._progress = rehearsal, folder, progress
+    def __init__(self, rehearsal: Rehearsal, folder: Path, progress: Progress, command: Sequence[str]) -> None:
+        self._rehearsal, self._folder, self._progress, self._command = rehearsal, folder, progress, command
         self._run = rehearsal.run
         self._ranks = [role.rank for role in rehearsal.roles]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -164,7 +170,7 @@ class _Execution:
                 config.save(self._folder / f"{TRAIN}.yml")
                 self._train(can_save=can_save)
                 self._match(TRAIN, rehearsal.trained)
-                if rehearsal.checkpoint is not None:
+                if rehearsal.checkpoint is not None and not rehearsal.mismatches:
                     save = config.checkpoint.save
                     config = config.replace(save=None, load=save, train_iters=STEPS + 1)
                     config.save(self._folder / f"{RESUME}.yml")
@@ -222,7 +228,7 @@ class _Execution:
         try:
             with open(self._folder / f"{phase}-{rank}.out", "wb") as output:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "megatron.rehearsal.rank_process", str(path)],
+                    [*self._command, str(path)],
                     env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:

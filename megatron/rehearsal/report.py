@@ -22,8 +22,9 @@ from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rank_process import RankReport
 from megatron.rehearsal.rehearse import PhaseResult, Rehearsal
+from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.roles import find_varying_dimensions
-from megatron.rehearsal.unset_weights import count_host_bytes
+from megatron.training.resolve_run import BUILT_BYTES
 from megatron.utils.errors import FarfieldError
 
 Verdict = Literal["fits", "tight", "out of memory", "failed"]
@@ -38,9 +39,9 @@ STEP_TIME_BAND = (0.89, 1.56)
 """Of the planner's time: where published trainings lie (docs/planning.md, Pythia: ratios 1.12 to 0.64)."""
 GIB = 2**30
 UNKNOWN = (
-    "numbers: whether a loss falls, and what kernels compute (./deepy.py and make gpu-check see to that on a card)",
-    "NCCL itself: its version, its buffers, and whether machines reach each other",
-    "speed of the card, the network and the file system; the step time is the planner's",
+    "numbers: losses, norms, and what kernels compute (make gpu-check, on a card)",
+    "NCCL itself: its version, its buffers, whether machines reach each other",
+    "the speed of card, network and file system",
 )
 
 
@@ -203,17 +204,23 @@ class RehearsalReport:
         """Of a node's memory, what its ranks take together to build the model."""
         reports = [result.report for result in self.rehearsal.trained.values()]
         sizes = [report.rank_parameters for report in reports if report.rank_parameters is not None]
-        return count_host_bytes(max(sizes), self.rehearsal.run.devices_per_node) if sizes else None
+        return BUILT_BYTES * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
 
     def list_covered(self) -> list[str]:
-        """What was executed, of the card and of each rank that was run."""
+        """What was executed, as far as every rank that was run came."""
         rehearsal = self.rehearsal
-        run = rehearsal.run
-        parts = [f"{len(rehearsal.trained)} of {run.world_size} ranks ran: parse, groups, model, engine, three steps"]
-        parts.append("validation" if run.config.training.eval_interval and run.config.training.eval_iters else "")
-        parts.append("a checkpoint" if rehearsal.checkpoint is not None else "")
-        parts.append("a resume from it" if rehearsal.resumed else "")
-        return [part for part in parts if part]
+        reports = [result.report for result in rehearsal.trained.values()]
+        phases = set.intersection(*(set(report.peaks) for report in reports))
+        steps = all("report" in report.peaks and report.error is None for report in reports)
+        parts = [
+            (True, f"{len(reports)} of {rehearsal.world_size} ranks ran: parse, launch, groups"),
+            ("data" in phases, "model, engine, data"),
+            (steps, f"{STEPS} steps"),
+            ("validate" in phases, "validation"),
+            (rehearsal.checkpoint is not None, "a checkpoint"),
+            (bool(rehearsal.resumed), "a resume from it"),
+        ]
+        return [text for is_reached, text in parts if is_reached]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values: bytes, seconds."""

@@ -3,7 +3,7 @@ values.
 
 A run draws its weights on the host, in float32, so that every device starts alike, and moves them to its device. For
 2.7 billion parameters that is 11 GB and a minute for nothing. Here the tensors are there, with their shapes and types,
-in pages that nobody touches. What a run really needs of the host's memory is counted instead (`count_host_bytes`).
+in pages that nobody touches. What a run really needs of the host's memory is in the report (`report.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,6 @@ from torch import Tensor
 
 MIN_ELEMENTS = 1 << 16
 """Smaller tensors keep their values: those of encodings and processors, norms, batches."""
-
-
-def count_host_bytes(rank_parameters: int, ranks_on_node: int) -> int:
-    """Bytes of a node's memory that its ranks take together when they build their parts of the model, in float32."""
-    return 4 * rank_parameters * ranks_on_node
 
 
 @contextmanager
