@@ -22,7 +22,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/options": ("pydantic", "megatron.utils.errors"),
     "megatron/utils": ("rich", "torch"),
     "megatron/position": ("torch",),
-    "megatron/attention": ("torch", "megatron.position", "megatron.utils.errors", "kernels"),
+    "megatron/attention": ("torch", "megatron.position", "megatron.utils", "kernels"),
     "megatron/tasks": ("numpy", "pydantic", *OURS),
     "kernels": ("torch", "triton"),
     "megatron/distributed": (*NUMERIC, *OURS),

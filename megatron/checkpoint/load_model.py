@@ -16,6 +16,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
 from megatron.config.schema import Config
 from megatron.distributed.process_groups import single_process
+from megatron.model.backend_choice import recall_choice
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import PositionOptions
@@ -51,7 +52,8 @@ def load_model(
     Args:
         path: a run's folder or a checkpoint's.
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
-        backend: overrides attention_backend.
+        backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
+            as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
         window: overrides attention_window; None keeps the run's.
 
     Raises:
@@ -69,6 +71,8 @@ def load_model(
         if not isinstance(window, int) or window < 1:
             raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
         position = position.replace(attention_window=window)
+    if backend is None and config.model.attention_backend == "auto" and config.model.attention_check:
+        backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
     # Whoever loads a model to look at it should not find the random states changed.
     with torch.random.fork_rng(devices=[]):
         size = trainer_state.vocabulary["size"]

@@ -107,7 +107,9 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     )  # fmt: skip
     for prompt in request.prompts or ("",):
         check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
-    loaded = load_model(run.checkpoint, device=device, dtype=dtype, backend=options.backend, window=options.window)
+    # What training's check found says nothing of one row a step.
+    backend = options.backend or run.config.model.attention_backend
+    loaded = load_model(run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window)
     return TextGenerator(loaded.model, request.tokenizer, options)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.attention.backends.registry import row_blocks_reason, select_backend
+from megatron.attention.backends.registry import select_backend
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
+from megatron.model.backend_choice import AttentionTarget, BackendChoice, choose_backend
 from megatron.model.gpt import GPT
 from megatron.model.layer import BiasedSelfAttention, ColumnLinear, FeedForward, GPTLayer, OffStageLayer, RowLinear
 from megatron.model.megatron_core import (
@@ -133,8 +134,10 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int | None = None,
     backend: str | None = None,
+    target: AttentionTarget | None = None,
 ) -> GPT:
-    """Build the GPT with fresh weights. Nothing outside it changes, but for torch's random state.
+    """Build the GPT with fresh weights. Nothing outside it changes, but for torch's random state and, where backends
+    are checked, the user's cache.
 
     Args:
         model, position: the configuration's sections.
@@ -144,9 +147,12 @@ def build_model(
         dtype: type of the weights.
         seed: seeds initialisation (and torch); None leaves the random state alone.
         backend: overrides attention_backend.
+        target: where and on what it will compute, for attention_backend auto to check what it takes on a GPU; all
+            processes must then call this. None checks nothing.
 
     Raises:
         UserError: a name, option or combination that cannot be built, naming the key and the choices.
+        RunError: a backend has made a GPU unusable.
     """
     sizes = groups.mesh.sizes
     divided = find_indivisible_sizes(model, tensor=sizes.tensor, context=sizes.context, pipeline=sizes.pipeline)
@@ -154,8 +160,13 @@ def build_model(
         raise UserError(problem)
     if seed is not None:
         torch.manual_seed(seed)
-    with torch.device("meta" if str(device) == "meta" else "cpu"):
-        gpt = _build_gpt(model, position, vocab_size, groups, dtype, backend or model.attention_backend)
+    dims, place = build_attention_dims(model), torch.device("meta" if str(device) == "meta" else "cpu")
+    with place:
+        shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
+        methods = [_build_position_modules(model, position, dims, shared) for _ in range(model.num_layers)]
+    choice = choose_backend(backend or model.attention_backend, model, position, *methods[0], groups, target)
+    with place:
+        gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, methods, choice)
     return gpt.to(device=device, dtype=dtype)
 
 
@@ -165,15 +176,15 @@ def _build_gpt(
     vocab_size: int,
     groups: ProcessGroups,
     dtype: torch.dtype,
-    backend: str,
+    shared: Encoding | None,
+    methods: list[tuple[Encoding, Processor | None]],
+    choice: BackendChoice,
 ) -> GPT:
-    dims = build_attention_dims(model)
-    shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
-    methods = [_build_position_modules(model, position, dims, shared) for _ in range(model.num_layers)]
-    selected = select_backend(backend, model.attention_chunk_rows, *methods[0])
     layers = []
     for layer, (encoding, processor) in enumerate(methods):
-        layer_attention = LayerAttention(encoding, shared is not None, processor, position.attention_window, selected)
+        layer_attention = LayerAttention(
+            encoding, shared is not None, processor, position.attention_window, choice.backend
+        )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
         _register_gradient_sums(encoding if shared is None else None, processor, groups)
     _register_gradient_sums(shared, None, groups)
@@ -182,13 +193,13 @@ def _build_gpt(
         config=transformer_config(model, dtype, groups.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
         vocab_size=padded_vocab_size(model, vocab_size),
-        max_sequence_length=dims.max_length,
+        max_sequence_length=build_attention_dims(model).max_length,
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,
         groups=groups,
         position=shared,
         randomized=position.randomized_positions,
-        row_blocks_reason=row_blocks_reason(backend, *methods[0]),
+        backend_choice=choice,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
     )
 

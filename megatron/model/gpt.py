@@ -28,6 +28,7 @@ from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeli
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import AttentionContext, KVCache, PositionedAttention
+from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
@@ -44,7 +45,7 @@ class GPT(GPTModel):
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
-        row_blocks_reason: why attention is computed in row blocks, for the console; None if it is not.
+        backend_choice: by which backend attention is computed, and what there is to say of it.
         Others are megatron-core's.
     """
 
@@ -55,7 +56,7 @@ class GPT(GPTModel):
         position: Encoding | None,
         randomized: int | None = None,
         checkpoint_layers: int = 0,
-        row_blocks_reason: str | None = None,
+        backend_choice: BackendChoice,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +65,7 @@ class GPT(GPTModel):
         self.randomized = randomized
         self.checkpoint_layers = checkpoint_layers
         self.max_logits = MAX_LOGITS
-        self.row_blocks_reason = row_blocks_reason
+        self.backend_choice = backend_choice
         self.off_stage_prefixes: tuple[str, ...] = ()
         """How the names of parameters begin that only other pipeline stages hold."""
         stage = groups.mesh.pipeline

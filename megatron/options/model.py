@@ -99,8 +99,17 @@ class ModelOptions(ConfigSection):
         False, "recompute layer activations in the backward pass", policy="machine"
     )
     checkpoint_num_layers: int = config_field(1, "layers per recomputed block", ge=1, le=MAX_SIZE, policy="machine")
-    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native"] = config_field(
-        "auto", "how attention is computed; auto takes the fastest that can do this position encoding", policy="machine"
+    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native", "flex"] = config_field(
+        "auto",
+        "how attention is computed; auto takes the fastest that can do this position encoding, on a GPU of those that "
+        "it has found right there (docs/gpu.md)",
+        policy="machine",
+    )
+    attention_check: bool = config_field(
+        True,
+        "whether auto on a GPU first runs what it may take, compares it with float64 and times it, for about 20 s at "
+        "the first run of its kind; if false it takes sdpa where nothing is added to the scores, else blocks of rows",
+        policy="machine",
     )
     attention_chunk_rows: int = config_field(
         128,

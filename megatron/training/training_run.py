@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.engine_state import EngineCounters
-from megatron.checkpoint.layout import prune_checkpoints
+from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
@@ -32,7 +32,9 @@ from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_token
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
+from megatron.model.backend_choice import AttentionTarget
 from megatron.model.build import build_model, check_position_options
+from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
@@ -254,8 +256,15 @@ def build_components(
         reporter.log("no validation: the configuration names no validation data")
 
     seed = rng.derive_seed(training.seed, "initialization", groups.mesh)
-    model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed)
-    for note in resume.load_weights(config, model):
+    target = AttentionTarget(
+        groups.device,
+        get_torch_dtype(training.compute_dtype),
+        batch=training.train_micro_batch_size_per_gpu,
+        length=max(datasets.lengths),
+        resumed_run=None if resume.checkpoint is None else get_run_of_checkpoint(resume.checkpoint),
+    )
+    model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed, target=target)
+    for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
     flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
@@ -317,6 +326,8 @@ def restore_training_run(run: TrainingRun) -> None:
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
             if (line := save_config(again, folder)) is not None:
                 run.console.log(line)
+        if (record := run.engine.model.backend_choice.record) is not None:
+            record.write(Path(folder))
     run.reporters = build_reporters(config, resume.trainer_state.step)
 
 

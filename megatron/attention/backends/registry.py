@@ -3,42 +3,47 @@
 import logging
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
+from megatron.attention.backends.flex import FlexBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
 from megatron.attention.backends.triton import TritonBackend
+from megatron.attention.inputs import AttentionInputs
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+ROW_BLOCKS = "row blocks"
+"""What `auto` calls its own blocks of rows, kept or recomputed by their length: nobody asks for them by name."""
+
 
 def row_blocks_reason(name: str, encoding: Encoding, processor: Processor | None) -> str | None:
-    """That `auto` computes attention in row blocks, and why; None where it fuses, and where a backend was named."""
+    """That `auto`, unchecked, computes attention in row blocks, and why; None where it fuses, and where a backend was
+    named."""
     reason = SdpaBackend().unsupported_reason(encoding, processor) if name == "auto" else None
     if reason is None:
         return None
     return f"row blocks, kept up to {MAX_KEYS_KEPT:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
+def get_default_backend(encoding: Encoding, processor: Processor | None) -> str:
+    """What `auto` takes where nothing is checked, on a CPU and on a GPU: sdpa or row blocks, which are PyTorch's."""
+    return "sdpa" if SdpaBackend().unsupported_reason(encoding, processor) is None else ROW_BLOCKS
+
+
 def select_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None) -> AttentionBackend:
-    """The backend called `name`; `auto` is the fastest that can do the combination.
+    """The backend called `name`; `auto` is the fastest of those that need no check (`get_default_backend`, on a CPU
+    our C code).
 
     Raises:
         UserError: the named backend cannot do it, with the reason and the ones that can.
     """
-    row_blocks = RowBlockBackend(chunk_rows)
-    backends: dict[str, AttentionBackend] = {
-        "sdpa": SdpaBackend(),
-        "triton": TritonBackend(row_blocks),
-        "native": NativeBackend(row_blocks, is_requested=True),
-        "eager": EagerBackend(),
-        "chunked": ChunkedBackend(chunk_rows),
-    }
+    backends = _build_backends(chunk_rows)
+    row_blocks = backends.pop(ROW_BLOCKS)
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
-        # Not triton: its kernels have not run on a GPU yet (docs/log.md), so they are for those who ask for them.
         reason = row_blocks_reason(name, encoding, processor)
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
@@ -53,3 +58,38 @@ def select_backend(name: str, chunk_rows: int, encoding: Encoding, processor: Pr
         ]
         raise UserError(f"attention_backend {name!r}: {reason}; choose from auto, {', '.join(supported)}")
     return backends[name]
+
+
+def _build_backends(chunk_rows: int) -> dict[str, AttentionBackend]:
+    row_blocks = RowBlockBackend(chunk_rows)
+    return {
+        ROW_BLOCKS: row_blocks,
+        "sdpa": SdpaBackend(),
+        "triton": TritonBackend(row_blocks),
+        "native": NativeBackend(row_blocks, is_requested=True),
+        "flex": FlexBackend(row_blocks),
+        "eager": EagerBackend(),
+        "chunked": ChunkedBackend(chunk_rows),
+    }
+
+
+def list_candidates(chunk_rows: int, encoding: Encoding, processor: Processor | None) -> dict[str, AttentionBackend]:
+    """What `auto` chooses from on a GPU: the backends that can do the combination, the unchecked default first, and
+    last the one that takes longest to compile."""
+    backends = _build_backends(chunk_rows)
+    default = get_default_backend(encoding, processor)
+    order = [default, *(name for name in ("triton", ROW_BLOCKS, "sdpa", "flex") if name != default)]
+    return {name: backends[name] for name in order if backends[name].unsupported_reason(encoding, processor) is None}
+
+
+def find_fallback_reason(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
+    """Why a backend leaves such a call to row blocks, of a combination that it does not refuse; None if it does not."""
+    return backend.fallback_reason(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
+
+
+def rounds_throughout(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
+    """Does a backend store scores, biases or what is made of them in the compute type? Kernels round the factors of
+    their products and what they return."""
+    return isinstance(backend, RowBlockBackend) or (
+        isinstance(backend, TritonBackend) and not backend.is_one_kernel(inputs)
+    )

@@ -80,6 +80,17 @@ class TritonBackend:
 
         return processor_unsupported_reason(encoding, processor, max_width=MAX_PROCESSOR_WIDTH)
 
+    def fallback_reason(self, inputs: AttentionInputs) -> str | None:
+        """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
+        table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+        return select_kernel(inputs, table)[1] or None
+
+    @staticmethod
+    def is_one_kernel(inputs: AttentionInputs) -> bool:
+        """Are scores and biases nowhere stored?"""
+        table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+        return select_kernel(inputs, table)[0] in (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR)
+
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()

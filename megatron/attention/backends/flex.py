@@ -1,0 +1,157 @@
+"""PyTorch's FlexAttention, compiled, for encodings that add a bias of the distance alone: memory linear in T.
+
+What it leaves out (padding, sampled positions, dropout, shapes that were not trained on) goes to PyTorch's row blocks,
+which is said once. The gradient of the bias is summed by atomic additions, so it is not repeatable bit for bit.
+
+h requested heads, R query rows, C key columns, N distances.
+"""
+
+import logging
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_table
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZE = 128
+"""Rows and columns of the blocks by which who sees whom is described, as PyTorch has them by default."""
+MAX_SHAPES = 4
+"""Shapes that are compiled for: each takes the compiler many seconds."""
+
+
+class FlexBackend:
+    """FlexAttention with the bias as its score modification.
+
+    Args:
+        fallback: computes what it leaves out.
+    """
+
+    def __init__(self, fallback: AttentionBackend) -> None:
+        self.fallback = fallback
+        self._trained: set[tuple[int, int, int]] = set()
+        """Rows, columns and first row of the calls with gradients that it has computed."""
+
+    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+        if not torch.cuda.is_available():
+            return "it needs a CUDA device"
+        if processor is not None:
+            return "it cannot process scores"
+        adds_other = any(type(encoding).overrides_hook(hook) for hook in ("dense", "contextual"))
+        if adds_other or encoding.multiplies_scores or not encoding.adds_bias:
+            return "it is for a bias of the distance alone"
+        if torch.are_deterministic_algorithms_enabled():
+            return "its gradient of the bias is not repeatable (deterministic: true)"
+        return None
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        reason = self.fallback_reason(inputs)
+        if reason is not None:
+            _warn_fallback(reason)
+            return self.fallback(inputs)
+        if not torch.is_grad_enabled() and _describe_shape(inputs) not in self._trained:
+            return self.fallback(inputs)  # decoding and evaluation: lengths without end, each to be compiled
+        if torch.is_grad_enabled():
+            self._trained.add(_describe_shape(inputs))
+        return attend_with_flex(inputs)
+
+    def fallback_reason(self, inputs: AttentionInputs) -> str | None:
+        """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
+        if inputs.key_mask is not None:
+            return "padding"
+        if inputs.query.sampled is not None:
+            return "randomized positions"
+        if inputs.dropout:
+            return "attention_dropout"
+        is_new = torch.is_grad_enabled() and _describe_shape(inputs) not in self._trained
+        return f"more than {MAX_SHAPES} shapes" if is_new and len(self._trained) >= MAX_SHAPES else None
+
+
+def _describe_shape(inputs: AttentionInputs) -> tuple[int, int, int]:
+    return inputs.query.length, inputs.key.length, inputs.query.start - inputs.key.start
+
+
+@cache
+def _warn_fallback(reason: str) -> None:
+    """Once for each reason, not once for each layer and step."""
+    logger.warning("attention_backend flex: %s is left to PyTorch's row blocks", reason)
+
+
+@cache
+def _compile_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def attend_with_flex(inputs: AttentionInputs) -> Tensor:
+    """Attention output [B, h, R, d] with the encoding's bias, compiled on a GPU."""
+    offset = inputs.query.start - inputs.key.start
+    terms = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
+    assert terms is not None
+    assert terms.bias is not None
+    table = terms.bias[inputs.heads]
+
+    def add_bias(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score + table[head, (row + offset - column).clamp(min=0)]
+
+    mask = build_block_mask(inputs.query.length, inputs.key.length, offset, inputs.window, inputs.q.device)
+    flex = _compile_flex() if inputs.q.is_cuda else flex_attention
+    output: Tensor = flex(inputs.q, inputs.k, inputs.v, score_mod=add_bias, block_mask=mask)
+    return output
+
+
+@lru_cache(maxsize=2 * MAX_SHAPES)
+def build_block_mask(
+    num_rows: int, num_columns: int, offset: int, window: int | None, device: torch.device
+) -> BlockMask:
+    """Which blocks of rows see which blocks of columns, in whole or in part.
+
+    By arithmetic on blocks: PyTorch's own function makes a map of all rows and columns first.
+
+    Args:
+        num_rows, num_columns: R and C.
+        offset: the column of the first row's own key.
+        window: a row sees the last `window` keys only; None for all.
+        device: where the mask goes.
+    """
+
+    def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        distance = row + offset - column
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+    first_row = torch.arange(0, num_rows, BLOCK_SIZE)[:, None] + offset
+    last_row = (first_row + BLOCK_SIZE).clamp(max=num_rows + offset) - 1
+    first_column = torch.arange(0, num_columns, BLOCK_SIZE)[None]
+    last_column = (first_column + BLOCK_SIZE).clamp(max=num_columns) - 1
+    seen, full = first_column <= last_row, last_column <= first_row
+    if window is not None:
+        seen = seen & (last_column > first_row - window)
+        full = full & (first_column > last_row - window)
+    # A block that juts out of the map is seen in part: nothing may be read beyond the map's end.
+    is_whole = (last_row - first_row == BLOCK_SIZE - 1) & (last_column - first_column == BLOCK_SIZE - 1)
+    full = full & is_whole
+    blocks = [_order_blocks(which) for which in (seen & ~full, full)]
+    (partial_count, partial_order), (full_count, full_order) = ([x.to(device) for x in pair] for pair in blocks)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_order,
+        full_count,
+        full_order,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=is_visible,
+        seq_lengths=(num_rows, num_columns),
+    )
+
+
+def _order_blocks(which: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of columns each block of rows has [1, 1, rows], and their numbers, these first [1, 1, rows,
+    columns]; from bool [rows, columns]."""
+    order = which.int().argsort(dim=1, descending=True, stable=True)
+    return which.sum(1).int()[None, None], order.int().contiguous()[None, None]

@@ -1,0 +1,344 @@
+"""One layer's attention at a run's shapes, drawn at random, and the part of it that float64 computes too.
+
+A backend computes all of a rank's rows, as in the run. The gradient of the output is zero but for a few rows of one
+sequence, and of a few heads where nothing mixes heads. So the exact outputs of these rows, the exact gradients of all
+queries, keys, values and parameters follow from these rows against all keys, which is little enough for float64;
+everything else must be zero, exactly.
+
+B batch, h heads of a rank, R its rows of a segment, C columns, d head dimension.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_logits, precompute_terms
+from megatron.position.base import ConvolutionParameters
+from megatron.position.bounded_parameter import BoundedParameter
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.token_range import ALL_HEADS, TokenRange
+
+MAX_PAIRS = 1 << 33
+"""Scores that a backend computes at most: about a second of row blocks with a processor on an A100."""
+MAX_EXACT_PAIRS = 1 << 24
+"""Scores that float64 computes: a map of all heads of 512 rows, or the last rows of a long sequence; 128 MB each."""
+ROWS_PER_SLAB = 64
+"""Consecutive rows that are compared, where not all are: the first, the last and some in the middle of a segment."""
+DISTURBANCE = 0.1
+"""Of the parameters, relative to them: some start at values (zero) that would hide a wrong gradient."""
+GRADIENT_SIZE = 1 / 16
+"""Of the output's gradient: sums of it over all rows fit float16, as a loss scale sees to in training."""
+SEED = 20
+PARAMETER_PREFIXES = ("encoding.", "processor.")
+"""How the names of their parameters begin in results."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Rows that are compared: start … stop − 1 of a segment."""
+
+    segment: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class CheckProblem:
+    """What one layer of a rank computes. Build it with `build_problem`."""
+
+    encoding: Encoding
+    """With parameters of the compute type, on the device."""
+    processor: Processor | None
+    segments: tuple[TokenRange, ...]
+    """The rank's rows; each sees the keys from index 0 to its own."""
+    batch: int
+    window: int | None
+    heads: slice
+    """The rank's own of all heads."""
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = SEED
+    """Of queries, keys, values and the output's gradient."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of the rank, h."""
+        return len(range(self.encoding.dims.num_heads)[self.heads])
+
+    @property
+    def num_columns(self) -> int:
+        """Keys, C."""
+        return max(tokens.stop for tokens in self.segments)
+
+    @property
+    def pairs_per_head(self) -> int:
+        """Scores that are not hidden from their row, of one head and sequence."""
+        return sum(_count_pairs(tokens, self.window) for tokens in self.segments)
+
+    @cached_property
+    def slabs(self) -> tuple[Slab, ...]:
+        """The rows that are compared."""
+        return tuple(_choose_slabs(self.segments, self._rows_per_segment))
+
+    @property
+    def _rows_per_segment(self) -> int:
+        heads = self.num_heads if self.processor is None else self.encoding.dims.num_heads
+        affordable = MAX_EXACT_PAIRS // (heads * self.num_columns * len(self.segments))
+        wanted = 3 * ROWS_PER_SLAB if self.processor is None else 3
+        return max(affordable, wanted)
+
+    @cached_property
+    def head_ranges(self) -> tuple[slice, ...]:
+        """The rank's heads that are compared: all, or the first and the last where that is too much."""
+        rows = sum(slab.stop - slab.start for slab in self.slabs)
+        if self.processor is not None or rows * self.num_columns * self.num_heads <= MAX_EXACT_PAIRS:
+            return (slice(0, self.num_heads),)
+        return tuple(slice(head, head + 1) for head in sorted({0, self.num_heads - 1}))
+
+    def describe(self) -> dict[str, object]:
+        """What was computed and compared, for a record."""
+        return {
+            "batch": self.batch,
+            "heads": self.num_heads,
+            "rows": [[tokens.start, tokens.stop] for tokens in self.segments],
+            "keys": self.num_columns,
+            "compared_rows": [[slab.start, slab.stop] for slab in self.slabs],
+            "compared_heads": [[heads.start, heads.stop] for heads in self.head_ranges],
+        }
+
+    @cached_property
+    def _drawn(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor, tuple[Tensor, ...]]:
+        """Queries of each segment, keys and values, in the compute type, and the gradient of each segment's output."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+
+        def draw(heads: int, length: int) -> Tensor:
+            size = (self.batch, heads, length, self.encoding.dims.head_dim)
+            return torch.randn(size, generator=generator, device=self.device, dtype=torch.float32).to(self.dtype)
+
+        score_heads = self.num_heads if self.processor is None else self.encoding.dims.num_heads
+        queries = tuple(draw(score_heads, tokens.length) for tokens in self.segments)
+        k, v = draw(score_heads, self.num_columns), draw(self.num_heads, self.num_columns)
+        gradients = [
+            torch.zeros_like(v[:, :, :1]).expand(-1, -1, tokens.length, -1).clone() for tokens in self.segments
+        ]
+        for slab in self.slabs:
+            for heads in self.head_ranges:
+                rows = gradients[slab.segment][-1:, heads, slab.start : slab.stop]
+                rows.copy_(GRADIENT_SIZE * torch.randn(rows.shape, generator=generator, device=self.device))
+        return queries, k, v, tuple(gradients)
+
+    def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
+        """What a backend is asked for, of a segment's queries and all keys and values."""
+        query = self.segments[segment]
+        return AttentionInputs(
+            q=q,
+            k=k[:, :, : query.stop],
+            v=v[:, :, : query.stop],
+            query=query,
+            key=TokenRange(0, query.stop, query.sampled),
+            encoding=self.encoding,
+            processor=self.processor,
+            window=self.window,
+            heads=self.heads,
+        )
+
+    def list_inputs(self) -> list[AttentionInputs]:
+        """What a backend is asked for, of each segment."""
+        queries, k, v, _ = self._drawn
+        return [self.build_inputs(segment, q, k, v) for segment, q in enumerate(queries)]
+
+    def run(self, backend: AttentionBackend) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Outputs of the segments, and the gradients of queries, keys, values and parameters, by name."""
+        queries, k, v, gradients = self._drawn
+        q_leaves = [q.detach().requires_grad_() for q in queries]
+        k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
+        outputs = [backend(self.build_inputs(i, q, k_leaf, v_leaf)) for i, q in enumerate(q_leaves)]
+        named = dict(_named_parameters(self.encoding, self.processor))
+        leaves = [*q_leaves, k_leaf, v_leaf, *named.values()]
+        found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
+        names = [*(f"dq{i}" for i in range(len(queries))), "dk", "dv", *named]
+        return [output.detach() for output in outputs], dict(zip(names, found, strict=True))
+
+    def select_results(self, outputs: list[Tensor], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+        """What of a backend's results float64 computes too, by name, and whether all other gradients are zero."""
+        selected: dict[str, list[Tensor]] = {"output": [], "dq": [], "dk": [], "dv": []}
+        rest = [gradients[f"dq{i}"].clone() for i in range(len(self.segments))]
+        rest += [gradients[name].clone() for name in ("dk", "dv")]
+        for heads in self.head_ranges:
+            score_heads = heads if self.processor is None else ALL_HEADS
+            for slab in self.slabs:
+                rows = slice(slab.start, slab.stop)
+                selected["output"].append(outputs[slab.segment][-1:, heads, rows])
+                selected["dq"].append(gradients[f"dq{slab.segment}"][-1:, score_heads, rows])
+                rest[slab.segment][-1:, score_heads, rows] = 0
+            selected["dk"].append(gradients["dk"][-1:, score_heads])
+            selected["dv"].append(gradients["dv"][-1:, heads])
+            rest[-2][-1:, score_heads], rest[-1][-1:, heads] = 0, 0
+        parameters = {name: x for name, x in gradients.items() if name.startswith(PARAMETER_PREFIXES)}
+        joined = {name: torch.cat([part.flatten() for part in parts]) for name, parts in selected.items()}
+        return joined | parameters, not any(int(torch.count_nonzero(part)) for part in rest)
+
+    def compute_exactly(self) -> dict[str, Tensor]:
+        """The same results in float64, by the reference, from the same numbers. Differentiable parts are made anew at
+        each call, so that it can be computed under `RoundingMode`."""
+        encoding, processor = self._exact_modules
+        queries, k, v, gradients = self._drawn
+        outputs, upstream, q_leaves, k_leaves, v_leaves = [], [], [], [], []
+        for heads in self.head_ranges:
+            score_heads = heads if self.processor is None else ALL_HEADS
+            first = self.heads.start or 0
+            own = slice(first + heads.start, first + heads.stop)
+            k_leaves.append(k[-1:, score_heads].double().requires_grad_())
+            v_leaves.append(v[-1:, heads].double().requires_grad_())
+            for slab in self.slabs:
+                rows = slice(slab.start, slab.stop)
+                q_leaves.append(queries[slab.segment][-1:, score_heads, rows].double().requires_grad_())
+                tokens = self.segments[slab.segment]
+                inputs = AttentionInputs(
+                    q=q_leaves[-1],
+                    k=k_leaves[-1],
+                    v=v_leaves[-1],
+                    query=replace(tokens, start=tokens.start + slab.start, length=slab.stop - slab.start),
+                    key=TokenRange(0, self.num_columns, tokens.sampled),
+                    encoding=encoding,
+                    processor=processor,
+                    window=self.window,
+                    heads=own if self.processor is None else self.heads,
+                )
+                # Without the columns that none of its rows depends on.
+                block = inputs.select_rows(0, slab.stop - slab.start)
+                logits = compute_logits(precompute_terms(block))
+                outputs.append(_FusedSoftmax.apply(logits, block.v))
+                upstream.append(gradients[slab.segment][-1:, heads, rows].double())
+        named = dict(_named_parameters(encoding, processor))
+        leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
+        found = list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, materialize_grads=True))
+        parts = {"output": outputs, "dq": q_leaves, "dk": k_leaves, "dv": v_leaves}
+        results = {}
+        for name, leaves_of in parts.items():
+            taken = leaves_of if name == "output" else [found.pop(0) for _ in leaves_of]
+            results[name] = torch.cat([part.detach().flatten() for part in taken])
+        return results | dict(zip(named, found, strict=True))
+
+    @cached_property
+    def _exact_modules(self) -> tuple[Encoding, Processor | None]:
+        modules = (self.encoding, self.processor)
+        encoding, processor = (None if module is None else copy.deepcopy(module).double() for module in modules)
+        assert encoding is not None
+        return encoding, processor
+
+    @cached_property
+    def logit_constants(self) -> dict[str, str]:
+        """Parameters that are added to all logits of a row alike, with those whose gradient has the size of their
+        errors: a processor's last constant, its last weight. The exact gradient of the former is zero."""
+        convolutions = None if self.processor is None else self.processor.kernel_parameters()
+        if not isinstance(convolutions, ConvolutionParameters):
+            return {}
+        names = {id(x): name for name, x in _named_parameters(self.encoding, self.processor)}
+        pair = names.get(id(convolutions.bias2)), names.get(id(convolutions.weight2))
+        return {} if pair[0] is None or pair[1] is None else {pair[0]: pair[1]}
+
+
+class _FusedSoftmax(torch.autograd.Function):
+    """softmax(logits)·v whose gradient is taken as fused kernels do: with Σ_d dO∘O in the place of Σ_j P∘dP, which is
+    the same number but for the rounding of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, v: Tensor) -> Tensor:
+        probabilities = torch.softmax(logits, dim=-1)
+        output = torch.matmul(probabilities, v)
+        ctx.save_for_backward(probabilities, v, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities, v, output = ctx.saved_tensors
+        mean = (gradient * output).sum(-1, keepdim=True)
+        of_probabilities = torch.matmul(gradient, v.transpose(-1, -2))
+        return probabilities * (of_probabilities - mean), torch.matmul(probabilities.transpose(-1, -2), gradient)
+
+
+def build_problem(
+    encoding: Encoding,
+    processor: Processor | None,
+    segments: tuple[TokenRange, ...],
+    *,
+    batch: int,
+    window: int | None,
+    heads: slice,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CheckProblem:
+    """The attention of one layer on copies of its modules, with less of it where that would take long: fewer sequences
+    first, then each segment's last rows.
+
+    Args:
+        encoding, processor: of a layer; they are not changed.
+        segments: the rank's rows of a sequence.
+        batch: sequences of a micro-batch.
+        window: the last keys that a row sees; None for all.
+        heads: the rank's own.
+        dtype: what the run computes in, its parameters too.
+        device: where.
+    """
+    copies = [None if x is None else _copy_disturbed(x, dtype, device) for x in (encoding, processor)]
+    assert copies[0] is not None
+    problem = CheckProblem(copies[0], copies[1], segments, batch, window, heads, dtype, device)
+    affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
+    if affordable >= batch:
+        return problem
+    if affordable >= 1:
+        return replace(problem, batch=affordable)
+    rows = max(MAX_PAIRS // (problem.num_heads * problem.num_columns * len(segments)), 1)
+    last = [min(rows, tokens.length) for tokens in segments]
+    cut = tuple(replace(s, start=s.stop - n, length=n) for s, n in zip(segments, last, strict=True))
+    return replace(problem, batch=1, segments=cut)
+
+
+def _copy_disturbed(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A copy with parameters of the type; its tables stay as they are, as in training."""
+    copied = copy.deepcopy(module).to(device)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            drawn = 2 * torch.rand(parameter.shape, generator=generator) - 1
+            size = parameter.cpu().float().abs()
+            change = DISTURBANCE * drawn * torch.where(size > 0, size, 1.0)
+            parameter.data = (parameter.cpu().float() + change).to(device, dtype)
+        for part in copied.modules():
+            if isinstance(part, BoundedParameter):
+                part.clamp_to_bounds()
+    return copied.requires_grad_(True)
+
+
+def _named_parameters(encoding: Encoding, processor: Processor | None) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in zip(PARAMETER_PREFIXES, (encoding, processor), strict=True):
+        if module is not None:
+            yield from ((f"{prefix}{name}", parameter) for name, parameter in module.named_parameters())
+
+
+def _count_pairs(tokens: TokenRange, window: int | None) -> int:
+    if window is None or window >= tokens.stop:
+        return tokens.length * (tokens.start + tokens.stop + 1) // 2
+    return tokens.length * window
+
+
+def _choose_slabs(segments: tuple[TokenRange, ...], rows_per_segment: int) -> Iterator[Slab]:
+    """All rows of a segment if they are no more than that, else the first ones, some that begin in the middle of a
+    tile, and the last ones."""
+    for index, tokens in enumerate(segments):
+        if tokens.length <= rows_per_segment:
+            yield Slab(index, 0, tokens.length)
+            continue
+        size = max(min(rows_per_segment // 3, ROWS_PER_SLAB), 1)
+        middle = max(tokens.length // 2 - size // 3, size)
+        for start in sorted({0, min(middle, tokens.length - 2 * size), tokens.length - size}):
+            yield Slab(index, start, start + size)

@@ -1,0 +1,295 @@
+"""Which backend a model computes attention with, chosen once when it is built.
+
+A backend that is named is taken. `auto` on a CPU takes what needs no check (`attention/backends/registry.py`). On a GPU
+each rank runs the backends that can do its own part of a layer, holds them to the rounding of their type and times them
+(`attention/check/`), or reads what an earlier check of the same found. All ranks then take the fastest of rank 0 that
+is right on every rank's card.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.registry import (
+    find_fallback_reason,
+    get_default_backend,
+    list_candidates,
+    row_blocks_reason,
+    select_backend,
+)
+from megatron.attention.check.evidence import (
+    CheckKey,
+    CheckRecord,
+    Evidence,
+    Trial,
+    read_cache,
+    read_record,
+    write_cache,
+)
+from megatron.attention.check.machine import describe_card, describe_software
+from megatron.attention.check.problem import CheckProblem, build_problem
+from megatron.attention.check.trials import DeviceLostError, try_backends
+from megatron.distributed.mesh import list_context_chunks
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.attention import tensor_parallel_heads
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.token_range import TokenRange, sample_positions
+from megatron.utils.errors import RunError
+from megatron.utils.rounding import SAFETY_FACTOR
+
+CHECKED_DEVICES = ("cuda",)
+"""Where `auto` checks before it takes: on a CPU all that it takes is PyTorch's, or tested where it is made."""
+
+
+@dataclass(frozen=True)
+class AttentionTarget:
+    """Where and on what a model will compute attention: what a check needs to know beside the model."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of activations and weights."""
+    batch: int
+    """Sequences of a micro-batch."""
+    length: int
+    """Tokens of the longest sequence."""
+    resumed_run: Path | None = None
+    """The folder of the run that is gone on with, whose choice is kept."""
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backend of a model, and what there is to say of it."""
+
+    backend: AttentionBackend
+    lines: tuple[str, ...] = ()
+    """For the console; none where nothing was chosen."""
+    record: CheckRecord | None = None
+    """What the run's folder keeps of a check."""
+    row_blocks_reason: str | None = None
+    """Why attention is computed in row blocks, unchecked; None if it is not."""
+
+
+def choose_backend(
+    name: str,
+    model: ModelOptions,
+    position: PositionOptions,
+    encoding: Encoding,
+    processor: Processor | None,
+    groups: ProcessGroups,
+    target: AttentionTarget | None,
+) -> BackendChoice:
+    """The backend called `name`, or what `auto` takes. With a target on a GPU all processes must call this.
+
+    Args:
+        name: `attention_backend`, or what overrides it.
+        encoding, processor: of a layer; they are not changed.
+        groups: those that share the model.
+        target: None for a model that only looks, or whose shapes nobody knows: `auto` then checks nothing.
+
+    Raises:
+        UserError: the named backend cannot do the combination.
+        RunError: a backend has made a device unusable; the next start leaves that backend.
+    """
+    if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
+        backend = select_backend(name, model.attention_chunk_rows, encoding, processor)
+        return BackendChoice(backend, row_blocks_reason=row_blocks_reason(name, encoding, processor))
+    candidates = list_candidates(model.attention_chunk_rows, encoding, processor)
+    default = get_default_backend(encoding, processor)
+    why = None
+    if not model.attention_check:
+        why = "unchecked (attention_check: false)"
+    elif model.attention_dropout:
+        why = "unchecked: attention_dropout draws at random, so that results cannot be compared"
+    elif len(candidates) == 1:
+        why = "nothing else can do it"
+    if why is not None:
+        line = f"attention: {row_blocks_reason(name, encoding, processor) or default}; {why}"
+        return BackendChoice(candidates[default], (line,))
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
+        return _choose_by_check(model, position, encoding, processor, groups, target, candidates, default)
+
+
+def _choose_by_check(
+    model: ModelOptions,
+    position: PositionOptions,
+    encoding: Encoding,
+    processor: Processor | None,
+    groups: ProcessGroups,
+    target: AttentionTarget,
+    candidates: Mapping[str, AttentionBackend],
+    default: str,
+) -> BackendChoice:
+    key = describe_check(model, position, groups, target)
+    recorded = read_record(target.resumed_run) if groups.is_main and target.resumed_run is not None else None
+    recorded = groups.gather_objects(recorded)[0]
+    begun, error = monotonic(), None
+    evidence = recorded.evidence if recorded is not None and recorded.evidence.key == key else read_cache(key)
+    is_known = evidence is not None and evidence.is_final
+    if not is_known:
+        problem = build_problem(
+            encoding,
+            processor,
+            _list_segments(model, position, groups, target),
+            batch=target.batch,
+            window=position.attention_window,
+            heads=tensor_parallel_heads(groups.mesh.tensor, model.num_attention_heads),
+            dtype=target.dtype,
+            device=target.device,
+        )
+        evidence, error = _check(key, problem, candidates, evidence, begun)
+    assert evidence is not None
+    found: list[tuple[Evidence, str | None]] = groups.gather_objects((evidence, error))
+    if not is_known and [other.key for other, _ in found].index(key) == groups.rank:
+        write_cache(evidence)
+    if (failed := next((text for _, text in found if text is not None), None)) is not None:
+        raise RunError(failed)
+    kept = (
+        recorded.backend if recorded is not None and recorded.evidence.key["card"] == found[0][0].key["card"] else None
+    )
+    chosen, lines = settle_choice([each for each, _ in found], default, kept, is_known=is_known)
+    record = CheckRecord(chosen, lines[0], found[0][0])
+    return BackendChoice(candidates[chosen], tuple(lines), record)
+
+
+def describe_check(
+    model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
+) -> CheckKey:
+    """All that the result of a rank's check is true of, in JSON's types."""
+    sizes = groups.mesh.sizes
+    return {
+        "card": describe_card(target.device),
+        "software": describe_software(),
+        "work": {
+            "position": position.model_dump(mode="json"),
+            "hidden_size": model.hidden_size,
+            "heads": model.num_attention_heads,
+            "length": target.length,
+            "batch": target.batch,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "chunk_rows": model.attention_chunk_rows,
+            "tensor": sizes.tensor,
+            "context": sizes.context,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def _list_segments(
+    model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
+) -> tuple[TokenRange, ...]:
+    """The rows of a sequence that this rank computes, as `GPT` divides them."""
+    limit = position.randomized_positions
+    sampled = None if limit is None else sample_positions(target.length, limit, target.length)
+    chunks = list_context_chunks(target.length, groups.mesh.context)
+    return tuple(TokenRange(start, size, sampled) for start, size in chunks)
+
+
+def _check(
+    key: CheckKey,
+    problem: CheckProblem,
+    candidates: Mapping[str, AttentionBackend],
+    earlier: Evidence | None,
+    begun: float,
+) -> tuple[Evidence, str | None]:
+    """What each candidate does, and the error after which this process can go no further. What an earlier check, which
+    time or memory did not suffice for, has refused for good is not tried again."""
+    inputs = problem.list_inputs()
+    refused: list[Trial] = []
+    tried: dict[str, AttentionBackend] = {}
+    for name, backend in candidates.items():
+        known = None if earlier is None else earlier.get_trial(name)
+        left_out = next(filter(None, (find_fallback_reason(backend, rows) for rows in inputs)), None)
+        if known is not None and known.is_final and not known.is_right:
+            refused.append(known)
+        elif left_out is not None:
+            refused.append(Trial(name, f"leaves {left_out} to row blocks"))
+        else:
+            tried[name] = backend
+    error = None
+    try:
+        trials = try_backends(problem, tried)
+    except DeviceLostError as failure:
+        # Those that come after it are tried at the next start, which knows of this one.
+        trials = [replace(trial, is_final=trial.is_final and not trial.is_right) for trial in failure.trials]
+        error = f"{failure}, and nothing runs on this device any more; start again, and it is left"
+    return Evidence(key, problem.describe(), (*refused, *trials), round(monotonic() - begun, 1)), error
+
+
+def settle_choice(
+    found: Sequence[Evidence], default: str, kept: str | None, *, is_known: bool
+) -> tuple[str, list[str]]:
+    """What all ranks take, and lines that say so, the first of them of the choice.
+
+    Args:
+        found: each rank's evidence, by rank.
+        default: what is taken if nothing is right.
+        kept: what the run took before, if it goes on on the same card.
+        is_known: was nothing tried now?
+    """
+    wrong_elsewhere = {trial.backend for each in found[1:] for trial in each.trials if not trial.is_right}
+    right = [trial for trial in found[0].rank_backends() if trial.backend not in wrong_elsewhere]
+    left = _describe_left(found)
+    if not right:
+        return default, [f"attention: {default}, though no backend was found right{left}"]
+    chosen = next((trial for trial in right if trial.backend == kept), right[0])
+    dtype = found[0].key["work"]["dtype"]
+    line = (
+        f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, errors at most "
+        f"{chosen.largest_excess:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} that are allowed"
+    )
+    line += "; as before" if chosen.backend == kept else ""
+    line += "; found by an earlier check" if is_known else f"; checked in {found[0].seconds:.0f} s"
+    return chosen.backend, [line + left, *_describe_disagreement(found, chosen.backend)]
+
+
+def _compare_speed(chosen: Trial, right: Sequence[Trial], default: str) -> str:
+    """How much faster than the default it is, or than the next one; milliseconds of a layer, forward and backward."""
+    others = [trial for trial in right if trial is not chosen]
+    other = next((trial for trial in others if trial.backend == default), others[0] if others else None)
+    own = chosen.milliseconds or 0.0
+    if other is None or not own:
+        return f"the only one that is right ({own:.3g} ms for a layer)"
+    theirs = other.milliseconds or 0.0
+    return f"{theirs / own:.2f} times as fast as {other.backend} ({own:.3g} ms instead of {theirs:.3g} for a layer)"
+
+
+def _describe_left(found: Sequence[Evidence]) -> str:
+    """Every backend that some rank could not take, with the first rank's reason."""
+    reasons: dict[str, str] = {}
+    for rank, evidence in enumerate(found):
+        for trial in evidence.trials:
+            where = f" on rank {rank}" if rank else ""
+            if trial.refusal is not None:
+                reasons.setdefault(trial.backend, f"{trial.backend} {trial.refusal}{where}")
+    return "".join(f"; left: {reason}" for reason in reasons.values())
+
+
+def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:
+    """A line if ranks on other cards than rank 0's would take something else."""
+    mine: Any = found[0].key["card"]
+    for rank, evidence in enumerate(found):
+        ranked = evidence.rank_backends()
+        if evidence.key["card"] != mine and ranked and ranked[0].backend != chosen:
+            return [
+                f"attention: rank {rank} has another card ({evidence.key['card']['name']}, rank 0 {mine['name']}), on "
+                f"which {ranked[0].backend} would be faster; all ranks take what rank 0 takes"
+            ]
+    return []
+
+
+def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What a run's own check took, for a model that is loaded from it: the backend's name where card, software and type
+    are those of the check, else None. FlexAttention is for training: it would be compiled for every length."""
+    record = read_record(run)
+    if record is None or device.type not in CHECKED_DEVICES or record.backend not in ("sdpa", "triton"):
+        return None
+    key, dtype_name = record.evidence.key, str(dtype).removeprefix("torch.")
+    is_same = key["card"] == describe_card(device) and key["software"] == describe_software()
+    return record.backend if is_same and key["work"]["dtype"] == dtype_name else None
