@@ -240,10 +240,9 @@ def settle_choice(
         return default, [f"attention: {default}, though no backend was found right{left}"]
     chosen = next((trial for trial in right if trial.backend == kept), right[0])
     dtype = found[0].key["work"]["dtype"]
-    line = (
-        f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, errors at most "
-        f"{chosen.largest_excess:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} that are allowed"
-    )
+    errors = f"errors at most {chosen.largest_excess:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} allowed"
+    errors = errors if chosen.excess else "its values were not compared"
+    line = f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, {errors}"
     line += "; as before" if chosen.backend == kept else ""
     line += "; found by an earlier check" if is_known else f"; checked in {found[0].seconds:.0f} s"
     return chosen.backend, [line + left, *_describe_disagreement(found, chosen.backend)]

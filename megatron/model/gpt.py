@@ -105,6 +105,11 @@ class GPT(GPTModel):
                 yield "pipeline", parameter
 
     @property
+    def row_blocks_reason(self) -> str | None:
+        """Why attention is computed in row blocks, unchecked; None if it is not."""
+        return self.backend_choice.row_blocks_reason
+
+    @property
     def max_length(self) -> int | None:
         """The longest sequence that the model has positions for, or None for any length."""
         return self.randomized or (None if self.position is None else self.position.max_length)

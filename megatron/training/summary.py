@@ -73,9 +73,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     layout = f" ({', '.join(parts)})" if parts else ""
     tokens = format_count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
     progress = f"from step {step:,}, " if step else ""
-    reason = (
-        run.engine.model.backend_choice.row_blocks_reason if device.type != "cpu" else None
-    )  # on a CPU nothing else is expected
+    reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
         f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
         f"{training.train_iters:,} steps of {batch:,} × {length} tokens{layout} are {tokens} tokens; "

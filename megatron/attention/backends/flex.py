@@ -19,6 +19,7 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.token_range import select_heads
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class FlexBackend:
     Args:
         fallback: computes what it leaves out.
     """
+
+    reads_whole_table = True
 
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
@@ -87,16 +90,17 @@ def _warn_fallback(reason: str) -> None:
 
 @cache
 def _compile_flex() -> Any:
-    return torch.compile(flex_attention, dynamic=False)
+    # In this process: for a handful of kernels a pool of compilers is not worth its processes, which every rank has.
+    return torch.compile(flex_attention, dynamic=False, options={"compile_threads": 1})
 
 
 def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     """Attention output [B, h, R, d] with the encoding's bias, compiled on a GPU."""
     offset = inputs.query.start - inputs.key.start
-    terms = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
+    terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     assert terms is not None
     assert terms.bias is not None
-    table = terms.bias[inputs.heads]
+    table = select_heads(terms.bias, inputs.heads)
 
     def add_bias(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return score + table[head, (row + offset - column).clamp(min=0)]

@@ -18,6 +18,10 @@ ROW_BLOCKS = "row blocks"
 """What `auto` calls its own blocks of rows, kept or recomputed by their length: nobody asks for them by name."""
 
 
+CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
+"""What `auto` on a GPU tries, in this order after its unchecked default; the last takes longest to compile."""
+
+
 def row_blocks_reason(name: str, encoding: Encoding, processor: Processor | None) -> str | None:
     """That `auto`, unchecked, computes attention in row blocks, and why; None where it fuses, and where a backend was
     named."""
@@ -74,11 +78,10 @@ def _build_backends(chunk_rows: int) -> dict[str, AttentionBackend]:
 
 
 def list_candidates(chunk_rows: int, encoding: Encoding, processor: Processor | None) -> dict[str, AttentionBackend]:
-    """What `auto` chooses from on a GPU: the backends that can do the combination, the unchecked default first, and
-    last the one that takes longest to compile."""
+    """What `auto` chooses from on a GPU: the backends that can do the combination, the unchecked default first."""
     backends = _build_backends(chunk_rows)
     default = get_default_backend(encoding, processor)
-    order = [default, *(name for name in ("triton", ROW_BLOCKS, "sdpa", "flex") if name != default)]
+    order = [default, *(name for name in CHECKED_BACKENDS if name != default)]
     return {name: backends[name] for name in order if backends[name].unsupported_reason(encoding, processor) is None}
 
 

@@ -120,15 +120,15 @@ class CheckProblem:
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
         def draw(heads: int, length: int) -> Tensor:
-            size = (self.batch, heads, length, self.encoding.dims.head_dim)
-            return torch.randn(size, generator=generator, device=self.device, dtype=torch.float32).to(self.dtype)
+            # As they lie in the model's layers, whose activations are [T, B, D].
+            size = (length, self.batch, heads, self.encoding.dims.head_dim)
+            drawn = torch.randn(size, generator=generator, device=self.device, dtype=torch.float32)
+            return drawn.to(self.dtype).permute(1, 2, 0, 3)
 
         score_heads = self.num_heads if self.processor is None else self.encoding.dims.num_heads
         queries = tuple(draw(score_heads, tokens.length) for tokens in self.segments)
         k, v = draw(score_heads, self.num_columns), draw(self.num_heads, self.num_columns)
-        gradients = [
-            torch.zeros_like(v[:, :, :1]).expand(-1, -1, tokens.length, -1).clone() for tokens in self.segments
-        ]
+        gradients = [torch.zeros_like(v[:, :, : tokens.length]) for tokens in self.segments]
         for slab in self.slabs:
             for heads in self.head_ranges:
                 rows = gradients[slab.segment][-1:, heads, slab.start : slab.stop]

@@ -56,6 +56,8 @@ def build_environment(
     _prepend(environment, "PATH", str(HERE / "bin"))
     _prepend(environment, "PYTHONPATH", f"{HERE / 'site'}{os.pathsep}{ROOT}")
     environment["TRITON_LIBCUDA_PATH"] = str(device.folder)
+    # Inductor's own launcher finds the driver's functions in a way of its own; without it, it launches as Triton does.
+    environment["TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER"] = "0"
     for variable, value in ((LEDGER_VARIABLE, ledger), (LONE_RANK_VARIABLE, "1" if is_lone_rank else None)):
         environment.pop(variable, None)
         if value is not None:
