@@ -34,13 +34,14 @@ from megatron.attention.check.evidence import (
 from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, try_backends
+from megatron.attention.segments import concatenate_ranges, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import tensor_parallel_heads
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
-from megatron.position.token_range import TokenRange, sample_positions
+from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions
 from megatron.utils.errors import RunError
 from megatron.utils.rounding import SAFETY_FACTOR
 
@@ -133,13 +134,14 @@ def _choose_by_check(
     evidence = recorded.evidence if recorded is not None and recorded.evidence.key == key else read_cache(key)
     is_known = evidence is not None and evidence.is_final
     if not is_known:
+        rows, heads = list_calls(position, model.num_attention_heads, processor is not None, groups, target)
         problem = build_problem(
             encoding,
             processor,
-            _list_segments(model, position, groups, target),
+            rows,
             batch=target.batch,
             window=position.attention_window,
-            heads=tensor_parallel_heads(groups.mesh.tensor, model.num_attention_heads),
+            heads=heads,
             dtype=target.dtype,
             device=target.device,
         )
@@ -181,14 +183,20 @@ def describe_check(
     }
 
 
-def _list_segments(
-    model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
-) -> tuple[TokenRange, ...]:
-    """The rows of a sequence that this rank computes, as `GPT` divides them."""
-    limit = position.randomized_positions
+def list_calls(
+    position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
+) -> tuple[tuple[TokenRange, ...], slice]:
+    """The rows of a sequence that this rank computes, and of which heads, as `GPT` and `PositionedAttention` divide
+    them."""
+    limit, mesh = position.randomized_positions, groups.mesh
     sampled = None if limit is None else sample_positions(target.length, limit, target.length)
-    chunks = list_context_chunks(target.length, groups.mesh.context)
-    return tuple(TokenRange(start, size, sampled) for start, size in chunks)
+    chunks = list_context_chunks(target.length, mesh.context)
+    segments = concatenate_ranges([TokenRange(start, size, sampled) for start, size in chunks])
+    rows, heads = target.length // mesh.context.size, tensor_parallel_heads(mesh.tensor, num_heads)
+    if has_processor and mesh.tensor.size > 1 and rows % (2 * mesh.tensor.size) == 0:
+        # Ranks exchange heads for rows.
+        segments, heads = select_chunks(segments, list_context_chunks(rows, mesh.tensor)), ALL_HEADS
+    return tuple(segment.tokens for segment in segments), heads
 
 
 def _check(
