@@ -14,7 +14,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.resolve_run import resolve_remote_run, resolve_run
+from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
 
 PrintNotes = Callable[[Iterable[str]], object]
@@ -63,7 +63,7 @@ def launch_training(
             if is_main:
                 _check_position(loaded)  # nothing is printed of what is refused: it may be meant for a file
                 print(resolved.config.to_yaml(), end="")
-                print_notes(resolved.notes)
+                print_notes((*resolved.notes, *suggest_rehearsal(resolved)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
@@ -81,6 +81,14 @@ def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
     return (f"hostfile {launch.hostfile} has no effect: {reason}",)
 
 
+def suggest_rehearsal(resolved: ResolvedRun) -> tuple[str, ...]:
+    """A line on what finds out more than a dry run, for a run on GPUs."""
+    if resolved.config.launch.device != "cuda":
+        return ()
+    gpus = "" if resolved.world_size is None else f" --gpus {resolved.world_size}"
+    return (f"whether it starts, fits and goes on, without a GPU: ./deepy.py rehearse CONFIG…{gpus} (docs/gpu.md)",)
+
+
 def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: bool) -> int:
     """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that
     can be known."""
@@ -91,7 +99,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     with loaded.locate_errors():
         local_launcher.check_data_files(loaded.config)
         local_launcher.check_run_folder(loaded.config)
-    print_notes(resolved.notes)
+    print_notes((*resolved.notes, *(suggest_rehearsal(resolved) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
         return 0

@@ -20,7 +20,8 @@ from megatron.rehearsal.report import RehearsalReport
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("num_layers=2", "hidden_size=128", "num_attention_heads=2", "seq_length=256", "train_batch_size=8")
+SMALL = ("num_layers=2", "hidden_size=128", "num_attention_heads=2", "seq_length=256", "train_batch_size=8",
+         "train_micro_batch_size_per_gpu=2")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def run_small(*keys: str, gpus: int, gib: float | None = None, **options: object
 
 def test_a_run_over_tensor_and_pipeline_ranks_from_files_to_a_resume(tmp_path: Path) -> None:
     keys = ("precision=bf16", "zero_optimization={stage: 1}", "model_parallel_size=2", "pipe_parallel_size=2",
-            "train_micro_batch_size_per_gpu=2", f"save={tmp_path / 'runs' / 'a'}", "eval_interval=10")  # fmt: skip
+            f"save={tmp_path / 'runs' / 'a'}", "eval_interval=10")  # fmt: skip
     report = run_small(*keys, gpus=4)
     result = report.to_dict()
     assert result["verdict"] == "fits", result["roles"]
