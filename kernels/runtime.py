@@ -6,6 +6,7 @@ The same tiles and options launch a kernel and compile it for a GPU that is not 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
+def cdiv(count: int, block: int) -> int:
+    """How many blocks hold so many. Triton's own, called outside of a kernel, takes as long as three of PyTorch's
+    operations."""
+    return -(-count // block)
+
+
 def is_interpreted() -> bool:
     """Does this process run kernels in the interpreter (TRITON_INTERPRET was set before triton was imported)?"""
     return bool(triton.knobs.runtime.interpret)
@@ -58,7 +65,12 @@ def get_arch(x: Tensor) -> int | None:
         return None
     if x.device.type != "cuda":
         raise RuntimeError(f"this kernel needs a CUDA device, its tensors are on {x.device}")
-    major, minor = torch.cuda.get_device_capability(x.device)
+    return _read_arch(x.device)
+
+
+@cache
+def _read_arch(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 
@@ -78,7 +90,12 @@ def get_device_properties(x: Tensor) -> DeviceProperties:
     """The tensor's device."""
     if x.device.type != "cuda":
         return A100_40GB
-    properties = torch.cuda.get_device_properties(x.device)
+    return _read_device_properties(x.device)
+
+
+@cache
+def _read_device_properties(device: torch.device) -> DeviceProperties:
+    properties = torch.cuda.get_device_properties(device)
     return DeviceProperties(properties.total_memory, properties.multi_processor_count)
 
 

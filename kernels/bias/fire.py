@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.bias import configs
 from kernels.bias.toeplitz import check_sizes, sum_diagonals
-from kernels.runtime import get_arch, launch_context
+from kernels.runtime import cdiv, get_arch, launch_context
 
 
 def fire_bias(
@@ -190,7 +190,7 @@ def _fire(
     out = torch.empty(heads, rows, columns, dtype=dtype, device=u.device)
     tile = configs.launch_options(get_arch(u), configs.FIRE_FWD)
     with launch_context(u):
-        _fire_fwd_kernel[(rows, triton.cdiv(columns, tile.block_n))](
+        _fire_fwd_kernel[(rows, cdiv(columns, tile.block_n))](
             *(u, z, w1, b1, w2, b2, out, heads, rows, columns, width, offset, above),
             **configs.fire_fwd_constants(tile, heads),
             **tile.options,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.bias import configs
-from kernels.runtime import DTYPES, get_arch, launch_context
+from kernels.runtime import DTYPES, cdiv, get_arch, launch_context
 
 
 def toeplitz_bias(
@@ -119,7 +119,7 @@ def sum_diagonals(grad: Tensor, factor: Tensor | None, size: int, offset: int) -
     """float32 [H, size]: sums over the diagonals of grad [H, R, C], each row times its factor."""
     heads, rows, columns = grad.shape
     tile = configs.launch_options(get_arch(grad), configs.TOEPLITZ_BWD)
-    blocks = triton.cdiv(size, tile.block_n)
+    blocks = cdiv(size, tile.block_n)
     count, rows_per_part = configs.split_rows(blocks * heads, rows)
     partial = torch.empty(count, heads, size, dtype=torch.float32, device=grad.device)
     with launch_context(grad):
@@ -137,7 +137,7 @@ def _toeplitz(table: Tensor, rows: int, columns: int, offset: int, dtype: torch.
     tile = configs.launch_options(get_arch(table), configs.TOEPLITZ_FWD)
     largest = torch.finfo(dtype).max
     with launch_context(table):
-        _toeplitz_fwd_kernel[(triton.cdiv(rows, tile.block_m), triton.cdiv(columns, tile.block_n), heads)](
+        _toeplitz_fwd_kernel[(cdiv(rows, tile.block_m), cdiv(columns, tile.block_n), heads)](
             *(table, out, rows, columns, table.shape[1], offset, above, largest),
             SATURATE=dtype == torch.float16,
             **tile.blocks,

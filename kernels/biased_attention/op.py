@@ -8,14 +8,13 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.head_dim import MAX_HEAD_DIM
-from kernels.runtime import DTYPES, get_arch, launch_context, outside_graphs
+from kernels.runtime import DTYPES, cdiv, get_arch, launch_context, outside_graphs
 
 
 def biased_attention(
@@ -175,7 +174,7 @@ def _forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with launch_context(q):
-        _fwd_kernel[(triton.cdiv(rows, tile.block_m), batch * heads)](
+        _fwd_kernel[(cdiv(rows, tile.block_m), batch * heads)](
             *map(_build_head_rows, (q, k, v)),
             Tables(bias, weight),
             out,
@@ -226,7 +225,7 @@ def _backward(
             **configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
             **tiles.bwd_dq.options,
         )
-        _bwd_dkdv_kernel[(triton.cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads)](
+        _bwd_dkdv_kernel[(cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads)](
             *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
             **configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
             **tiles.bwd_dkdv.options,

@@ -5,9 +5,11 @@ fewest instructions for a score (`kernels/instructions.py`). One table serves bo
 either; what differs between chips belongs here once it has.
 
 H heads, D processor width, k kernel size, p = k//2, R query rows.
+What is looked up for every launch is kept: the host has a few microseconds for each. Constants are not to be changed.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ STAGES = 1
 """Of the processor's kernels: their loops recompute rather than stream, so loading ahead would only cost memory."""
 
 
+@cache
 def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: int, dtype: torch.dtype) -> Tile:
     """The tile of a processor kernel; its columns are distances.
 
@@ -46,6 +49,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
     return chosen
 
 
+@cache
 def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     """The tile of an attend kernel, the same for all head dimensions.
 
@@ -62,6 +66,7 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     return Tile(16, 64, 4, 3) if few else Tile(64, 32, 8, 3)
 
 
+@cache
 def heads_tile(rows: int, dim: int, dtype: torch.dtype) -> Tile:
     """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
 
@@ -75,6 +80,7 @@ def heads_tile(rows: int, dim: int, dtype: torch.dtype) -> Tile:
     return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4 if dim <= 64 else 8, STAGES)
 
 
+@cache
 def processor_constants(
     kernel: str, heads: int, width: int, kernel_size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
 ) -> dict[str, Any]:
@@ -94,11 +100,13 @@ def processor_constants(
     return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
 
 
+@cache
 def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
     """The constants of an attend kernel."""
     return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 
+@cache
 def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
     """The constants of a kernel whose programs take all heads of a tile."""
     return {"H": heads, "CHANNELS": padded_channels(heads), **attend_constants(dim, tile)}

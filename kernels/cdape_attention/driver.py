@@ -10,10 +10,10 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
@@ -31,7 +31,7 @@ from kernels.cdape_attention.forward import _processor_fwd_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
-from kernels.runtime import Tile
+from kernels.runtime import Tile, cdiv
 
 NO_WINDOW_INT32 = 1 << 30
 """The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
@@ -87,6 +87,9 @@ class Chunk:
     right: int
     position: int
     """Of the first row."""
+    window: int
+    edge_start: int
+    """Where the values of the left edge begin in the bias contributions."""
 
     @property
     def rows(self) -> int:
@@ -98,20 +101,21 @@ class Chunk:
     def slice_columns(self, x: Tensor) -> Tensor:
         return x[:, :, self.left : self.right]
 
-    def extent(self, problem: CdapeProblem) -> dict[str, int]:
+    @cached_property
+    def extent(self) -> dict[str, int]:
         """Runtime arguments that say what a row sees, the same for all kernels."""
         return {
             "R": self.rows,
             "C": self.right - self.left,
             "first_row": self.position,
             "first_column": self.left,
-            "window": problem.window,
+            "window": self.window,
         }
 
-    def processor_extent(self, problem: CdapeProblem) -> dict[str, int]:
+    @cached_property
+    def processor_extent(self) -> dict[str, int]:
         """Runtime arguments that all processor kernels share."""
-        edge = {"edge_start": problem.offset + problem.rows + problem.padding, "edge_row": self.first}
-        return self.extent(problem) | edge
+        return self.extent | {"edge_start": self.edge_start, "edge_row": self.first}
 
 
 def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
@@ -119,7 +123,8 @@ def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
         last = min(first + chunk_rows, problem.rows)
         position = problem.offset + first
         left = max(position - problem.window + 1, 0) // ALIGNED * ALIGNED
-        yield Chunk(first, last, left, problem.offset + last, position)
+        edge_start = problem.offset + problem.rows + problem.padding
+        yield Chunk(first, last, left, problem.offset + last, position, problem.window, edge_start)
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
     scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
     _scores_kernel[head_tile_grid(chunk, tile, batch)](
         *(chunk.slice_rows(scaled), chunk.slice_columns(k), scores),
-        **chunk.extent(problem),
+        **chunk.extent,
         R_total=problem.rows,
         C_total=columns,
         **heads_constants(heads, dim, tile),
@@ -167,7 +172,7 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
 
 def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
     """The grid of a kernel whose programs take a tile of all heads."""
-    return triton.cdiv(chunk.right - chunk.left, tile.block_n), triton.cdiv(chunk.rows, tile.block_m), batch
+    return cdiv(chunk.right - chunk.left, tile.block_n), cdiv(chunk.rows, tile.block_m), batch
 
 
 def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
@@ -177,11 +182,11 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     tile = problem.tile("mix_fwd", chunk.rows)
     kept_distances = tile.block_n - 2 * problem.padding
     reach = min(chunk.right, problem.window)
-    _processor_fwd_kernel[(triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m), scores.shape[0])](
+    _processor_fwd_kernel[(cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m), scores.shape[0])](
         *(scores, logits, problem.bias_contributions, problem.bias_table),
         *(problem.weights.w1, problem.weights.w2, problem.weights.b2),
         bias_count=problem.bias_table.shape[1],
-        **chunk.processor_extent(problem),
+        **chunk.processor_extent,
         **problem.constants("mix_fwd", tile),
         **tile.options,
     )
@@ -193,13 +198,13 @@ def softmax_launch(kernel: str, problem: CdapeProblem, chunk: Chunk, v: Tensor) 
     batch, heads, columns, dim = v.shape
     tile = attend_tile(kernel, chunk.rows, problem.dtype)
     options = {
-        **chunk.extent(problem),
+        **chunk.extent,
         "R_total": problem.rows,
         "C_total": columns,
         **attend_constants(dim, tile),
         **tile.options,
     }
-    return (triton.cdiv(chunk.rows, tile.block_m) * batch * heads,), options
+    return (cdiv(chunk.rows, tile.block_m) * batch * heads,), options
 
 
 def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> tuple[Tensor, Tensor]:
@@ -321,7 +326,7 @@ def softmax_backward(
     tile = heads_tile(chunk.rows, dim, problem.dtype)
     _attend_bwd_kernel[head_tile_grid(chunk, tile, batch)](
         *(*inputs, maps.probabilities, maps.dlogits),
-        **chunk.extent(problem),
+        **chunk.extent,
         R_total=problem.rows,
         C_total=columns,
         **heads_constants(heads, dim, tile),
@@ -343,7 +348,7 @@ def _processor_backward(
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
     reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
-    blocks, row_blocks = triton.cdiv(reach, kept_distances), triton.cdiv(chunk.rows, tile.block_m)
+    blocks, row_blocks = cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
     width = problem.shape.width
@@ -353,8 +358,8 @@ def _processor_backward(
     _processor_bwd_kernel[(blocks, parts, batch)](
         *(maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2),
         *(maps.dscores, dbias_contributions, dbias, dedge),
-        split_blocks=triton.cdiv(row_blocks, parts),
-        **chunk.processor_extent(problem),
+        split_blocks=cdiv(row_blocks, parts),
+        **chunk.processor_extent,
         **problem.constants("mix_bwd", tile),
         **tile.options,
     )
@@ -372,14 +377,14 @@ def _weights_backward(
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
-    blocks, row_blocks = triton.cdiv(reach, tile.block_n), triton.cdiv(chunk.rows, tile.block_m)
+    blocks, row_blocks = cdiv(reach, tile.block_n), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     partial = torch.empty(batch * parts * blocks, *sums.patches.shape, dtype=torch.float32, device=maps.scores.device)
     _processor_bwd_dw_kernel[(blocks, parts, batch)](
         *(maps.scores, maps.dlogits, problem.bias_contributions),
         *(problem.weights.patches1, problem.weights.patches2, partial),
-        split_blocks=triton.cdiv(row_blocks, parts),
-        **chunk.processor_extent(problem),
+        split_blocks=cdiv(row_blocks, parts),
+        **chunk.processor_extent,
         **problem.constants("mix_bwd_dw", tile),
         **tile.options,
     )

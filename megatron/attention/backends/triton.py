@@ -7,8 +7,9 @@
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
 
-What only shows at run time (padding, sampled positions, a model that was moved to the CPU, dropout under a processor,
-a processor's heads divided over ranks where these cannot exchange them for rows) goes to PyTorch's row blocks, which is said once.
+What only shows at run time goes to PyTorch's row blocks, which is said once: padding, sampled positions, a model that
+was moved to the CPU, dropout under a processor, and a processor's heads that are divided over ranks where these cannot
+exchange them for rows.
 
 h requested heads, R query rows, C key columns.
 """
