@@ -183,6 +183,10 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
     Raises:
         RunError: the GPU cannot be used, the other processes cannot be reached, or they met before as another mesh.
     """
+    if sizes.tensor > 1:
+        # Read when CUDA starts: megatron-core reduces a layer's input gradient while it computes its weights', which
+        # wants the first of the two to reach the card first.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     own_device = _select_device(device, rank_info.local_rank)
     # DeepSpeed reads these when it is imported and when the engine is made.
     os.environ["DS_ACCELERATOR"] = own_device.type

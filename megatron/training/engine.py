@@ -11,6 +11,7 @@ clips, and steps. `Engine` adds what differs between its optimizers, so that the
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Engine:
 
             from megatron.training.zero_optimizer import can_flatten, flatten_optimizer
 
+        # DeepSpeed calls two collectives by names that PyTorch has replaced, which no user can do anything about.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
         # Else DeepSpeed asks the compiler what it could build, whose complaints fill the log, and then builds a
         # collective over shared memory, which takes 30 s. Nothing else reads this.
         deepspeed.ops.__compatible_ops__ = {}
