@@ -40,15 +40,26 @@ def load_rows(
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    MASKED: tl.constexpr = True,
 ):
-    """Rows start … start + BLOCK − 1 of a [count, HEAD_DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside."""
+    """Rows start … start + BLOCK − 1 of a [count, HEAD_DIM] matrix, columns FIRST … FIRST + WIDTH − 1; zero outside.
+
+    Not MASKED: all rows are inside.
+    """
     rows = tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, WIDTH)
-    mask = (start + rows < count)[:, None]
-    if FIRST + WIDTH > HEAD_DIM:
-        mask = mask & (columns < HEAD_DIM)[None, :]
     ptr += tl.cast(start, tl.int64) * stride
-    return tl.load(ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    pointers = ptr + rows[:, None] * stride + columns[None, :]
+    if MASKED:
+        mask = (start + rows < count)[:, None]
+        if FIRST + WIDTH > HEAD_DIM:
+            mask = mask & (columns < HEAD_DIM)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif FIRST + WIDTH > HEAD_DIM:
+        tile = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit

@@ -5,7 +5,8 @@
 A processor of a GPU issues at most one instruction of a warp per clock in each of its four parts, so a kernel that is
 bound by neither memory nor latency takes at least (instructions × warps / 4) clocks for the scores that a program
 computes in them. A score here is a pair of a row and a column, with all heads. Of a kernel that loops over rows or
-columns the body of the loop that runs most is counted, and not what comes once before and after it.
+columns the body of the loop that runs most is counted, and not what comes once before and after it. Where tiles at the
+edges have code of their own, what is counted is the code of the others, which are most of a long sequence.
 
 `kernels/OP/aot_configs.py` says which kernels a step launches (`list_passes(arch) -> dict[str, list[PassKernel]]`: the
 op's forward and backward pass, by what it computes).
@@ -47,18 +48,33 @@ class PassKernel:
     """In the pass."""
 
 
-def count_instructions(disassembly: str, *, has_loop: bool) -> int:
-    """Instructions of the loop that runs most, or of the whole program; NOPs are not counted.
+@dataclass(frozen=True)
+class Instruction:
+    """One that is no NOP. Addresses are bytes from the program's start."""
 
-    Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
+    address: int
+    text: str
+    target: int | None
+    """Of a branch."""
 
-    Raises:
-        ValueError: there is no loop.
-    """
-    addresses: list[int] = []
-    products: list[int] = []
+    @property
+    def is_product(self) -> bool:
+        return MATRIX_PRODUCT.search(self.text) is not None
+
+    @property
+    def always_leaves(self) -> bool:
+        """It goes nowhere but to its target, or ends the program."""
+        return self.text.startswith(("BRA `", "EXIT", "RET"))
+
+    @property
+    def may_end(self) -> bool:
+        return self.text.startswith(("EXIT", "RET"))
+
+
+def parse_instructions(disassembly: str) -> list[Instruction]:
+    """The instructions of a program in their order."""
+    found: list[tuple[int, str]] = []
     labels: dict[str, int] = {}
-    branches: list[tuple[int, str]] = []
     pending_labels: list[str] = []
     for line in disassembly.splitlines():
         if (label := LABEL.match(line)) is not None:
@@ -68,19 +84,46 @@ def count_instructions(disassembly: str, *, has_loop: bool) -> int:
             labels |= dict.fromkeys(pending_labels, address)
             pending_labels = []
             if not text.startswith("NOP"):
-                addresses.append(address)
-            if MATRIX_PRODUCT.search(text) is not None:
-                products.append(address)
-            if (branch := BRANCH.search(text)) is not None:
-                branches.append((address, branch[1]))
+                found.append((address, text))
+    branches = {address: branch[1] for address, text in found if (branch := BRANCH.search(text)) is not None}
+    return [Instruction(address, text, labels.get(branches.get(address, ""))) for address, text in found]
+
+
+def count_instructions(disassembly: str, *, has_loop: bool) -> int:
+    """Instructions of the loop that runs most, or of a program without one; NOPs are not counted.
+
+    Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
+    Of the ways through a program likewise the shortest of those with the most products.
+
+    Raises:
+        ValueError: there is no loop.
+    """
+    instructions = parse_instructions(disassembly)
     if not has_loop:
-        return len(addresses)
+        return _count_shortest_way(instructions)
     # Code ends in a branch to itself, which is no loop.
-    loops = [(labels[label], address) for address, label in branches if labels.get(label, address) < address]
-    loops = [(first, last) for first, last in loops if any(first <= address <= last for address in products)]
-    if not loops:
+    ends = [(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address]
+    bodies = [[x for x in instructions if first <= x.address <= last] for first, last in ends]
+    lengths = [len(body) for body in bodies if any(x.is_product for x in body)]
+    if not lengths:
         raise ValueError("there is no loop with matrix products in it")
-    return min(sum(first <= address <= last for address in addresses) for first, last in loops)
+    return min(lengths)
+
+
+def _count_shortest_way(instructions: list[Instruction]) -> int:
+    """From a program's start to an end, branches that go back left out."""
+    best: dict[int, tuple[int, int]] = {}  # from an address on: products, and instructions below zero
+    following = (0, 0)
+    for x in reversed(instructions):
+        ways = [] if x.always_leaves else [following]
+        if x.may_end:
+            ways.append((0, 0))
+        elif x.target is not None and x.target > x.address:
+            # A label may stand before NOPs at a program's end.
+            ways.append(best.get(x.target, (0, 0)))
+        products, below = max(ways, default=(0, 0))
+        following = best[x.address] = (products + x.is_product, below - 1)
+    return -following[1]
 
 
 def disassemble(code: Any) -> str:

@@ -11,8 +11,9 @@ import triton.language as tl
 
 from kernels.biased_attention.forward import (
     LOG2E,
+    begin_products,
     column_ranges,
-    load_table_tile,
+    finish_scores,
     offset_tables,
     select_head,
     visible_mask,
@@ -23,17 +24,73 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def diagonal_sums(tile, BLOCK_M: tl.constexpr):
-    """Sums along the diagonals of a square tile: (upper[t], lower[t]) over r − c = t and over r − c = t − BLOCK_M.
+def shift_last(x, first, COUNT: tl.constexpr):
+    """x [a, b, c, COUNT] one place on along its last axis, `first` [a, b, c] in front: (shifted, what fell off).
 
-    Row r is rotated so that column t holds r − c = t modulo BLOCK_M; then the sums are plain column sums of two halves.
+    By taking pairs apart and joining others, which moves nothing between threads that hold the whole axis.
     """
-    r = tl.arange(0, BLOCK_M)[:, None]
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    D: tl.constexpr = x.shape[2]
+    LEVELS: tl.constexpr = 3 if COUNT == 8 else 2 if COUNT == 4 else 1
+    tl.static_assert(COUNT == 1 << LEVELS)
+    even = ()
+    for level in tl.static_range(LEVELS):
+        left, x = tl.split(tl.reshape(x, [A, B, D, COUNT >> (level + 1), 2]))
+        even += (left,)  # type: ignore[assignment]
+    shifted = tl.reshape(first, [A, B, D, 1])
+    for level in tl.static_range(LEVELS):
+        shifted = tl.reshape(tl.join(shifted, even[LEVELS - 1 - level]), [A, B, D, 2 << level])
+    return shifted, tl.reshape(x, [A, B, D])
+
+
+@triton.jit
+def fold_rows(tile, carried, BLOCK_M: tl.constexpr):
+    """Adds up rows of a square tile that are 8 apart, along diagonals: ([BLOCK_M / 2, BLOCK_M], to be carried).
+
+    Entries (16w + r, c − 8) and (16w + r + 8, c) are on one diagonal, and matrix products leave both in one thread. Row
+    8w + r of the result holds at column c the diagonal 16w + r + 8 − c. The upper rows' last 8 columns, whose partners
+    are in the next tile, are carried as [BLOCK_M / 16, 8, 8].
+    """
+    PAIRS: tl.constexpr = BLOCK_M // 16
+    rows = tl.reshape(tile, [PAIRS, 2, 8, BLOCK_M])
+    upper, lower = tl.split(tl.permute(rows, (0, 2, 3, 1)))
+    upper = tl.permute(tl.reshape(upper, [PAIRS, 8, BLOCK_M // 8, 8]), (0, 1, 3, 2))
+    upper, carried = shift_last(upper, carried, BLOCK_M // 8)
+    upper = tl.reshape(tl.permute(upper, (0, 1, 3, 2)), [PAIRS * 8, BLOCK_M])
+    return upper + tl.reshape(lower, [PAIRS * 8, BLOCK_M]), carried
+
+
+@triton.jit
+def diagonal_shifts(BLOCK_M: tl.constexpr):
+    """The diagonal that each row of `fold_rows` holds at column 0, [BLOCK_M / 2, 1]."""
+    r = tl.arange(0, BLOCK_M // 2)
+    return (r // 8 * 16 + r % 8 + 8)[:, None]
+
+
+@triton.jit
+def rotate_diagonals(folded, BLOCK_M: tl.constexpr):
+    """Rows of `fold_rows`, rotated so that column t holds the diagonals t and t − BLOCK_M."""
+    r = tl.arange(0, BLOCK_M // 2)[:, None]
     t = tl.arange(0, BLOCK_M)[None, :]
-    index = r * BLOCK_M + ((r - t) & (BLOCK_M - 1))
-    turned = tl.gather(tl.reshape(tile, [BLOCK_M * BLOCK_M]), tl.reshape(index, [BLOCK_M * BLOCK_M]), 0)
-    turned = tl.reshape(turned, [BLOCK_M, BLOCK_M])
-    return tl.sum(tl.where(t <= r, turned, 0.0), 0), tl.sum(tl.where(t > r, turned, 0.0), 0)
+    index = r * BLOCK_M + ((diagonal_shifts(BLOCK_M) - t) & (BLOCK_M - 1))
+    SIZE: tl.constexpr = BLOCK_M // 2 * BLOCK_M
+    turned = tl.gather(tl.reshape(folded, [SIZE]), tl.reshape(index, [SIZE]), 0)
+    return tl.reshape(turned, [BLOCK_M // 2, BLOCK_M])
+
+
+@triton.jit
+def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
+    """Sums along the diagonals t = 0 … BLOCK_M − 1 of a square tile and those that earlier tiles began: (sums, carry).
+
+    A tile to the right begins BLOCK_M diagonals before this one: its diagonal t continues t − BLOCK_M of this one.
+    """
+    upper_rows, last = carry
+    folded, upper_rows = fold_rows(tile, upper_rows, BLOCK_M)
+    turned = rotate_diagonals(folded, BLOCK_M)
+    t = tl.arange(0, BLOCK_M)[None, :]
+    sums = tl.sum(tl.where(t <= diagonal_shifts(BLOCK_M), turned, last), 0)
+    return sums, (upper_rows, turned)
 
 
 @triton.jit
@@ -72,28 +129,21 @@ def _bwd_dq_inner(
     dq_a, dq_b, carry_bias, carry_weight = state
     q_a, q_b, do_a, do_b, lse, delta = block
     scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
-    bias_ptr, weight_ptr = tables
     dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
     for c0 in range(first, last, BLOCK_N):
-        k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
+        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         k_b, v_b = k_a, v_a
-        products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
+        products = begin_products(tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
+        products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
+            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
-        scores = products
-        if weight_ptr is not None:
-            weight = load_table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
-            scores = products * weight
-        else:
-            scores = products * (scale * LOG2E)
-        if bias_ptr is not None:
-            scores += load_table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
+        scores, weight = finish_scores(products, tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
@@ -101,14 +151,12 @@ def _bwd_dq_inner(
             p = tl.where(visible_mask(distance, columns, C, window, HAS_WINDOW), p, 0.0)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
-            upper, lower = diagonal_sums(ds, BLOCK_M)
-            _accumulate(dbias_ptr, top - c0 + t, upper + carry_bias, N)
-            carry_bias = lower
+            sums, carry_bias = sum_diagonals(ds, carry_bias, BLOCK_M)
+            _accumulate(dbias_ptr, top - c0 + t, sums, N)
         if dweight_ptr is not None:
-            upper, lower = diagonal_sums(ds * products, BLOCK_M)
-            _accumulate(dweight_ptr, top - c0 + t, (upper + carry_weight) * scale, N)
-            carry_weight = lower
-        if weight_ptr is not None:
+            sums, carry_weight = sum_diagonals(ds * products, carry_weight, BLOCK_M)
+            _accumulate(dweight_ptr, top - c0 + t, sums * scale, N)
+        if tables.weight_ptr is not None:
             ds *= weight
         ds = ds.to(k_a.dtype)
         dq_a = tl.dot(ds, k_a, dq_a, input_precision=INPUT_PRECISION)
@@ -181,8 +229,8 @@ def _bwd_dq_kernel(
             tl.store(delta_ptr + pair * R + rows, delta, mask=rows < R)
             # Rows beyond R: exp2(… − inf) = 0.
             lse = tl.load(lse_ptr + pair * R + rows, mask=rows < R, other=float("inf"))
-            zero = tl.zeros([BLOCK_M], tl.float32)
-            state = (dq_a, dq_b, zero, zero)
+            carry = (tl.zeros([BLOCK_M // 16, 8, 8], tl.float32), tl.zeros([BLOCK_M // 2, BLOCK_M], tl.float32))
+            state = (dq_a, dq_b, carry, carry)
             top = sizes.offset + start
             first, full, partial, last = column_ranges(top, sizes.C, sizes.window, BLOCK_M, BLOCK_N, HAS_WINDOW)
             block = (q_a, q_b, do_a, do_b, lse, delta)
@@ -198,10 +246,13 @@ def _bwd_dq_kernel(
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
             n = top - tl.cdiv(last, BLOCK_N) * BLOCK_N + t
+            nothing = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
             if dtables.bias_ptr is not None:
-                _accumulate(dtables.bias_ptr, n, carry_bias, N)
+                sums, _ = sum_diagonals(nothing, carry_bias, BLOCK_M)
+                _accumulate(dtables.bias_ptr, n, sums, N)
             if dtables.weight_ptr is not None:
-                _accumulate(dtables.weight_ptr, n, carry_weight * scale, N)
+                sums, _ = sum_diagonals(nothing, carry_weight, BLOCK_M)
+                _accumulate(dtables.weight_ptr, n, sums * scale, N)
             # The factor that the tiles left out: scale, or, with scale · log2(e) inside the weights, ln(2).
             factor = scale
             if tables.weight_ptr is not None:
@@ -218,6 +269,8 @@ def _bwd_dkdv_inner(
     state,
     first,
     last,
+    skipped_from,
+    skipped,
     block,
     q,
     do,
@@ -235,32 +288,35 @@ def _bwd_dkdv_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the rows first … last − 1 to dk and dv of one column block. Tiles are transposed: [BLOCK_N, BLOCK_M]."""
+    """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to dk and dv of one column block.
+
+    Tiles are transposed: [BLOCK_N, BLOCK_M]. Not MASKED: all rows exist and see all columns.
+    """
     dk_a, dk_b, dv_a, dv_b = state
     k_a, k_b, v_a, v_b = block
-    scale, _, R, C, N, offset, window = sizes
-    bias_ptr, weight_ptr = tables
-    for r0 in range(first, last, BLOCK_M):
+    R, C, offset, window = sizes.R, sizes.C, sizes.offset, sizes.window
+    for step in range(first, last, BLOCK_M):
+        r0 = step
+        if MASKED:
+            r0 = tl.where(step < skipped_from, step, step + skipped)
         rows = r0 + tl.arange(0, BLOCK_M)
-        lse = tl.load(lse_ptr + rows, mask=rows < R, other=float("inf"))
-        delta = tl.load(delta_ptr + rows, mask=rows < R, other=0.0)
-        q_a = load_rows(q.ptr, r0, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
-        do_a = load_rows(do.ptr, r0, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+        if MASKED:
+            lse = tl.load(lse_ptr + rows, mask=rows < R, other=float("inf"))
+            delta = tl.load(delta_ptr + rows, mask=rows < R, other=0.0)
+        else:
+            lse, delta = tl.load(lse_ptr + rows), tl.load(delta_ptr + rows)
+        q_a = load_rows(q.ptr, r0, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
+        do_a = load_rows(do.ptr, r0, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
         q_b, do_b = q_a, do_a
-        scores = tl.dot(k_a, tl.trans(q_a), input_precision=INPUT_PRECISION)
+        products = begin_products(tables, offset + r0 - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, True)
+        products = tl.dot(k_a, tl.trans(q_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(v_a, tl.trans(do_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            q_b = load_rows(q.ptr, r0, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-            do_b = load_rows(do.ptr, r0, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-            scores = tl.dot(k_b, tl.trans(q_b), scores, input_precision=INPUT_PRECISION)
+            q_b = load_rows(q.ptr, r0, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+            do_b = load_rows(do.ptr, r0, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+            products = tl.dot(k_b, tl.trans(q_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
-        if weight_ptr is not None:
-            weight = load_table_tile(weight_ptr, offset + r0 - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, True)
-            scores *= weight
-        else:
-            scores *= scale * LOG2E
-        if bias_ptr is not None:
-            scores += load_table_tile(bias_ptr, offset + r0 - c0, N, LOG2E, BLOCK_M, BLOCK_N, True)
+        scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, True)
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
@@ -269,7 +325,7 @@ def _bwd_dkdv_inner(
         if BLOCK_DB:
             dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)
         ds = p * (dp - delta[None, :])
-        if weight_ptr is not None:
+        if tables.weight_ptr is not None:
             ds *= weight
         ds = ds.to(q_a.dtype)
         dk_a = tl.dot(ds, q_a, dk_a, input_precision=INPUT_PRECISION)
@@ -321,22 +377,21 @@ def _bwd_dkdv_kernel(
     first = tl.maximum(c0 - offset, 0) // BLOCK_M * BLOCK_M
     full = (tl.maximum(c0 + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     last = R
-    partial = R
+    partial = R // BLOCK_M * BLOCK_M
     if HAS_WINDOW:
         last = tl.minimum(R, tl.maximum(c0 + BLOCK_N - 1 - offset + window, 0))
-        partial = tl.minimum(R, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
-        partial = tl.maximum(partial, tl.minimum(full, last))
+        partial = tl.minimum(partial, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
     full = tl.minimum(full, last)
+    partial = tl.maximum(partial, full)
     state = (dk_a, dk_b, dv_a, dv_b)
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
-    state = _bwd_dkdv_inner(state, first, full, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
+    state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
+                            delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
                             BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _bwd_dkdv_inner(state, full, partial, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, False,
-                            HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    if HAS_WINDOW:
-        state = _bwd_dkdv_inner(state, partial, last, block, q, do, lse_ptr, delta_ptr, tables, c0, sizes, True,
-                                HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
+                            delta_ptr, tables, c0, sizes, False, HAS_WINDOW,
+                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state
     factor = scale

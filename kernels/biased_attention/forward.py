@@ -73,13 +73,55 @@ def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: 
     WINDOW: tl.constexpr = 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N)
     n = base - (BLOCK_N - 1) + tl.arange(0, WINDOW)
     values = tl.load(table_ptr + n, mask=(n >= 0) & (n < N), other=0.0) * factor
+    r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    # BLOCK_N − 1 − c, so that what the compiler knows of a register's column becomes part of the load's address, and
+    # elements of a thread on one diagonal become one load.
+    c = (BLOCK_N // 8 - 1 - c // 8) * 8 + (7 - c % 8)
     if TRANSPOSED:
-        index = tl.arange(0, BLOCK_M)[None, :] - tl.arange(0, BLOCK_N)[:, None] + (BLOCK_N - 1)
-        tile = tl.reshape(tl.gather(values, tl.reshape(index, [BLOCK_N * BLOCK_M]), 0), [BLOCK_N, BLOCK_M])
+        index = tl.reshape(c[:, None] + r[None, :], [BLOCK_N * BLOCK_M])
+        tile = tl.reshape(tl.gather(values, index, 0), [BLOCK_N, BLOCK_M])
     else:
-        index = tl.arange(0, BLOCK_M)[:, None] - tl.arange(0, BLOCK_N)[None, :] + (BLOCK_N - 1)
-        tile = tl.reshape(tl.gather(values, tl.reshape(index, [BLOCK_M * BLOCK_N]), 0), [BLOCK_M, BLOCK_N])
+        index = tl.reshape(r[:, None] + c[None, :], [BLOCK_M * BLOCK_N])
+        tile = tl.reshape(tl.gather(values, index, 0), [BLOCK_M, BLOCK_N])
     return tile
+
+
+@triton.jit
+def joins_bias(tables, element_type):
+    """Do the products of q and k begin with the bias? Adding it later would be one more instruction for every score.
+
+    Not with a weight, which does not multiply the bias, nor in float32, whose sums would round more often.
+    """
+    return tables.bias_ptr is not None and tables.weight_ptr is None and element_type != tl.float32
+
+
+@triton.jit
+def begin_products(
+    tables, base, sizes, element_type, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """What q·k is added to: bias / scale, or zero."""
+    if joins_bias(tables, element_type):
+        begin = load_table_tile(tables.bias_ptr, base, sizes.N, 1.0 / sizes.scale, BLOCK_M, BLOCK_N, TRANSPOSED)
+    elif TRANSPOSED:
+        begin = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        begin = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    return begin
+
+
+@triton.jit
+def finish_scores(
+    products, tables, base, sizes, element_type, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """The scores in base 2, weight · scale · q·k + bias, and the weight in the same units."""
+    weight = sizes.scale * LOG2E
+    if tables.weight_ptr is not None:
+        weight = load_table_tile(tables.weight_ptr, base, sizes.N, weight, BLOCK_M, BLOCK_N, TRANSPOSED)
+    scores = products * weight
+    if tables.bias_ptr is not None:
+        if not joins_bias(tables, element_type):
+            scores += load_table_tile(tables.bias_ptr, base, sizes.N, LOG2E, BLOCK_M, BLOCK_N, TRANSPOSED)
+    return scores, weight
 
 
 @triton.jit
@@ -131,23 +173,15 @@ def _fwd_inner(
     """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part)."""
     maximum, total, o_a, o_b = state
     q_a, q_b = block
-    scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
-    bias_ptr, weight_ptr = tables
+    C, window = sizes.C, sizes.window
     for c0 in range(first, last, BLOCK_N):
-        scores = tl.dot(
-            q_a,
-            tl.trans(load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)),
-            input_precision=INPUT_PRECISION,
-        )
+        k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
+        products = begin_products(tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
+        products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-            scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision=INPUT_PRECISION)
-        if weight_ptr is not None:
-            scores *= load_table_tile(weight_ptr, top - c0, N, scale * LOG2E, BLOCK_M, BLOCK_N, False)
-        else:
-            scores *= scale * LOG2E
-        if bias_ptr is not None:
-            scores += load_table_tile(bias_ptr, top - c0, N, LOG2E, BLOCK_M, BLOCK_N, False)
+            k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
+            products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
+        scores, _ = finish_scores(products, tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
@@ -158,10 +192,10 @@ def _fwd_inner(
         p = tl.exp2(scores - finite[:, None])
         shrink = tl.exp2(maximum - finite)
         total = total * shrink + tl.sum(p, 1)
-        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         o_a = tl.dot(p.to(v_a.dtype), v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
         if BLOCK_DB:
-            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+            v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             o_b = tl.dot(p.to(v_b.dtype), v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
         maximum = new
     return maximum, total, o_a, o_b

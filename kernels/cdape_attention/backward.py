@@ -13,10 +13,14 @@ from kernels.cdape_attention.forward import (
     FLOAT16_MAX,
     NEGATIVE_SLOPE,
     compute_hidden_tile,
+    copy_as_product,
     is_visible_pixel,
     leaky_relu,
     load_contribution_tile,
+    load_contributions,
     load_map_tile,
+    map_pointers,
+    repeat_rows,
     saturate,
     shift_pixels,
 )
@@ -34,21 +38,25 @@ DO_NOT_SPECIALIZE = [
 
 
 @triton.jit
-def activation_backward(gradient, hidden, alive, SATURATE: tl.constexpr):
+def activation_backward(gradient, hidden, alive, MASKED: tl.constexpr, SATURATE: tl.constexpr):
     """The gradient before LeakyReLU and saturation."""
-    gradient = gradient * tl.where(hidden > 0, 1.0, NEGATIVE_SLOPE)
+    gradient = tl.where(hidden > 0, gradient, gradient * NEGATIVE_SLOPE)
     if SATURATE:
         gradient = tl.where((hidden < FLOAT16_MAX) & (hidden > -FLOAT16_MAX), gradient, 0.0)
-    return tl.where(alive[:, None], gradient, 0.0)
+    if MASKED:
+        gradient = tl.where(alive[:, None], gradient, 0.0)
+    return gradient
 
 
 @triton.jit
 def dhidden_tile(
-    dlogits_ptr,
+    pointers,
     w2_ptr,
     pixels,
     hidden,
-    extent,
+    R,
+    window,
+    MASKED: tl.constexpr,
     CHANNELS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -56,18 +64,41 @@ def dhidden_tile(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """The gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation."""
+    """The gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation.
+
+    Also returns the gradient of the pixels' own logits, compute type.
+    """
     row, n, j, alive = pixels
-    R, C, first_column, _, _, window = extent
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     dhidden = tl.zeros(hidden.shape, tl.float32)
+    own = ()
     for tap in tl.static_range(K):
         reach = K // 2 - tap
         seen = is_visible_pixel(row, n - reach, j + reach, R, window)
-        dlogits = load_map_tile(dlogits_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        dlogits = load_map_tile(pointers + reach * CHANNELS, seen, MASKED, CHANNELS, BLOCK_H)
+        if tap == K // 2:
+            own = (dlogits,)
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(dlogits, weight, dhidden, input_precision=INPUT_PRECISION)
-    return activation_backward(dhidden, hidden, alive, SATURATE)
+    return activation_backward(dhidden, hidden, alive, MASKED, SATURATE), own[0]
+
+
+@triton.jit
+def split_row_blocks(
+    split, split_blocks, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The row blocks of a split whose tiles begin at the distance `top`: (first, whole, last whole + 1, last + 1).
+
+    Rows before the first stand left of column 0. A tile is whole where all its rows see all that the taps of its pixels
+    read, right of the columns with values of their own.
+    """
+    R, _, first_row, _, _, _, window = extent
+    first = tl.maximum(split * split_blocks, (top - (BLOCK_N - 1) - first_row) // BLOCK_M)
+    last = tl.maximum(tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M)), first)
+    whole = tl.cdiv(tl.maximum(top + PADDING - first_row, 0), BLOCK_M)
+    inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
+    whole = tl.where(inside, tl.minimum(tl.maximum(whole, first), last), last)
+    return first, whole, tl.maximum(tl.minimum(R // BLOCK_M, last), whole), last
 
 
 @triton.jit
@@ -76,6 +107,99 @@ def store_channels(ptr, tile, entry, stored, COUNT: tl.constexpr):
     channel = tl.arange(0, tile.shape[1])
     mask = stored[:, None] & (channel < COUNT)[None, :]
     tl.store(ptr + (entry * COUNT)[:, None] + channel[None, :], tile, mask=mask)
+
+
+@triton.jit
+def _processor_bwd_rows(
+    state,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    line,
+    top,
+    extent,
+    MASKED: tl.constexpr,
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SATURATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Stores dS of the row blocks first … last − 1, `skipped` more from `skipped_from` on, and adds to the state: sums
+    over rows of the gradients of the bias contributions [BLOCK_N, BLOCK_D] and of the bias [BLOCK_N, BLOCK_H].
+
+    What is summed in the halo is not kept. Not MASKED: tiles that are whole.
+    """
+    bias_contribution_sum, bias_sum = state
+    scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr = pointers
+    R, C, first_row, first_column, edge_start, edge_row, window = extent
+    PADDING: tl.constexpr = K // 2
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    pixel = tl.arange(0, PIXELS)
+    m = pixel % BLOCK_N
+    n = top - m
+    middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
+    own = middle | (n < 0)
+    for step in range(first, last):
+        row_block = step
+        if MASKED:
+            row_block = tl.where(step < skipped_from, step, step + skipped)
+        row = row_block * BLOCK_M + pixel // BLOCK_N
+        j = first_row + row - n
+        alive = (row < R) & (j >= 0)
+        pixels = (row, n, j, alive)
+        origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top)
+        if MASKED:
+            hidden = load_contribution_tile(
+                bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
+            )
+        else:
+            hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
+        # fmt: off
+        hidden, _ = compute_hidden_tile(
+            hidden, map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N), w1_ptr, pixels, R, window,
+            MASKED, CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+        dhidden, dlogits = dhidden_tile(
+            map_pointers(dlogits_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N), w2_ptr, pixels, hidden, R, window,
+            MASKED, CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
+        # fmt: on
+
+        inner = dhidden
+        if MASKED:
+            inner = tl.where((own & (j >= PADDING))[:, None], dhidden, 0.0)
+            if PADDING > 0:
+                at_edge = own & alive & (j < PADDING)
+                entry = row.to(tl.int64) * PADDING + j
+                store_channels(dedge_ptr, dhidden, entry, at_edge, D)
+        bias_contribution_sum += tl.sum(tl.reshape(inner, (BLOCK_M, BLOCK_N, BLOCK_D)), 0)
+
+        result = copy_as_product(dlogits, BLOCK_H, INPUT_PRECISION)
+        if HAS_BIAS:
+            bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
+        narrow = dhidden.to(w1_ptr.dtype.element_ty)
+        for tap in tl.static_range(K):
+            weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[None, :] * BLOCK_D + width[:, None])
+            part = tl.dot(narrow, weight, input_precision=INPUT_PRECISION)
+            if tap != PADDING:
+                part = shift_pixels(part, PADDING - tap, PIXELS, BLOCK_H)
+            result += part
+        is_kept = middle
+        if MASKED:
+            is_kept = is_kept & is_visible_pixel(row, n, j, R, window)
+        result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
+        lines = (pixel // BLOCK_N).to(tl.int64) * (C + 1)
+        to = (dscores_ptr + origin) + m[:, None] + (lines[:, None] + (head.to(tl.int64) * R * C)[None, :])
+        tl.store(to, result, mask=is_kept[:, None] & (head < H)[None, :])
+    return bias_contribution_sum, bias_sum
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -116,68 +240,105 @@ def _processor_bwd_kernel(
     """
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
-    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64)
-    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    channel = head.to(tl.int64)
     maps = batch.to(tl.int64) * R * C
     scores_ptr += maps * CHANNELS
     dlogits_ptr += maps * CHANNELS
     dscores_ptr += maps * H
-    pixel = tl.arange(0, PIXELS)
-    m = pixel % BLOCK_N
-    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
-    middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
-    own = middle | (n < 0)
-    bias_contribution_sum = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    bias_sum = tl.zeros((BLOCK_N, BLOCK_H), tl.float32)
-    # Rows before stand left of column 0.
-    first = tl.maximum(split * split_blocks, (block * KEPT_DISTANCES - first_row) // BLOCK_M)
-    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
-    extent = (R, C, first_column, edge_start, edge_row, window)
-    for row_block in range(first, last):
-        row = row_block * BLOCK_M + pixel // BLOCK_N
-        j = first_row + row - n
-        alive = (row < R) & (j >= 0)
-        pixels = (row, n, j, alive)
-        # fmt: off
-        hidden = compute_hidden_tile(scores_ptr, bias_contributions_ptr, w1_ptr, pixels, extent,
-                                     CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
-        dhidden = dhidden_tile(dlogits_ptr, w2_ptr, pixels, hidden, extent,
-                               CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
-        # fmt: on
-
-        inner = tl.where((own & (j >= PADDING))[:, None], dhidden, 0.0)
-        bias_contribution_sum += tl.sum(tl.reshape(inner, (BLOCK_M, BLOCK_N, BLOCK_D)), 0)
-        if PADDING > 0:
-            at_edge = own & alive & (j < PADDING)
-            entry = (batch.to(tl.int64) * R + row) * PADDING + j
-            store_channels(dedge_ptr, dhidden, entry, at_edge, D)
-
-        is_kept = is_visible_pixel(row, n, j, R, window) & middle
-        result = load_map_tile(dlogits_ptr, row, j, is_kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
-        if HAS_BIAS:
-            bias_sum += tl.sum(tl.reshape(result, (BLOCK_M, BLOCK_N, BLOCK_H)), 0)
-        narrow = dhidden.to(w1_ptr.dtype.element_ty)
-        for tap in tl.static_range(K):
-            weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[None, :] * BLOCK_D + width[:, None])
-            part = tl.dot(narrow, weight, input_precision=INPUT_PRECISION)
-            if tap != PADDING:
-                part = shift_pixels(part, PADDING - tap, PIXELS, BLOCK_H)
-            result += part
-        offsets = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
-        result = saturate(result, SATURATE).to(dscores_ptr.dtype.element_ty)
-        tl.store(dscores_ptr + offsets, result, mask=is_kept[:, None] & (head < H)[None, :])
-
+    dedge_ptr += batch.to(tl.int64) * R * PADDING * D
+    top = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window)
+    first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+    pointers = (scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr)
+    state = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_H), tl.float32))
+    # fmt: off
+    state = _processor_bwd_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent, True,
+                                H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+                                INPUT_PRECISION)
+    if whole < end:
+        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        state = _processor_bwd_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
+                                    H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+                                    INPUT_PRECISION)
+    # fmt: on
+    bias_contribution_sum, bias_sum = state
     m = tl.arange(0, BLOCK_N)
-    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
+    n = top - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
     distances = tl.num_programs(0) * KEPT_DISTANCES
     entry = program * (distances + PADDING) + n + PADDING
     store_channels(dbias_contributions_ptr, bias_contribution_sum, entry, middle | (n < 0), D)
     if HAS_BIAS:
         store_channels(dbias_ptr, bias_sum, program * distances + n, middle, H)
+
+
+@triton.jit
+def _processor_bwd_dw_rows(
+    state,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    line,
+    top,
+    extent,
+    MASKED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_KC: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SATURATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Adds the row blocks that `_processor_bwd_rows` would take to both weights' gradients [BLOCK_KC, BLOCK_D]."""
+    first_sum, second_sum = state
+    scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr = pointers
+    R, C, first_row, first_column, edge_start, edge_row, window = extent
+    PADDING: tl.constexpr = K // 2
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
+    compute = w1_ptr.dtype.element_ty
+    pixel = tl.arange(0, PIXELS)
+    n = top - pixel % BLOCK_N
+    channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)
+    reach = channel // CHANNELS - PADDING
+    of_weight = channel[:, None] * BLOCK_D + width[None, :]
+    for step in range(first, last):
+        row_block = step
+        if MASKED:
+            row_block = tl.where(step < skipped_from, step, step + skipped)
+        row = row_block * BLOCK_M + pixel // BLOCK_N
+        j = first_row + row - n
+        alive = (row < R) & (j >= 0)
+        origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top - PADDING)
+        patches = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_KC, BLOCK_M, BLOCK_N)
+        outputs = map_pointers(dlogits_ptr, origin, C, CHANNELS, BLOCK_KC, BLOCK_M, BLOCK_N)
+        if MASKED:
+            seen = is_visible_pixel(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
+            seen = seen & (channel < K * CHANNELS)[None, :]
+            patch = tl.load(patches, mask=seen, other=0.0)
+            output = tl.load(outputs, mask=seen, other=0.0)
+            hidden = load_contribution_tile(
+                bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
+            )
+        else:
+            patch = load_map_tile(patches, alive, False, K * CHANNELS, BLOCK_KC)
+            output = load_map_tile(outputs, alive, False, K * CHANNELS, BLOCK_KC)
+            hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
+        hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
+        dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
+        dhidden = activation_backward(dhidden, hidden, alive, MASKED, SATURATE)
+
+        first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
+        active = leaky_relu(saturate(hidden, SATURATE))
+        if MASKED:
+            active = tl.where(alive[:, None], active, 0.0)
+        second_sum = tl.dot(tl.trans(output), active.to(compute), second_sum, input_precision=INPUT_PRECISION)
+    return first_sum, second_sum
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -213,40 +374,24 @@ def _processor_bwd_dw_kernel(
     each weight's gradient one product with one accumulator.
     """
     PADDING: tl.constexpr = K // 2
-    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(0) + block
     maps = batch.to(tl.int64) * R * C * CHANNELS
-    compute = w1_ptr.dtype.element_ty
-    pixel = tl.arange(0, PIXELS)
-    n = block * BLOCK_N + BLOCK_N - 1 - PADDING - pixel % BLOCK_N
+    top = block * BLOCK_N + BLOCK_N - 1 - PADDING
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window)
+    first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+    pointers = (scores_ptr + maps, dlogits_ptr + maps, bias_contributions_ptr, w1_ptr, w2_ptr)
+    state = (tl.zeros((BLOCK_KC, BLOCK_D), tl.float32), tl.zeros((BLOCK_KC, BLOCK_D), tl.float32))
+    # fmt: off
+    state = _processor_bwd_dw_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
+                                   True, CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE, INPUT_PRECISION)
+    if whole < end:
+        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        state = _processor_bwd_dw_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
+                                       CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE, INPUT_PRECISION)
+    # fmt: on
+    first_sum, second_sum = state
     channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)
-    reach = channel // CHANNELS - PADDING
     of_weight = channel[:, None] * BLOCK_D + width[None, :]
-    first_sum = tl.zeros((BLOCK_KC, BLOCK_D), tl.float32)
-    second_sum = tl.zeros((BLOCK_KC, BLOCK_D), tl.float32)
-    first = tl.maximum(split * split_blocks, (block * BLOCK_N - PADDING - first_row) // BLOCK_M)
-    last = tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M))
-    for row_block in range(first, last):
-        row = row_block * BLOCK_M + pixel // BLOCK_N
-        j = first_row + row - n
-        alive = (row < R) & (j >= 0)
-        seen = is_visible_pixel(row[:, None], n[:, None] - reach[None, :], j[:, None] + reach[None, :], R, window)
-        seen = seen & (channel < K * CHANNELS)[None, :]
-        offsets = maps + ((row * C + j - first_column - PADDING) * CHANNELS)[:, None] + channel[None, :]
-        patch = tl.load(scores_ptr + offsets, mask=seen, other=0.0)
-        hidden = load_contribution_tile(
-            bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
-        )
-        hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
-
-        output = tl.load(dlogits_ptr + offsets, mask=seen, other=0.0)
-        dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
-        dhidden = activation_backward(dhidden, hidden, alive, SATURATE)
-
-        first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
-        hidden = saturate(hidden, SATURATE)
-        active = tl.where(alive[:, None], leaky_relu(hidden), 0.0).to(compute)
-        second_sum = tl.dot(tl.trans(output), active, second_sum, input_precision=INPUT_PRECISION)
     tl.store(dw_ptr + program * 2 * BLOCK_KC * BLOCK_D + of_weight, first_sum)
     tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KC * BLOCK_D + of_weight, second_sum)

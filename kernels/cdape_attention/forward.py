@@ -33,9 +33,14 @@ def leaky_relu(x):
 
 @triton.jit
 def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept."""
-    pixel = tl.minimum(tl.maximum(tl.arange(0, PIXELS) + by, 0), PIXELS - 1)
-    return tl.gather(x, tl.broadcast_to(pixel[:, None], (PIXELS, BLOCK_H)), 0)
+    """x [PIXELS, BLOCK_H] read `by` pixels further on. What crosses a row's end lands in the halo, not kept.
+
+    As one axis: gathered along the first of two, it would be laid out anew before and after.
+    """
+    pixel = (tl.arange(0, PIXELS) + by) & (PIXELS - 1)
+    index = pixel[:, None] * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
+    moved = tl.gather(tl.reshape(x, [PIXELS * BLOCK_H]), tl.reshape(index, [PIXELS * BLOCK_H]), 0)
+    return tl.reshape(moved, [PIXELS, BLOCK_H])
 
 
 @triton.jit
@@ -45,14 +50,55 @@ def is_visible_pixel(row, n, j, R, window):
 
 
 @triton.jit
-def load_map_tile(map_ptr, row, j, seen, C, first_column, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Entries (row, j) of a map [R, C, CHANNELS] as [PIXELS, BLOCK_H], zero where not seen."""
-    channel = tl.arange(0, BLOCK_H)
-    offsets = (row * C + j - first_column) * CHANNELS
-    mask = seen[:, None]
-    if CHANNELS < BLOCK_H:
-        mask = mask & (channel < CHANNELS)[None, :]
-    return tl.load(map_ptr + offsets[:, None] + channel[None, :], mask=mask, other=0.0)
+def map_pointers(map_ptr, origin, C, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M, BLOCK_N: tl.constexpr):
+    """Where the tile's pixels lie in a map [R, C, CHANNELS], [PIXELS, BLOCK_H]; pixel 0 is the map's entry `origin`.
+
+    A row further down is C + 1 entries on, since the tile is skewed. What the compiler knows of a pixel's place is
+    added in 32 bits and last: it becomes part of the instruction that loads.
+    """
+    pixel = tl.arange(0, BLOCK_M * BLOCK_N)
+    line = (pixel // BLOCK_N).to(tl.int64) * ((C + 1) * CHANNELS)
+    place = (pixel % BLOCK_N * CHANNELS)[:, None] + tl.arange(0, BLOCK_H)[None, :]
+    return (map_ptr + origin * CHANNELS) + line[:, None] + place
+
+
+@triton.jit
+def load_map_tile(pointers, seen, MASKED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The entries of a map at `pointers`, [PIXELS, BLOCK_H], zero where not seen; all are seen unless MASKED."""
+    exists = (tl.arange(0, BLOCK_H) < CHANNELS)[None, :]
+    if MASKED:
+        if CHANNELS < BLOCK_H:
+            tile = tl.load(pointers, mask=seen[:, None] & exists, other=0.0)
+        else:
+            tile = tl.load(pointers, mask=seen[:, None], other=0.0)
+    else:
+        if CHANNELS < BLOCK_H:
+            tile = tl.load(pointers, mask=exists, other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def repeat_rows(line, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A function of the distance [BLOCK_N, ·] on all rows of a tile: [PIXELS, ·]."""
+    WIDTH: tl.constexpr = line.shape[1]
+    tile = tl.broadcast_to(line[None, :, :], (BLOCK_M, BLOCK_N, WIDTH))
+    return tl.reshape(tile, (BLOCK_M * BLOCK_N, WIDTH))
+
+
+@triton.jit
+def load_contributions(
+    bias_contributions_ptr, top, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Conv1's bias half and constant at the distances top, top − 1, …, away from the left edge: [BLOCK_N, BLOCK_D]."""
+    n, width = top - tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    pointers = bias_contributions_ptr + ((n + PADDING).to(tl.int64) * D)[:, None] + width[None, :]
+    if D < BLOCK_D:
+        line = tl.load(pointers, mask=(width < D)[None, :], other=0.0)
+    else:
+        line = tl.load(pointers)
+    return line
 
 
 @triton.jit
@@ -81,30 +127,128 @@ def load_contribution_tile(
 
 @triton.jit
 def compute_hidden_tile(
-    scores_ptr,
-    bias_contributions_ptr,
+    hidden,
+    pointers,
     w1_ptr,
     pixels,
-    extent,
+    R,
+    window,
+    MASKED: tl.constexpr,
     CHANNELS: tl.constexpr,
-    D: tl.constexpr,
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Conv1 on a tile, float32 [PIXELS, BLOCK_D], before saturation and LeakyReLU."""
-    row, n, j, alive = pixels
-    R, C, first_column, edge_start, edge_row, window = extent
+    """Adds Conv1 of the scores to `hidden`, float32 [PIXELS, BLOCK_D], before saturation and LeakyReLU.
+
+    Also returns the scores of the pixels themselves.
+    """
+    row, n, j, _ = pixels
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    hidden = load_contribution_tile(bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, K // 2, D, BLOCK_D)
+    own = ()
     for tap in tl.static_range(K):
         reach = tap - K // 2
         seen = is_visible_pixel(row, n - reach, j + reach, R, window)
-        scores = load_map_tile(scores_ptr, row, j + reach, seen, C, first_column, CHANNELS, BLOCK_H)
+        scores = load_map_tile(pointers + reach * CHANNELS, seen, MASKED, CHANNELS, BLOCK_H)
+        if tap == K // 2:
+            own = (scores,)
         weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[:, None] * BLOCK_D + width[None, :])
         hidden = tl.dot(scores, weight, hidden, input_precision=INPUT_PRECISION)
-    return hidden
+    return hidden, own[0]
+
+
+@triton.jit
+def copy_as_product(x, BLOCK_H: tl.constexpr, INPUT_PRECISION: tl.constexpr):
+    """x [PIXELS, BLOCK_H] in float32, by a product with the identity: exact, and laid out as products are."""
+    head = tl.arange(0, BLOCK_H)
+    identity = (head[:, None] == head[None, :]).to(x.dtype)
+    return tl.dot(x, identity, input_precision=INPUT_PRECISION)
+
+
+@triton.jit
+def is_whole_tile(top, first_position, rows_end, R, window, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Do all rows see all that the taps of a tile's pixels read, right of the columns with values of their own?
+
+    Args:
+        top: the largest distance of the tile.
+        first_position: of its first row.
+        rows_end: the row after its last one.
+    """
+    inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
+    return inside & (first_position - top >= PADDING) & (rows_end <= R)
+
+
+@triton.jit
+def _processor_fwd_tile(
+    pointers,
+    first,
+    top,
+    extent,
+    MASKED: tl.constexpr,
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SATURATE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Logits of the rows `first` … and the distances `top`, top − 1, …; not MASKED: a tile that is whole."""
+    scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr = pointers
+    R, C, first_row, first_column, edge_start, edge_row, bias_count, window = extent
+    PADDING: tl.constexpr = K // 2
+    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
+    pixel = tl.arange(0, PIXELS)
+    m = pixel % BLOCK_N
+    row = first + pixel // BLOCK_N
+    n = top - m
+    j = first_row + row - n
+    alive = (row < R) & (j >= 0)
+    origin = tl.cast(first, tl.int64) * (C + 1) + (first_row - first_column - top)
+    if MASKED:
+        hidden = load_contribution_tile(
+            bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
+        )
+    else:
+        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
+    # fmt: off
+    hidden, scores = compute_hidden_tile(hidden, map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N),
+                                         w1_ptr, (row, n, j, alive), R, window, MASKED,
+                                         CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+    # fmt: on
+    active = leaky_relu(saturate(hidden, SATURATE))
+    if MASKED:
+        active = tl.where(alive[:, None], active, 0.0)
+    active = active.to(w2_ptr.dtype.element_ty)
+
+    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]
+    for tap in tl.static_range(K):
+        weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[:, None] * BLOCK_H + head[None, :])
+        part = tl.dot(active, weight, input_precision=INPUT_PRECISION)
+        if tap != PADDING:
+            part = shift_pixels(part, tap - PADDING, PIXELS, BLOCK_H)
+        processed += part
+    result = saturate(processed, SATURATE) + copy_as_product(scores, BLOCK_H, INPUT_PRECISION)
+
+    channel = head.to(tl.int64)
+    if HAS_BIAS:
+        n_line = top - tl.arange(0, BLOCK_N)
+        known = ((n_line >= 0) & (n_line < bias_count))[:, None] & (head < H)[None, :]
+        bias = tl.load(bias_ptr + (channel * bias_count)[None, :] + n_line[:, None], mask=known, other=0.0)
+        result += repeat_rows(bias, BLOCK_M, BLOCK_N)
+    is_kept = (m >= PADDING) & (m < BLOCK_N - PADDING)
+    if MASKED:
+        is_kept = is_kept & is_visible_pixel(row, n, j, R, window)
+    line = (pixel // BLOCK_N).to(tl.int64) * (C + 1)
+    to = (logits_ptr + origin) + m[:, None] + (line[:, None] + (channel * R * C)[None, :])
+    tl.store(to, result, mask=is_kept[:, None] & (head < H)[None, :])
 
 
 DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "edge_start", "edge_row", "bias_count", "window"]
@@ -142,41 +286,20 @@ def _processor_fwd_kernel(
     """One program: BLOCK_M rows, BLOCK_N − 2p distances of them, all heads. Grid: distances, rows, batch."""
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
-    PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     block, row_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if block * KEPT_DISTANCES > first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1:
         return  # left of column 0 for all rows
-    pixel = tl.arange(0, PIXELS)
-    m = pixel % BLOCK_N
-    row = row_block * BLOCK_M + pixel // BLOCK_N
-    n = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING - m
-    j = first_row + row - n
-    alive = (row < R) & (j >= 0)
-    logits_ptr += batch.to(tl.int64) * H * R * C
+    top = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING
+    first = row_block * BLOCK_M
     scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
-    extent = (R, C, first_column, edge_start, edge_row, window)
+    logits_ptr += batch.to(tl.int64) * H * R * C
+    pointers = (scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr)
+    extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window)
     # fmt: off
-    hidden = compute_hidden_tile(scores_ptr, bias_contributions_ptr, w1_ptr, (row, n, j, alive), extent,
-                                 CHANNELS, D, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+    if is_whole_tile(top, first_row + first, first + BLOCK_M, R, window, PADDING, BLOCK_N):
+        _processor_fwd_tile(pointers, first, top, extent, False, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,
+                            HAS_BIAS, SATURATE, INPUT_PRECISION)
+    else:
+        _processor_fwd_tile(pointers, first, top, extent, True, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,
+                            HAS_BIAS, SATURATE, INPUT_PRECISION)
     # fmt: on
-    hidden = saturate(hidden, SATURATE)
-    active = tl.where(alive[:, None], leaky_relu(hidden), 0.0).to(w2_ptr.dtype.element_ty)
-
-    head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    processed = tl.zeros((PIXELS, BLOCK_H), tl.float32) + tl.load(b2_ptr + head)[None, :]
-    for tap in tl.static_range(K):
-        weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[:, None] * BLOCK_H + head[None, :])
-        part = tl.dot(active, weight, input_precision=INPUT_PRECISION)
-        if tap != PADDING:
-            part = shift_pixels(part, tap - PADDING, PIXELS, BLOCK_H)
-        processed += part
-    result = saturate(processed, SATURATE)
-
-    is_kept = is_visible_pixel(row, n, j, R, window) & (m >= PADDING) & (m < BLOCK_N - PADDING)
-    result += load_map_tile(scores_ptr, row, j, is_kept, C, first_column, CHANNELS, BLOCK_H).to(tl.float32)
-    stored = is_kept[:, None] & (head < H)[None, :]
-    channel = head.to(tl.int64)
-    if HAS_BIAS:
-        result += tl.load(bias_ptr + (channel * bias_count)[None, :] + n[:, None], mask=stored, other=0.0)
-    offsets = (channel * R * C)[None, :] + (row * C + j - first_column)[:, None]
-    tl.store(logits_ptr + offsets, result, mask=stored)

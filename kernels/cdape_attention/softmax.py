@@ -3,7 +3,8 @@
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two parts as
 in `kernels.head_dim`. A program of the first two kernels: BLOCK_M rows of one head, in blocks of BLOCK_N columns; their
 grid: row blocks · H · B. The third has a program for each tile of all heads, since it stores these last (`scores.py`).
-The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and its sum kept apart.
+The softmax is online (Dao 2023, FlashAttention-2, algorithm 1), its maximum and its sum kept apart. The maximum is in
+base 2, and rounded to it once for both passes: what that costs, the sum divides out.
 """
 
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 from kernels.cdape_attention.scores import GROUP, head_products, is_visible, join_tiles, store_group
 from kernels.head_dim import load_rows, store_rows
 
+LOG2E = tl.constexpr(1.4426950408889634)
 DO_NOT_SPECIALIZE = ["R", "first_row", "first_column", "window", "R_total", "C_total"]
 """C is not among them: a compiler that knows it to be a multiple of 16 reads four logits at a time."""
 
@@ -26,24 +28,78 @@ def program_position(R, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def column_range(start, R, C, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the blocks of columns begin and end of which one of BLOCK_M rows sees something."""
+def column_ranges(start, R, C, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the blocks of columns begin of which one of BLOCK_M rows sees something, where those begin that all rows
+    see whole, and where both end."""
     stop = first_row - first_column + 1 + start  # of the first row
     first = tl.maximum(stop - window, 0) // BLOCK_N * BLOCK_N
-    return first, tl.minimum(stop + tl.minimum(BLOCK_M, R - start) - 1, C)
+    last = tl.minimum(stop + tl.minimum(BLOCK_M, R - start) - 1, C)
+    whole = tl.cdiv(tl.maximum(stop + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N
+    end = tl.where(start + BLOCK_M <= R, tl.minimum(stop, C) // BLOCK_N * BLOCK_N, 0)
+    return first, whole, tl.maximum(end, whole), last
 
 
 @triton.jit
-def load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window):
-    """Logits [BLOCK_M, BLOCK_N], −∞ where a row does not see the column.
+def load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED: tl.constexpr):
+    """Logits [BLOCK_M, BLOCK_N], −∞ where a row does not see the column. Not MASKED: all rows see all columns.
 
     What it does not see is loaded all the same and dropped: a mask that differs along a row would forbid wide loads.
     """
-    stored = (row < R)[:, None] & (column < C)[None, :]
-    x = tl.load(logits_ptr + row[:, None] * C + column[None, :], mask=stored, other=0.0)
-    stop = (first_row - first_column + 1 + row)[:, None]
-    seen = (column[None, :] >= stop - window) & (column[None, :] < tl.minimum(stop, C))
-    return tl.where(seen, x, float("-inf"))
+    pointers = logits_ptr + row[:, None] * C + column[None, :]
+    if MASKED:
+        x = tl.load(pointers, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0)
+        stop = (first_row - first_column + 1 + row)[:, None]
+        seen = (column[None, :] >= stop - window) & (column[None, :] < tl.minimum(stop, C))
+        x = tl.where(seen, x, float("-inf"))
+    else:
+        x = tl.load(pointers)
+    return x
+
+
+@triton.jit
+def _attend_fwd_columns(
+    state,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    row,
+    extent,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Adds the columns first … last − 1, `skipped` more from `skipped_from` on, to (maximum, sum, output in two parts).
+
+    The maximum is in base 2.
+    """
+    maximum, total, o_a, o_b = state
+    logits_ptr, v_ptr = pointers
+    R, C, first_row, first_column, window = extent
+    for step in range(first, last, BLOCK_N):
+        c0 = step
+        if MASKED:
+            c0 = tl.where(step < skipped_from, step, step + skipped)
+        column = c0 + tl.arange(0, BLOCK_N)
+        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED)
+        higher = tl.maximum(maximum, tl.max(x, 1) * LOG2E)
+        # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(x * LOG2E - finite[:, None])
+        shrink = tl.exp2(maximum - finite)
+        total = total * shrink + tl.sum(p, 1)
+        maximum = higher
+        p = p.to(v_ptr.dtype.element_ty)
+        v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
+        o_a = tl.dot(p, v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
+            o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
+    return maximum, total, o_a, o_b
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -51,7 +107,7 @@ def _attend_fwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     o_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
-    stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
+    stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -77,23 +133,16 @@ def _attend_fwd_kernel(
     o_b = o_a
     if BLOCK_DB:
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
-    first, last = column_range(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
-    for c0 in range(first, last, BLOCK_N):
-        column = c0 + tl.arange(0, BLOCK_N)
-        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window)
-        higher = tl.maximum(maximum, tl.max(x, 1))
-        # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp(x - finite[:, None])
-        shrink = tl.exp(maximum - finite)
-        total = total * shrink + tl.sum(p, 1)
-        maximum = higher
-        p = p.to(v_ptr.dtype.element_ty)
-        v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-        o_a = tl.dot(p, v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
-        if BLOCK_DB:
-            v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-            o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
+    # fmt: off
+    first, whole, end, last = column_ranges(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
+    state = (maximum, total, o_a, o_b)
+    pointers, extent = (logits_ptr, v_ptr), (R, C, first_row, first_column, window)
+    state = _attend_fwd_columns(state, first, last - (end - whole), whole, end - whole, pointers, row, extent, True,
+                                HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    state = _attend_fwd_columns(state, whole, end, 0, 0, pointers, row, extent, False,
+                                HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
+    maximum, total, o_a, o_b = state
     total = tl.where(row < R, total, 1.0)
     o_ptr += pair * R_total * HEAD_DIM
     store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
@@ -104,12 +153,48 @@ def _attend_fwd_kernel(
     tl.store(of_row + pairs * R_total, total, mask=row < R)
 
 
+@triton.jit
+def _attend_sums_columns(
+    row_sum,
+    first,
+    last,
+    skipped_from,
+    skipped,
+    pointers,
+    of_rows,
+    extent,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Adds the columns that `_attend_fwd_columns` would take to each row's sum of exp(L − maximum) ∘ dP."""
+    logits_ptr, v_ptr = pointers
+    row, top, do_a, do_b = of_rows
+    R, C, first_row, first_column, window = extent
+    for step in range(first, last, BLOCK_N):
+        c0 = step
+        if MASKED:
+            c0 = tl.where(step < skipped_from, step, step + skipped)
+        v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
+        dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
+        if BLOCK_DB:
+            v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
+            dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
+        column = c0 + tl.arange(0, BLOCK_N)
+        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED)
+        row_sum += tl.sum(tl.exp2(x * LOG2E - top[:, None]) * dp, 1)
+    return row_sum
+
+
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_sums_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
-    stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
+    stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, at the chunk's first row
     R,
     C,
@@ -138,20 +223,20 @@ def _attend_sums_kernel(
     of_row = pair * R_total + row
     top = tl.load(stats_ptr + of_row, mask=row < R, other=0.0)
     total = tl.load(stats_ptr + pairs * R_total + of_row, mask=row < R, other=1.0)
-    first, last = column_range(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
     do_a = load_rows(do_ptr, start, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     do_b = do_a
     if BLOCK_DB:
         do_b = load_rows(do_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    for c0 in range(first, last, BLOCK_N):
-        v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-        dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
-        if BLOCK_DB:
-            v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-            dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
-        x = load_visible_logits(logits_ptr, row, c0 + tl.arange(0, BLOCK_N), R, C, first_row, first_column, window)
-        row_sum += tl.sum(tl.exp(x - top[:, None]) * dp, 1)
+    # fmt: off
+    first, whole, end, last = column_ranges(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
+    pointers, extent = (logits_ptr, v_ptr), (R, C, first_row, first_column, window)
+    of_rows = (row, top, do_a, do_b)
+    row_sum = _attend_sums_columns(row_sum, first, last - (end - whole), whole, end - whole, pointers, of_rows, extent,
+                                   True, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    row_sum = _attend_sums_columns(row_sum, whole, end, 0, 0, pointers, of_rows, extent,
+                                   False, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
     tl.store(sums_ptr + of_row, row_sum / total, mask=row < R)
 
 
@@ -186,8 +271,8 @@ def head_gradient(
         dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
                            INPUT_PRECISION)
         # fmt: on
-        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window)
-        p = tl.exp(x - top[:, None]) * inverse_sum[:, None]
+        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window, True)
+        p = tl.exp2(x * LOG2E - top[:, None]) * inverse_sum[:, None]
         store_map_tile(p_ptr + map_start, p, rows, columns, R, C)
         dlogits = p * (dp - mean[:, None])
     else:
@@ -207,7 +292,7 @@ def _attend_bwd_kernel(
     logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
-    stats_ptr,  # [2, B, H, R_total] float32, maximum and sum of exponentials, at the chunk's first row
+    stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
     p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
