@@ -11,11 +11,12 @@ import triton.language as tl
 
 from kernels.biased_attention.forward import (
     LOG2E,
-    begin_products,
     column_ranges,
     finish_scores,
+    load_table_window,
     offset_tables,
     select_head,
+    spread_window,
     visible_mask,
 )
 from kernels.head_dim import load_rows, store_rows
@@ -94,6 +95,15 @@ def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def joins_bias(tables, element_type, JOINS_BIAS: tl.constexpr):
+    """Are the products of q and k added to the bias? Added later it is one more instruction for every score.
+
+    Not with a weight, which does not multiply the bias, nor in float32, whose sums would round more often.
+    """
+    return JOINS_BIAS and tables.bias_ptr is not None and tables.weight_ptr is None and element_type != tl.float32
+
+
+@triton.jit
 def _accumulate(ptr, n, values, N):
     """ptr[n] += values. The program that calls this is the only one that touches these addresses."""
     mask = (n >= 0) & (n < N)
@@ -114,6 +124,7 @@ def _bwd_dq_inner(
     sizes,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -131,11 +142,20 @@ def _bwd_dq_inner(
     scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
     dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
+    HOLDS_BIAS: tl.constexpr = joins_bias(tables, q_a.dtype, JOINS_BIAS)
+    next_values = 0.0
+    if HOLDS_BIAS:
+        next_values = load_table_window(tables.bias_ptr, top - first, N, 1.0 / scale, BLOCK_M, BLOCK_N)
     for c0 in range(first, last, BLOCK_N):
         k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         k_b, v_b = k_a, v_a
-        products = begin_products(tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
+        products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if HOLDS_BIAS:
+            products = spread_window(next_values, BLOCK_M, BLOCK_N, False)
+            # Triton loads nothing ahead that a product is added to.
+            next_base = top - c0 - BLOCK_N
+            next_values = load_table_window(tables.bias_ptr, next_base, N, 1.0 / scale, BLOCK_M, BLOCK_N)
         products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(do_a, tl.trans(v_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
@@ -143,7 +163,7 @@ def _bwd_dq_inner(
             v_b = load_rows(v.ptr, c0, v.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
-        scores, weight = finish_scores(products, tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
+        scores, weight = finish_scores(products, tables, top - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, False)
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
@@ -180,6 +200,7 @@ def _bwd_dq_kernel(
     delta_ptr,
     sizes,
     HAS_WINDOW: tl.constexpr,
+    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -237,11 +258,11 @@ def _bwd_dq_kernel(
             # fmt: off
             if HAS_WINDOW:
                 state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                      BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                                      JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, top, sizes, False, HAS_WINDOW,
-                                  BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                                  JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                  BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                                  JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
@@ -281,6 +302,7 @@ def _bwd_dkdv_inner(
     sizes,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -294,11 +316,20 @@ def _bwd_dkdv_inner(
     """
     dk_a, dk_b, dv_a, dv_b = state
     k_a, k_b, v_a, v_b = block
-    R, C, offset, window = sizes.R, sizes.C, sizes.offset, sizes.window
+    scale, R, C, N, offset, window = sizes.scale, sizes.R, sizes.C, sizes.N, sizes.offset, sizes.window
+    HOLDS_BIAS: tl.constexpr = joins_bias(tables, q.ptr.dtype.element_ty, JOINS_BIAS)
+    next_values = 0.0
+    if HOLDS_BIAS:
+        r0 = first
+        if MASKED:
+            r0 = tl.where(first < skipped_from, first, first + skipped)
+        next_values = load_table_window(tables.bias_ptr, offset + r0 - c0, N, 1.0 / scale, BLOCK_M, BLOCK_N)
     for step in range(first, last, BLOCK_M):
         r0 = step
+        next_r0 = step + BLOCK_M
         if MASKED:
-            r0 = tl.where(step < skipped_from, step, step + skipped)
+            r0 = tl.where(r0 < skipped_from, r0, r0 + skipped)
+            next_r0 = tl.where(next_r0 < skipped_from, next_r0, next_r0 + skipped)
         rows = r0 + tl.arange(0, BLOCK_M)
         if MASKED:
             lse = tl.load(lse_ptr + rows, mask=rows < R, other=float("inf"))
@@ -308,7 +339,11 @@ def _bwd_dkdv_inner(
         q_a = load_rows(q.ptr, r0, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
         do_a = load_rows(do.ptr, r0, do.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
         q_b, do_b = q_a, do_a
-        products = begin_products(tables, offset + r0 - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, True)
+        products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if HOLDS_BIAS:
+            products = spread_window(next_values, BLOCK_M, BLOCK_N, True)
+            next_base = offset + next_r0 - c0
+            next_values = load_table_window(tables.bias_ptr, next_base, N, 1.0 / scale, BLOCK_M, BLOCK_N)
         products = tl.dot(k_a, tl.trans(q_a), products, input_precision=INPUT_PRECISION)
         dp = tl.dot(v_a, tl.trans(do_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
@@ -316,7 +351,7 @@ def _bwd_dkdv_inner(
             do_b = load_rows(do.ptr, r0, do.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
             products = tl.dot(k_b, tl.trans(q_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
-        scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, True)
+        scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, True)
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
@@ -347,6 +382,7 @@ def _bwd_dkdv_kernel(
     dv_ptr,
     sizes,
     HAS_WINDOW: tl.constexpr,
+    JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -387,11 +423,11 @@ def _bwd_dkdv_kernel(
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
     state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, True, HAS_WINDOW,
-                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                            delta_ptr, tables, c0, sizes, True, HAS_WINDOW, JOINS_BIAS,
+                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, False, HAS_WINDOW,
-                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                            delta_ptr, tables, c0, sizes, False, HAS_WINDOW, JOINS_BIAS,
+                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state
     factor = scale

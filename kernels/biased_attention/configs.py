@@ -13,21 +13,33 @@ from kernels.runtime import INPUT_PRECISION, Tile
 
 
 @dataclass(frozen=True)
+class BackwardTile(Tile):
+    """The tile of a backward kernel."""
+
+    joins_bias: bool = False
+    """Whether products of half types are added to the bias, which spares an instruction and takes registers."""
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return super().blocks | {"JOINS_BIAS": self.joins_bias}
+
+
+@dataclass(frozen=True)
 class OpTiles:
     """The tiles of the op's three kernels."""
 
     fwd: Tile
-    bwd_dq: Tile
-    bwd_dkdv: Tile
+    bwd_dq: BackwardTile
+    bwd_dkdv: BackwardTile
 
 
 HALF = {
-    (80, 64): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
-    (80, 96): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 1), Tile(32, 128, 8, 2)),
-    (80, 128): OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-    (90, 64): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
-    (90, 96): OpTiles(Tile(128, 128, 8, 2), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
-    (90, 128): OpTiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+    (80, 64): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
+    (80, 96): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
+    (80, 128): OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(64, 64, 8, 2)),
+    (90, 64): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
+    (90, 96): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2), BackwardTile(64, 128, 8, 2)),
+    (90, 128): OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(32, 128, 8, 2)),
 }
 """float16 and bfloat16, keyed by (architecture, largest head dimension).
 
@@ -38,12 +50,12 @@ does not become less with its share.
 """
 
 SINGLE = {
-    64: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    128: OpTiles(Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
+    64: OpTiles(Tile(64, 32, 8, 2), BackwardTile(32, 32, 4, 2), BackwardTile(32, 32, 4, 2)),
+    128: OpTiles(Tile(64, 32, 8, 2), BackwardTile(32, 32, 8, 2), BackwardTile(32, 32, 8, 2)),
 }
 """float32, whose products are exact to float32 (no TF32), keyed by the largest head dimension."""
 
-INTERPRETED = OpTiles(Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
+INTERPRETED = OpTiles(Tile(32, 16, 1, 1), BackwardTile(32, 32, 1, 1, True), BackwardTile(16, 32, 1, 1, True))
 """Small tiles, so that short sequences in tests have several; rows and columns differ as on GPUs."""
 
 PARTIAL_SUMS = 1024

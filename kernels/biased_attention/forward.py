@@ -64,15 +64,22 @@ def offset_tables(tables, start):
 
 
 @triton.jit
-def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1.
+def load_table_window(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a tile whose first entry is at the distance `base` needs of a table, times `factor`; zero outside it.
 
-    A tile needs BLOCK_M + BLOCK_N − 1 entries only. They are loaded once and gathered by r − c through shared memory: a
-    load with a pointer for every element of the tile would be pipelined as 4-byte asynchronous copies of all of it.
+    BLOCK_M + BLOCK_N − 1 entries, from base − (BLOCK_N − 1) on, and some more.
     """
-    WINDOW: tl.constexpr = 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N)
-    n = base - (BLOCK_N - 1) + tl.arange(0, WINDOW)
-    values = tl.load(table_ptr + n, mask=(n >= 0) & (n < N), other=0.0) * factor
+    n = base - (BLOCK_N - 1) + tl.arange(0, 2 * (BLOCK_M if BLOCK_M > BLOCK_N else BLOCK_N))
+    return tl.load(table_ptr + n, mask=(n >= 0) & (n < N), other=0.0) * factor
+
+
+@triton.jit
+def spread_window(values, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Entry BLOCK_N − 1 + r − c of the values at row r and column c, [BLOCK_M, BLOCK_N], or transposed.
+
+    Through shared memory: a load with a pointer for every element of the tile would be pipelined as 4-byte asynchronous
+    copies of all of it.
+    """
     r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     # BLOCK_N − 1 − c, so that what the compiler knows of a register's column becomes part of the load's address, and
     # elements of a thread on one diagonal become one load.
@@ -87,40 +94,34 @@ def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def joins_bias(tables, element_type):
-    """Do the products of q and k begin with the bias? Adding it later would be one more instruction for every score.
-
-    Not with a weight, which does not multiply the bias, nor in float32, whose sums would round more often.
-    """
-    return tables.bias_ptr is not None and tables.weight_ptr is None and element_type != tl.float32
-
-
-@triton.jit
-def begin_products(
-    tables, base, sizes, element_type, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """What q·k is added to: bias / scale, or zero."""
-    if joins_bias(tables, element_type):
-        begin = load_table_tile(tables.bias_ptr, base, sizes.N, 1.0 / sizes.scale, BLOCK_M, BLOCK_N, TRANSPOSED)
-    elif TRANSPOSED:
-        begin = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        begin = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    return begin
+def load_table_tile(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """factor · table[base + r − c] as [BLOCK_M, BLOCK_N], or transposed; zero outside 0 … N − 1."""
+    values = load_table_window(table_ptr, base, N, factor, BLOCK_M, BLOCK_N)
+    return spread_window(values, BLOCK_M, BLOCK_N, TRANSPOSED)
 
 
 @triton.jit
 def finish_scores(
-    products, tables, base, sizes, element_type, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+    products,
+    tables,
+    base,
+    sizes,
+    HOLDS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """The scores in base 2, weight · scale · q·k + bias, and the weight in the same units."""
+    """The scores in base 2, weight · scale · q·k + bias, and the weight in the same units.
+
+    Args:
+        products: q·k [BLOCK_M, BLOCK_N], or transposed; if HOLDS_BIAS q·k + bias / scale.
+    """
     weight = sizes.scale * LOG2E
     if tables.weight_ptr is not None:
         weight = load_table_tile(tables.weight_ptr, base, sizes.N, weight, BLOCK_M, BLOCK_N, TRANSPOSED)
     scores = products * weight
-    if tables.bias_ptr is not None:
-        if not joins_bias(tables, element_type):
-            scores += load_table_tile(tables.bias_ptr, base, sizes.N, LOG2E, BLOCK_M, BLOCK_N, TRANSPOSED)
+    if tables.bias_ptr is not None and not HOLDS_BIAS:
+        scores += load_table_tile(tables.bias_ptr, base, sizes.N, LOG2E, BLOCK_M, BLOCK_N, TRANSPOSED)
     return scores, weight
 
 
@@ -176,12 +177,11 @@ def _fwd_inner(
     C, window = sizes.C, sizes.window
     for c0 in range(first, last, BLOCK_N):
         k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
-        products = begin_products(tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
-        products = tl.dot(q_a, tl.trans(k_a), products, input_precision=INPUT_PRECISION)
+        products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
-        scores, _ = finish_scores(products, tables, top - c0, sizes, q_a.dtype, BLOCK_M, BLOCK_N, False)
+        scores, _ = finish_scores(products, tables, top - c0, sizes, False, BLOCK_M, BLOCK_N, False)
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns

@@ -39,7 +39,7 @@ def biased_attention(
         weight: float32 [H, N], multiplied into the scores, or None.
         offset: position of the first row, counted from key column 0; at least 0.
         window: a row sees the last `window` keys only, its own included; None for all.
-        scale: of the scores; 1/√d unless given.
+        scale: of the scores, not 0; 1/√d unless given.
 
     Returns:
         [B, H, R, d] in q's type, contiguous.
@@ -81,6 +81,8 @@ def _checked_forward(
     seen = _check_positions(q, k, offset, window)
     _check_tables(q, bias, weight, seen)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale == 0:  # the backward kernels add q·k to bias / scale
+        raise ValueError(f"scale {scale}; it must not be 0")
     result: tuple[Tensor, Tensor] = outside_graphs(_BiasedAttention)(q, k, v, bias, weight, offset, window, scale)
     return result
 

@@ -164,13 +164,13 @@ def _processor_bwd_rows(
             )
         else:
             hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
+        of_scores = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N)
+        of_logits = map_pointers(dlogits_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N)
         # fmt: off
-        hidden, _ = compute_hidden_tile(
-            hidden, map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N), w1_ptr, pixels, R, window,
-            MASKED, CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
-        dhidden, dlogits = dhidden_tile(
-            map_pointers(dlogits_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N), w2_ptr, pixels, hidden, R, window,
-            MASKED, CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
+        hidden, _ = compute_hidden_tile(hidden, of_scores, w1_ptr, pixels, R, window, MASKED,
+                                        CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
+        dhidden, dlogits = dhidden_tile(of_logits, w2_ptr, pixels, hidden, R, window, MASKED,
+                                        CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
         # fmt: on
 
         inner = dhidden

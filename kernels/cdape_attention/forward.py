@@ -67,16 +67,9 @@ def load_map_tile(pointers, seen, MASKED: tl.constexpr, CHANNELS: tl.constexpr, 
     """The entries of a map at `pointers`, [PIXELS, BLOCK_H], zero where not seen; all are seen unless MASKED."""
     exists = (tl.arange(0, BLOCK_H) < CHANNELS)[None, :]
     if MASKED:
-        if CHANNELS < BLOCK_H:
-            tile = tl.load(pointers, mask=seen[:, None] & exists, other=0.0)
-        else:
-            tile = tl.load(pointers, mask=seen[:, None], other=0.0)
-    else:
-        if CHANNELS < BLOCK_H:
-            tile = tl.load(pointers, mask=exists, other=0.0)
-        else:
-            tile = tl.load(pointers)
-    return tile
+        mask = seen[:, None] & exists if CHANNELS < BLOCK_H else seen[:, None]
+        return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(pointers, mask=exists, other=0.0) if CHANNELS < BLOCK_H else tl.load(pointers)
 
 
 @triton.jit
@@ -94,11 +87,7 @@ def load_contributions(
     """Conv1's bias half and constant at the distances top, top − 1, …, away from the left edge: [BLOCK_N, BLOCK_D]."""
     n, width = top - tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     pointers = bias_contributions_ptr + ((n + PADDING).to(tl.int64) * D)[:, None] + width[None, :]
-    if D < BLOCK_D:
-        line = tl.load(pointers, mask=(width < D)[None, :], other=0.0)
-    else:
-        line = tl.load(pointers)
-    return line
+    return tl.load(pointers, mask=(width < D)[None, :], other=0.0) if D < BLOCK_D else tl.load(pointers)
 
 
 @triton.jit
@@ -217,9 +206,9 @@ def _processor_fwd_tile(
     else:
         line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
         hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
+    of_scores = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N)
     # fmt: off
-    hidden, scores = compute_hidden_tile(hidden, map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N),
-                                         w1_ptr, (row, n, j, alive), R, window, MASKED,
+    hidden, scores = compute_hidden_tile(hidden, of_scores, w1_ptr, (row, n, j, alive), R, window, MASKED,
                                          CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
     # fmt: on
     active = leaky_relu(saturate(hidden, SATURATE))

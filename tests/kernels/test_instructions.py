@@ -32,7 +32,29 @@ DISASSEMBLY = """
 def test_the_shortest_loop_with_products_is_counted_where_there_is_one() -> None:
     assert count_instructions(DISASSEMBLY, has_loop=True) == 2
     assert count_instructions(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), has_loop=True) == 5
-    assert count_instructions(DISASSEMBLY, has_loop=False) == 9
+    assert count_instructions(DISASSEMBLY, has_loop=False) == 8
+
+
+EARLY_END = """
+        /*0000*/               @P0 EXIT ;
+        /*0010*/              @!P1 BRA `(.L_x_0) ;
+        /*0020*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0030*/                   FADD R2, R2, R3 ;
+        /*0040*/                   BRA `(.L_x_1) ;
+.L_x_0:
+        /*0050*/                   FSEL R2, R2, R3, P2 ;
+        /*0060*/                   FSEL R3, R2, R3, P2 ;
+        /*0070*/                   FSEL R4, R2, R3, P2 ;
+        /*0080*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+.L_x_1:
+        /*0090*/                   STG.E [R6], R4 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_of_two_ways_through_a_program_the_shorter_with_all_products_is_counted() -> None:
+    assert count_instructions(EARLY_END, has_loop=False) == 7
+    assert count_instructions(EARLY_END.replace("FSEL R4", "HMMA R4"), has_loop=False) == 8
 
 
 def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:

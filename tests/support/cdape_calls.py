@@ -83,10 +83,13 @@ SMALL = [
     Case(1, 2, 16, 16, 8, 6, 3),
     Case(1, 3, 17, 28, 80, 8, 3, offset=11, window=13, chunk=10),
     Case(1, 2, 9, 12, 128, 6, 3, offset=3),
+    Case(1, 2, 50, 50, 8, 6, 3),
+    Case(1, 3, 20, 60, 8, 6, 5, offset=40, window=45, chunk=16),
 ]
 """For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (narrower than p
 too), chunks, decoding, H beyond 16; a window that ends with a tile, so that the hidden values beyond it lie in the
-next, and a length that does; a head dimension in two parts, and the largest."""
+next, and a length that does; a head dimension in two parts, and the largest; tiles that all rows see whole, which have
+code of their own."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Run with a bias beyond float16's range."""

@@ -206,7 +206,8 @@ def test_bitwise_repeatable(case: Case, device: str) -> None:
 def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Table gradients where a program works through several row blocks, forwards and backwards."""
     monkeypatch.setattr(configs, "PARTIAL_SUMS", 2)
-    monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(*[configs.Tile(16, 16, 1, 1)] * 3))
+    backward = configs.BackwardTile(16, 16, 1, 1)
+    monkeypatch.setattr(configs, "INTERPRETED", configs.OpTiles(configs.Tile(16, 16, 1, 1), backward, backward))
     case = Case(1, 1, 70, 70, 16, weight=True)
     assert_within_rounding(_ours(case, torch.float32, device), _flash(case, torch.float32), torch.float32)
 
@@ -301,6 +302,7 @@ def _call(device: str, **changes: object) -> None:
         ({"v": torch.zeros(1, 2, 9, 16)}, "do not fit"),
         ({"offset": -1}, "offset -1"),
         ({"window": 0}, "window 0"),
+        ({"scale": 0}, "scale 0.0; it must not be 0"),
         ({"bias": torch.zeros(2, 7)}, r"bias has shape \[2, 7\]; it must be \[2, at least 8\]"),
         ({"bias": torch.zeros(2, 8, dtype=torch.float16)}, "bias is torch.float16"),
         ({"weight": torch.zeros(2, 9)}, "must have the same shape"),
