@@ -71,12 +71,13 @@ class KeyConvolution(nn.Module):
         """Some of the input channels [B, inputs, R, C] → their part of some of the outputs [B, outputs, R, C].
 
         The parts of all inputs add up to the convolution; `constant` says which part has the constant. Without x: the
-        weight and the constant themselves (copies: ZeRO-3 frees the parameters after this call).
+        weight and the constant themselves (copies under ZeRO-3, which frees the parameters after this call).
 
         Channels lie innermost, in the result too: with few channels that is what convolutions are fast at.
         """
         if x is None:
-            return self.weight.clone(), self.bias.clone()
+            is_divided = hasattr(self.weight, "ds_id")  # DeepSpeed's mark of what ZeRO-3 divides
+            return (self.weight.clone(), self.bias.clone()) if is_divided else (self.weight, self.bias)
         weight = self.weight[outputs, inputs].to(x.dtype)
         x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, weight, self.bias[outputs].to(x.dtype) if constant else None, padding=self.padding)
