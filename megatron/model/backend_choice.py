@@ -275,7 +275,7 @@ def _describe_left(found: Sequence[Evidence]) -> str:
             where = f" on rank {rank}" if rank else ""
             if trial.refusal is not None:
                 reasons.setdefault(trial.backend, f"{trial.backend} {trial.refusal}{where}")
-    return "".join(f"; left: {reason}" for reason in reasons.values())
+    return f"; left: {'; '.join(reasons.values())}" if reasons else ""
 
 
 def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:

@@ -1,0 +1,150 @@
+"""FlexAttention as a backend: its blocks, its numbers by PyTorch's own uncompiled form of it, and what it leaves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from position_methods import build, random_qkv
+from torch.nn.attention import flex_attention as torch_flex
+
+from megatron.attention.backends import flex
+from megatron.attention.backends.flex import MAX_SHAPES, FlexBackend, build_block_mask
+from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.position.token_range import TokenRange, causal_mask, sample_positions
+from megatron.utils.errors import UserError
+from tools.rounding import assert_within_rounding
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "offset", "window"),
+    [
+        (300, 300, 0, None),
+        (256, 256, 0, 128),
+        (130, 400, 270, None),
+        (256, 512, 256, 200),
+        (5, 5, 0, 2),
+        (1, 257, 256, 3),
+    ],
+)
+def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
+    mask = build_block_mask(rows, columns, offset, window, CPU)
+    visible = causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
+    size = flex.BLOCK_SIZE
+    for row in range(-(-rows // size)):
+        found = {}
+        for name in ("kv", "full_kv"):
+            count = int(getattr(mask, f"{name}_num_blocks")[0, 0, row])
+            found[name] = set(getattr(mask, f"{name}_indices")[0, 0, row, :count].tolist())
+        for column in range(-(-columns // size)):
+            block = visible[row * size : (row + 1) * size, column * size : (column + 1) * size]
+            is_full = block.numel() == size * size and bool(block.all())
+            assert (column in found["full_kv"]) == is_full
+            assert (column in found["kv"]) == (bool(block.any()) and not is_full)
+
+
+def results(backend, method, qkv, query: TokenRange, window: int | None, heads: slice) -> dict[str, torch.Tensor]:
+    encoding, processor = method
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    key = TokenRange(0, query.stop)
+    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, window=window, heads=heads))
+    named = dict(encoding.named_parameters())
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
+    found = torch.autograd.grad(out, [*leaves, *named.values()], upstream)
+    return {"output": out.detach(), **dict(zip(["q", "k", "v", *named], found, strict=True))}
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "window", "heads"),
+    [("kerple_log", 0, None, slice(None)), ("t5", 7, None, slice(None)), ("alibi", 0, 5, slice(1, 3))],
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_it_equals_eager_in_the_output_and_all_gradients(name, start, window, heads, monkeypatch) -> None:
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch refuses gradients on a CPU
+    encoding, _ = build(name, "none")
+    q, k, v = (x[:, heads] for x in random_qkv(20))
+    query = TokenRange(start, 20 - start)
+    qkv = (q[:, :, start:], k, v)
+    found = results(FlexBackend(EagerBackend()), (encoding, None), qkv, query, window, heads)
+    exact = (build(name, "none")[0], None)
+    exact[0].load_state_dict(encoding.state_dict())
+    exact[0].double()
+    doubled = [x.double() for x in qkv]
+    assert_within_rounding(found, lambda: results(EagerBackend(), exact, doubled, query, window, heads), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("pair", "complaint"),
+    [
+        (("kerple_log", "cdape"), "it cannot process scores"),
+        (("none", "none"), "it is for a bias of the distance alone"),
+        (("fire", "none"), "it is for a bias of the distance alone"),
+        (("kerple_bias_weight", "none"), "it is for a bias of the distance alone"),
+        (("cope", "none"), "it is for a bias of the distance alone"),
+        (("alibi", "none"), None),
+    ],
+)
+def test_it_refuses_what_is_not_a_bias_of_the_distance(pair, complaint, monkeypatch) -> None:
+    backend = FlexBackend(EagerBackend())
+    if not torch.cuda.is_available():
+        assert backend.unsupported_reason(*build(*pair)) == "it needs a CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backend.unsupported_reason(*build(*pair)) == complaint
+
+
+def test_it_is_left_where_results_must_be_repeatable(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "not repeatable (deterministic: true)" in (
+        FlexBackend(EagerBackend()).unsupported_reason(*build("alibi", "none")) or ""
+    )
+
+
+def test_it_is_refused_by_name_without_a_gpu() -> None:
+    from megatron.attention.backends.registry import select_backend
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="attention_backend 'flex': it needs a CUDA device; choose from auto, "):
+        select_backend("flex", 4, *build("alibi", "none"))
+
+
+def test_what_it_leaves_goes_to_row_blocks_and_is_said_once(monkeypatch, caplog) -> None:
+    flexed: list[int] = []
+
+    def attend(inputs: AttentionInputs) -> torch.Tensor:
+        flexed.append(inputs.query.length)
+        return EagerBackend()(inputs)
+
+    monkeypatch.setattr(flex, "attend_with_flex", attend)
+    flex._warn_fallback.cache_clear()
+    encoding, _ = build("alibi", "none")
+    backend, row_blocks = FlexBackend(RowBlockBackend(4)), RowBlockBackend(4)
+
+    def inputs(length: int) -> AttentionInputs:
+        torch.manual_seed(length)
+        return AttentionInputs(*random_qkv(length), TokenRange(0, length), TokenRange(0, length), encoding)
+
+    drawn = TokenRange(0, 9, sample_positions(9, 20, seed=3))
+    for rows in (
+        replace(inputs(9), key_mask=torch.ones(2, 9, dtype=torch.bool)),
+        replace(inputs(9), query=drawn, key=drawn),
+        replace(inputs(9), key_mask=torch.ones(2, 9, dtype=torch.bool)),
+    ):
+        assert torch.equal(backend(rows), row_blocks(rows))
+    with torch.no_grad():
+        backend(inputs(9))  # not trained on yet
+    assert flexed == []
+    lengths = list(range(9, 9 + MAX_SHAPES + 1))
+    for length in lengths:
+        backend(inputs(length))
+    assert flexed == lengths[:-1]
+    with torch.no_grad():
+        backend(inputs(9))
+    assert flexed == [*lengths[:-1], 9]
+    assert [record.message for record in caplog.records] == [
+        f"attention_backend flex: {why} is left to PyTorch's row blocks"
+        for why in ("padding", "randomized positions", f"more than {MAX_SHAPES} shapes")
+    ]

@@ -1,0 +1,73 @@
+"""The self-check of `auto` finds our kernels right, and wrong where one of them is."""
+
+import pytest
+import torch
+from position_methods import build
+
+from megatron.attention.backends.registry import list_candidates
+from megatron.attention.check.evidence import Trial
+from megatron.attention.check.problem import build_problem
+from megatron.attention.check.trials import try_backends
+from megatron.position.facts import AttentionDims
+from megatron.position.token_range import ALL_HEADS, TokenRange
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
+
+
+def try_candidates(method: tuple[str, str], *, dtype: torch.dtype = torch.float32) -> list[Trial]:
+    torch.manual_seed(1)
+    encoding, processor = build(*method, SHAPE)
+    rows = (TokenRange(0, 13),)
+    problem = build_problem(
+        encoding, processor, rows, batch=1, window=None, heads=ALL_HEADS, dtype=dtype, device=DEVICE
+    )
+    candidates = list_candidates(8, problem.encoding, problem.processor)
+    trials = try_backends(problem, candidates, timer=lambda run, device: 1.0)
+    assert [trial.backend for trial in trials] == list(candidates)
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "names"),
+    [
+        (("none", "none"), torch.float32, {"sdpa", "triton", "row blocks"}),
+        (("kerple_log", "none"), torch.float16, {"triton", "row blocks"}),
+        (("fire", "none"), torch.float16, {"triton", "row blocks"}),
+        (("kerple_log", "cdape"), torch.float16, {"triton", "row blocks"}),
+    ],
+)
+def test_every_backend_is_right(method, dtype, names) -> None:
+    trials = {trial.backend: trial for trial in try_candidates(method, dtype=dtype)}
+    assert names <= trials.keys()
+    assert {name: trial.refusal for name, trial in trials.items()} == dict.fromkeys(trials)
+    assert all(0 < trial.largest_excess < 4 for trial in trials.values())
+
+
+def test_a_kernel_whose_table_gradient_is_off_by_one_is_left(monkeypatch) -> None:
+    """A planted mistake: the gradient of the bias at distance n goes to n + 1; output, dq, dk and dv are right."""
+    from megatron.attention.backends import triton
+
+    real = triton.compute_table
+
+    class Shifted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, bias):
+            return bias.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.roll(1, -1)
+
+    def shift(encoding, query, key, device):
+        table = real(encoding, query, key, device)
+        return table._replace(bias=Shifted.apply(table.bias))
+
+    monkeypatch.setattr(triton, "compute_table", shift)
+    row_blocks, kernel, *_ = try_candidates(("kerple_log", "none"))
+    assert row_blocks.refusal is None
+    assert kernel.backend == "triton"
+    assert kernel.refusal is not None
+    assert kernel.refusal.startswith("errs in encoding.r")
+    assert kernel.excess is not None
+    assert max(kernel.excess[name] for name in ("output", "dq", "dk", "dv")) < 4

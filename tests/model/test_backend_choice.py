@@ -1,0 +1,346 @@
+"""What `auto` takes on a GPU: by its own check, by an earlier one, by what the run took before, and by all ranks' word.
+
+Checks run on the CPU here, which is declared a device that is checked; the candidates are planted.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import build_model
+from position_methods import build
+
+from megatron.attention.backends.pytorch import ChunkedBackend, RowBlockBackend
+from megatron.attention.check import trials as trials_module
+from megatron.attention.check.evidence import CheckRecord, Evidence, Trial, read_record
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.model import backend_choice
+from megatron.model.backend_choice import (
+    AttentionTarget,
+    BackendChoice,
+    choose_backend,
+    list_calls,
+    recall_choice,
+    settle_choice,
+)
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.token_range import ALL_HEADS
+from megatron.utils.errors import RunError
+
+MODEL = ModelOptions(num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=16, attention_chunk_rows=8)
+POSITION = PositionOptions(pos_emb="kerple_log")
+TARGET = AttentionTarget(torch.device("cpu"), torch.float32, batch=2, length=16)
+
+
+class Groups(ProcessGroups):
+    """Ranks that are not there: they answer each question with a change of this one's answer."""
+
+    changes: tuple[Callable[[Any], Any], ...] = ()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        others = [change(value) for change in self.changes]
+        return [*others[: self.rank], value, *others[self.rank :]]
+
+
+def make_groups(*changes: Callable[[Any], Any], rank: int = 0) -> Groups:
+    groups = Groups(Mesh(rank, ParallelSizes(data=len(changes) + 1)))
+    object.__setattr__(groups, "changes", changes)
+    return groups
+
+
+class Wrong(RowBlockBackend):
+    def __call__(self, inputs):
+        return super().__call__(inputs) * 1.001
+
+
+class Raising(RowBlockBackend):
+    def __call__(self, inputs):
+        raise RuntimeError("no such instruction")
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Candidates of every kind by name, the seconds that a pass takes, and the names of those that are tried."""
+    candidates = {
+        "row blocks": RowBlockBackend(8),
+        "wrong": Wrong(8),
+        "raising": Raising(8),
+        "slow": RowBlockBackend(4),
+        "fast": RowBlockBackend(16),
+    }
+    seconds = {"row blocks": 0.002, "slow": 0.009, "fast": 0.001, "wrong": 0.0001}
+
+    calls: list[str] = []
+    real = trials_module.try_backends
+
+    def try_backends(problem, backends):
+        calls.extend(backends)
+        order = iter([name for _ in range(50) for name in backends if name in seconds and name != "wrong"])
+        return real(problem, backends, timer=lambda run, device: seconds[next(order)])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(backend_choice, "CHECKED_DEVICES", ("cpu",))
+    monkeypatch.setattr(backend_choice, "list_candidates", lambda *_: dict(candidates))
+    monkeypatch.setattr(backend_choice, "try_backends", try_backends)
+    return {"candidates": candidates, "calls": calls, "seconds": seconds}
+
+
+def choose(
+    groups: ProcessGroups | None = None, *, name: str = "auto", target: AttentionTarget | None = TARGET, **changes
+) -> BackendChoice:
+    model = MODEL.replace(**changes)
+    encoding, processor = build("kerple_log", "none")
+    return choose_backend(name, model, POSITION, encoding, processor, groups or make_groups(), target)
+
+
+def test_the_fastest_that_is_right_is_taken_and_one_line_says_why(planted) -> None:
+    choice = choose()
+    assert choice.backend is planted["candidates"]["fast"]
+    (line,) = choice.lines
+    assert line.startswith(
+        "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors at most 0."
+    )
+    assert "of the 4 times rounding in float32 allowed; checked in" in line
+    assert "; left: wrong errs in " in line
+    assert line.endswith("; raising raised RuntimeError: no such instruction")
+    assert choice.record is not None
+    assert [(trial.backend, trial.is_right) for trial in choice.record.evidence.trials] == [
+        ("row blocks", True), ("wrong", False), ("raising", False), ("slow", True), ("fast", True)
+    ]  # fmt: skip
+
+
+def test_random_states_and_modules_are_as_before(planted) -> None:
+    encoding, _ = build("kerple_log", "none")
+    values = [parameter.clone() for parameter in encoding.parameters()]
+    state = torch.get_rng_state()
+    choose_backend("auto", MODEL, POSITION, encoding, None, make_groups(), TARGET)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(values, encoding.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in encoding.parameters())
+
+
+def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
+    first = choose()
+    planted["calls"].clear()
+    again = choose()
+    assert planted["calls"] == []
+    assert again.backend is planted["candidates"]["fast"]
+    assert again.record.evidence == first.record.evidence
+    assert "found by an earlier check" in again.lines[0]
+    choose(target=replace(TARGET, batch=1))  # another shape
+    assert len(planted["calls"]) == 5
+
+
+def test_what_time_did_not_suffice_for_is_tried_next_time_and_what_was_refused_is_not(planted, monkeypatch) -> None:
+    real = backend_choice.try_backends
+
+    def hurry(problem, backends):
+        trials = real(problem, {name: backend for name, backend in backends.items() if name != "fast"})
+        return [*trials, Trial("fast", "was not tried: the check had taken 20 s", is_final=False)]
+
+    monkeypatch.setattr(backend_choice, "try_backends", hurry)
+    first = choose()
+    assert first.backend is planted["candidates"]["row blocks"]
+    assert "left: wrong errs" in first.lines[0]
+    assert "fast was not tried" in first.lines[0]
+    monkeypatch.setattr(backend_choice, "try_backends", real)
+    planted["calls"].clear()
+    second = choose()
+    assert second.backend is planted["candidates"]["fast"]
+    assert planted["calls"] == ["row blocks", "slow", "fast"]
+
+
+def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> None:
+    assert isinstance(choose(name="chunked").backend, ChunkedBackend)
+    assert choose(name="chunked").lines == ()
+    off = choose(attention_check=False)
+    assert off.backend is planted["candidates"]["row blocks"]
+    assert off.lines[0].startswith("attention: row blocks, kept up to 1,024 keys in training: sdpa cannot add")
+    assert off.lines[0].endswith("; unchecked (attention_check: false)")
+    assert "attention_dropout draws at random" in choose(attention_dropout=0.1).lines[0]
+    assert choose(target=None).lines == ()
+    assert planted["calls"] == []
+
+
+def test_what_alone_can_do_it_is_not_checked(planted) -> None:
+    for name in ("wrong", "raising", "slow", "fast"):
+        del planted["candidates"][name]
+    assert choose().lines[0].endswith("; nothing else can do it")
+    assert planted["calls"] == []
+
+
+def test_nothing_right_leaves_the_default(planted) -> None:
+    for name in ("row blocks", "slow", "fast"):
+        del planted["candidates"][name]
+    planted["candidates"]["row blocks"] = Wrong(8)
+    choice = choose()
+    assert choice.backend is planted["candidates"]["row blocks"]
+    assert choice.lines[0].startswith("attention: row blocks, though no backend was found right; left: wrong errs in")
+
+
+def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatch) -> None:
+    usable = [False]
+    monkeypatch.setattr(trials_module, "is_device_usable", lambda device: usable[0])
+    del planted["candidates"]["wrong"]
+    with pytest.raises(
+        RunError, match="attention by raising raised RuntimeError: no such instruction, and nothing runs"
+    ):
+        choose()
+    with pytest.raises(RunError, match="nothing runs on this device"):  # a rank that is well hears of it
+        choose(
+            make_groups(lambda value: (value[0], "attention by x, and nothing runs on this device") if value else value)
+        )
+    planted["calls"].clear()
+    usable[0] = True
+    choice = choose()
+    assert "raising" not in planted["calls"]
+    assert choice.backend is planted["candidates"]["fast"]
+    assert "left: raising raised RuntimeError" in choice.lines[0]
+
+
+# A run that goes on.
+
+
+def record(run: Path, backend: str, evidence: Evidence) -> AttentionTarget:
+    run.mkdir()
+    CheckRecord(backend, "attention: …", evidence).write(run)
+    return replace(TARGET, resumed_run=run)
+
+
+def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
+    found = choose().record
+    assert found is not None
+    target = record(tmp_path / "run", "slow", found.evidence)
+    planted["calls"].clear()
+    kept = choose(target=target)
+    assert kept.backend is planted["candidates"]["slow"]
+    assert planted["calls"] == []
+    assert "; as before; found by an earlier check" in kept.lines[0]
+    assert kept.lines[0].startswith("attention: slow, 0.22 times as fast as row blocks")
+    # In another layout it is checked again, and kept as long as it is right.
+    other = choose(target=replace(target, batch=1))
+    assert other.backend is planted["candidates"]["slow"]
+    assert len(planted["calls"]) == 5
+
+
+def test_a_resumed_run_on_another_card_chooses_anew(planted, tmp_path: Path) -> None:
+    found = choose().record
+    assert found is not None
+    elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
+    target = record(tmp_path / "run", "slow", elsewhere)
+    assert choose(target=target).backend is planted["candidates"]["fast"]
+
+
+def test_a_damaged_record_is_as_good_as_none(planted, tmp_path: Path) -> None:
+    (tmp_path / "attention_check.json").write_text('{"backend": "slow", "trials": [')
+    assert choose(target=replace(TARGET, resumed_run=tmp_path)).backend is planted["candidates"]["fast"]
+
+
+def test_what_a_run_took_is_recalled_on_the_same_card_alone(planted, tmp_path: Path) -> None:
+    found = choose().record
+    assert found is not None
+    cpu = torch.device("cpu")
+    record(tmp_path / "run", "triton", found.evidence)
+    assert recall_choice(tmp_path / "run", cpu, torch.float32) == "triton"
+    assert recall_choice(tmp_path / "run", cpu, torch.bfloat16) is None
+    assert recall_choice(tmp_path, cpu, torch.float32) is None
+    record(tmp_path / "flex", "flex", found.evidence)
+    assert recall_choice(tmp_path / "flex", cpu, torch.float32) is None
+    elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
+    record(tmp_path / "other", "triton", elsewhere)
+    assert recall_choice(tmp_path / "other", cpu, torch.float32) is None
+
+
+# Ranks.
+
+
+def evidence(card: str = "H100", **milliseconds: float | str) -> Evidence:
+    """A number is the time of a backend that is right, a text why it is left."""
+    trials = [
+        Trial(name, found) if isinstance(found, str) else Trial(name, excess={"dq": 1.0}, milliseconds=found)
+        for name, found in milliseconds.items()
+    ]
+    key = {"card": {"name": card}, "software": {}, "work": {"dtype": "bfloat16"}}
+    return Evidence(key, {}, tuple(trials), 3.2)
+
+
+def test_ranks_take_what_rank_0_takes() -> None:
+    found = [evidence(sdpa=1.0, triton=2.0), evidence(sdpa=2.0, triton=1.9)]
+    chosen, lines = settle_choice(found, "sdpa", None, is_known=False)
+    assert chosen == "sdpa"
+    assert lines == [
+        "attention: sdpa, 2.00 times as fast as triton (1 ms instead of 2 for a layer), errors at most 1 of the 4 "
+        "times rounding in bfloat16 allowed; checked in 3 s"
+    ]
+
+
+def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -> None:
+    found = [evidence(sdpa=1.0, triton=2.0), *[evidence("A100", sdpa=2.0, triton=1.9)] * 3]
+    chosen, (_, line) = settle_choice(found, "sdpa", None, is_known=True)
+    assert chosen == "sdpa"
+    assert line == (
+        "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks take what "
+        "rank 0 takes"
+    )
+
+
+def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
+    found = [evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton="errs in dq")]
+    chosen, lines = settle_choice(found, "sdpa", "triton", is_known=False)
+    assert chosen == "sdpa"
+    assert lines[0].startswith("attention: sdpa, the only one that is right (2 ms for a layer)")
+    assert lines[0].endswith("; left: triton errs in dq on rank 2")
+
+
+def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> None:
+    """Rank 1's own check finds another backend the fastest; it takes rank 0's."""
+
+    def of_rank_0(value: Any) -> Any:
+        if not isinstance(value, tuple):
+            return value
+        mine, error = value
+        changed = [replace(t, milliseconds=0.1) if t.backend == "slow" else t for t in mine.trials]
+        return replace(mine, trials=tuple(changed)), error
+
+    choice = choose(make_groups(of_rank_0, rank=1))
+    assert choice.backend is planted["candidates"]["slow"]
+    assert choice.record is not None
+    assert choice.record.evidence.get_trial("slow").milliseconds == 0.1
+    # Rank 0 of the same key keeps the result for all.
+    planted["calls"].clear()
+    choose()
+    assert len(planted["calls"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "has_processor", "rows", "heads"),
+    [
+        ({}, 0, True, [(0, 16)], ALL_HEADS),
+        ({"context": 2}, 1, False, [(4, 12)], ALL_HEADS),
+        ({"context": 2}, 0, True, [(0, 4), (12, 16)], ALL_HEADS),
+        ({"tensor": 2}, 1, False, [(0, 16)], slice(2, 4)),
+        ({"tensor": 2}, 0, True, [(0, 4), (12, 16)], ALL_HEADS),
+    ],
+)
+def test_the_rows_and_heads_of_a_rank_are_those_of_the_model(sizes, rank, has_processor, rows, heads) -> None:
+    groups = ProcessGroups(Mesh(rank, ParallelSizes(**sizes)))
+    found = list_calls(POSITION, 4, has_processor, groups, TARGET)
+    ranges = [(tokens.start, tokens.stop) for tokens in found[0]]
+    joined = [(4, 12)] if ranges == [(4, 8), (8, 12)] else ranges
+    assert (joined, found[1]) == (rows, heads)
+
+
+def test_a_model_is_built_with_what_was_chosen(planted, tmp_path: Path) -> None:
+    gpt = build_model(MODEL, POSITION, 40, seed=3, target=TARGET)
+    assert {id(layer.self_attention.core_attention.backend) for layer in gpt.decoder.layers} == {
+        id(planted["candidates"]["fast"])
+    }
+    gpt.backend_choice.record.write(tmp_path)
+    assert read_record(tmp_path) == gpt.backend_choice.record
+    same = build_model(MODEL, POSITION, 40, seed=3)
+    assert same.backend_choice.lines == ()
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), same.parameters(), strict=True))
