@@ -19,28 +19,23 @@ class _AllGather(torch.autograd.Function):
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.order, ctx.summed = dim, group, order, reduce_grad
         ranks = group.size()
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ranks)]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        chunks = [part.chunk(len(order) // ranks, dim) for part in parts]
+        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+        chunks = [part.chunk(len(order) // ranks, dim) for part in gathered.chunk(ranks)]
         return torch.cat([chunks[rank][index] for rank, index in order], dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        chunks = grad.chunk(len(ctx.order), ctx.dim)
-
-        def part(rank: int) -> Tensor:
-            own_chunks = {
-                index: chunk for (owner, index), chunk in zip(ctx.order, chunks, strict=True) if owner == rank
-            }
-            return torch.cat([own_chunks[index] for index in range(len(own_chunks))], ctx.dim)
-
-        rank = ctx.group.rank()
+        ranks = ctx.group.size()
+        pieces = range(len(ctx.order) // ranks)
+        chunks = dict(zip(ctx.order, grad.chunk(len(ctx.order), ctx.dim), strict=True))
         if not ctx.summed:
-            return part(rank), None, None, None, None
-        parts = [part(other) for other in range(ctx.group.size())]
-        total = torch.empty_like(parts[rank])
-        dist.reduce_scatter(total, parts, group=ctx.group)
-        return total, None, None, None, None
+            rank = ctx.group.rank()
+            return torch.cat([chunks[rank, index] for index in pieces], ctx.dim), None, None, None, None
+        parts = torch.stack([chunks[rank, index] for rank in range(ranks) for index in pieces])
+        total = parts.new_empty((len(pieces), *parts.shape[1:]))
+        dist.reduce_scatter_tensor(total, parts, group=ctx.group)
+        return total.movedim(0, ctx.dim).flatten(ctx.dim, ctx.dim + 1), None, None, None, None
 
 
 def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension, *, reduce_grad: bool) -> Tensor:

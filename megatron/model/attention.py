@@ -68,10 +68,15 @@ def gather_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
     return all_gather(x, 1, groups, "tensor", reduce_grad=True)
 
 
-def gather_sequence(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """Keys or values of all tokens in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
+def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens in their order, [B, H or h, t, d] → [B, H or h, T, d]; the gradient is the sum over
     ranks."""
-    return all_gather(x, 2, groups, "context", reduce_grad=True)
+    if groups.mesh.context.size == 1:
+        return k, v
+    if k.shape != v.shape:  # a processor has the keys of all heads, and values of this rank's
+        return tuple(all_gather(x, 2, groups, "context", reduce_grad=True) for x in (k, v))  # type: ignore[return-value]
+    k, v = all_gather(torch.stack((k, v)), 3, groups, "context", reduce_grad=True).unbind()
+    return k, v
 
 
 @dataclass
@@ -217,7 +222,7 @@ class PositionedAttention(MegatronModule):
             k, v = (gather_heads(x, self.groups) for x in (k, v))
         elif self.processor is not None:
             q, k = (gather_heads(x, self.groups) for x in (q, k))
-        k, v = (gather_sequence(x, self.groups) for x in (k, v))
+        k, v = gather_sequence(k, v, self.groups)
         if len(segments) > 1:
             q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,8 +120,12 @@ def _layer_spec(
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
     attention.submodules.core_attention = core_attention
     attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
-    spec.submodules.mlp.module = FeedForward
-    spec.submodules.mlp.submodules.linear_fc1, spec.submodules.mlp.submodules.linear_fc2 = ColumnLinear, RowLinear
+    mlp = spec.submodules.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = ColumnLinear, RowLinear
+    # Not a ModuleSpec: of those megatron-core tells only its own MLP which ranks share it, and warns of all others.
+    spec.submodules.mlp = SimpleNamespace(
+        module=FeedForward, submodules=mlp, params={"tp_group": groups.group("tensor")}
+    )
     return spec
 
 

@@ -57,7 +57,7 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
 @pytest.fixture
 def copied_places(monkeypatch: pytest.MonkeyPatch):
     """Keys and values of all places, of two ranks that are alike."""
-    monkeypatch.setattr(attention, "gather_sequence", lambda x, groups: torch.cat([x, x], 2))
+    monkeypatch.setattr(attention, "gather_sequence", lambda k, v, groups: (torch.cat([k, k], 2), torch.cat([v, v], 2)))
 
 
 @pytest.mark.parametrize("length", [256, 512])
