@@ -18,6 +18,7 @@ from tools.bench import attention as attention_bench
 from tools.bench import train_step
 from tools.gpu import check as gpu_check
 from tools.gpu import parts as gpu_parts
+from tools.gpu import self_check
 from tools.gpu.parts import CheckPart
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ HALF = CheckPart("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); rai
 ALL = [*gpu_parts.list_parts(), *gpu_parts.list_rehearsal_parts()]
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
 TOOLS = {
+    "tools/gpu/self_check.py": self_check.parse_arguments,
     "tools/bench/attention.py": attention_bench.parse_arguments,
     "tools/bench/train_step.py": train_step.parse_arguments,
 }
@@ -71,8 +73,8 @@ def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() ->
     parts = gpu_parts.list_parts()
     first = parts[: [part.name for part in parts].index("tests")]
     assert [part.name for part in first] == [
-        "correct_bias", "correct_cdape", "step_350m", "cdape", "cdape_compiled", "bias", "flex", "memory", "long",
-        "long_layer",
+        "self_check", "correct_bias", "correct_cdape", "step_350m", "cdape", "cdape_compiled", "bias", "flex", "memory",
+        "long", "long_layer",
     ]  # fmt: skip
     assert sum(part.seconds for part in first[:5]) < gpu_check.MAX_TOTAL_SECONDS - 5 * gpu_check.GRACE_SECONDS
     assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # what the help and the Makefile promise

@@ -72,6 +72,19 @@ def _read_gate_share(part: dict[str, Any]) -> tuple[float, str]:
     return len(passed) / len(ours), told + ("" if worst is None else f", largest error {worst:.1e}")
 
 
+def _read_self_check_share(part: dict[str, Any]) -> tuple[float, str]:
+    """Share of the methods for which the self-check finds our kernels right."""
+    records = part.get("records", ())
+    if not records:
+        raise NotMeasured(_format_end(part))
+    right = [record for record in records if "refusal" not in record]
+    taken = ", ".join(f"{record['method']} → {record['taken'] or 'nothing'}" for record in records)
+    told = f"{len(right)} of {len(records)} methods; taken: {taken}"
+    if len(right) == len(records) and part["exit"] != 0:
+        raise NotMeasured(f"{told} so far, then {_format_end(part)}")
+    return len(right) / len(records), told
+
+
 def _read_test_share(part: dict[str, Any]) -> tuple[float, str]:
     """Share of the tests that pass."""
     counts = part.get("counts")
@@ -164,6 +177,7 @@ STEP = (("≤ 1.33, whatever happens", 1.33), ("≤ 1.15, wanted", 1.15), ("≤ 
 MODULE = (("≥ 5", 5.0), ("≥ 10", 10.0))
 LAYER = (("runs on one GPU", 131072.0),)
 GOALS = (
+    Goal("Self-check of auto: our kernels are right", "self_check", _read_self_check_share, (("all", 1.0),), True),
     Goal("Learned-bias kernels within the gate against float64", "correct_bias", _read_gate_share, (("all", 1.0),),
         True),
     Goal("CDAPE kernels within the gate against float64", "correct_cdape", _read_gate_share, (("all", 1.0),), True),
@@ -235,6 +249,9 @@ def render_page(result: dict[str, Any]) -> str:
     told += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
     if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
         told += ["## What failed", "\n".join(failures)]
+    if checked := parts.get("self_check", {}).get("records"):
+        cells = [row for record in checked for row in _format_self_check_rows(record)]
+        told += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]
     if kernels:
         told += [
             "## Attention",
@@ -246,6 +263,21 @@ def render_page(result: dict[str, Any]) -> str:
             render_markdown_table(STEP_COLUMN_HEADERS, [_format_step_cells(record) for record in steps]),
         ]
     return "\n\n".join(told) + "\n"
+
+
+SELF_CHECK_HEADERS = ["method", "dtype", "T", "B", "backend", "ms", "error / rounding", "memory MB", "first pass s",
+                      "end"]  # fmt: skip
+
+
+def _format_self_check_rows(record: dict[str, Any]) -> list[list[str]]:
+    """A row for each backend."""
+    rows = []
+    for trial in record["trials"]:
+        numbers = [trial[key] for key in ("ms", "excess", "memory_mb", "first_seconds")]
+        end = trial["refusal"] or ("taken" if trial["backend"] == record["taken"] else "right")
+        head = [record["method"], record["dtype"], f"{record['T']:,}", str(record["B"]), trial["backend"]]
+        rows.append([*head, *("—" if number is None else f"{number:,.3g}" for number in numbers), _escape_cell(end)])
+    return rows
 
 
 STEP_COLUMN_HEADERS = ["what", "model", "T", "B", "dtype", "method", "ms", "tokens/s", "over rotary", "over kerple_log",

@@ -47,6 +47,11 @@ def build_attention_part(name: str, seconds: int, *options: str) -> CheckPart:
     return CheckPart(name, seconds, ("tools/bench/attention.py", *options, "--json", "{output}"))
 
 
+def build_self_check_part(seconds: int, *options: str) -> CheckPart:
+    """The part that does what `auto` does in a run."""
+    return CheckPart("self_check", seconds, ("tools/gpu/self_check.py", *options, "--json", "{output}"))
+
+
 def build_step_part(name: str, seconds: int, *options: str) -> CheckPart:
     """A part of the benchmark of whole models."""
     return CheckPart(name, seconds, ("tools/bench/train_step.py", *options, "--json", "{output}"), MODEL_MODULES)
@@ -67,6 +72,7 @@ def list_parts() -> list[CheckPart]:
     bias, cdape = ("--op", "biased_attention"), ("--op", "cdape")
     gate = ("--gate-only", "--dtype", "bf16", "fp32", "--heads", "16", "--lengths", "512", "500", "--batch", "2")
     return [
+        build_self_check_part(60),
         build_attention_part("correct_bias", 45, *bias, *gate, "--peers", "triton"),
         build_attention_part("correct_cdape", 80, *cdape, *gate, "--peers", "triton"),
         build_step_part("step_350m", 70, "--shapes", "350M:512:1", "350M:512:32", "--methods", "kerple_log", "cdape"),
@@ -106,6 +112,7 @@ def list_rehearsal_parts() -> list[CheckPart]:
     one = ("--lengths", "8", *few)
     limit = REHEARSAL_SECONDS
     return [
+        build_self_check_part(limit, *tiny, "--width", "4", "--dtype", "fp32", "--lengths", "8"),
         build_attention_part("correct_bias", limit, *bias, *tiny, *gate),
         build_attention_part("correct_cdape", limit, *cdape, *tiny, *gate),
         build_step_part("step_350m", limit, "--shapes", "tiny:8:1", "tiny:8:2", "--methods", "kerple_log", "cdape",
