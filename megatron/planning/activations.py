@@ -191,7 +191,7 @@ class _LayerEstimator:
 
     def mlp_bytes(self) -> int:
         activation = self.model.activation
-        num_saved = 5 if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
+        num_saved = 4 if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
         return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def mlp_gradient_bytes(self) -> int:
