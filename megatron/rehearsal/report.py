@@ -97,7 +97,8 @@ class RehearsalReport:
     def count_communicators(self, rank: int) -> int:
         """Groups that NCCL joined for a rank."""
         calls = self.rehearsal.trained[rank].ledger.calls
-        return len({call.communicator for call in calls if not call.is_on_host})
+        groups = {call.communicator for call in calls if not call.is_on_host}
+        return sum(len(group.ranks) > 1 for group in groups)
 
     def find_peak(self, rank: int) -> tuple[int, int, str]:
         """Bytes of a rank's tensors and of its allocator at the worst moment, and in which phase that was."""

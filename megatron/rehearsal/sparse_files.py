@@ -100,6 +100,3 @@ def _apply(matrix: list[int], vector: int) -> int:
         vector >>= 1
         row += 1
     return result
-
-
-
