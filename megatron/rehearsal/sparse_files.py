@@ -7,7 +7,6 @@ read as if they were there.
 
 import builtins
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -64,8 +64,7 @@ def out_of_memory(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def extra(monkeypatch: pytest.MonkeyPatch) -> dict[str, Attention]:
     """Peers beside those of the problem; memory costs a process each and is left out."""
     added: dict[str, Attention] = {}
-    for module in (attention_bench, error_gate):
-        monkeypatch.setattr(module, "build_peers", lambda problem: {**build_peers(problem), **added})
+    monkeypatch.setattr(attention_bench, "build_peers", lambda problem: {**build_peers(problem), **added})
     monkeypatch.setattr(attention_bench, "measure_memory_growth", lambda problem, name: 1.0)
     return added
 

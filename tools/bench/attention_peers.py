@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from kernels.runtime import is_interpreted
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
@@ -19,8 +20,9 @@ from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend
 from megatron.attention.backends.triton import TritonBackend
+from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import arange_distances
+from megatron.attention.reference import arange_distances, compute_attention_in_blocks
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import promote_to_float32
@@ -141,6 +143,23 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
     else:
         found["sdpa mask"] = _build_masked_sdpa(problem)
     return found if problem.device == "cpu" else {**found, **build_compiled_peers(problem)}
+
+
+def build_exact_attention(problem: AttentionProblem) -> Attention:
+    """The formula in blocks of rows, its gradient as fused kernels take it: what peers are judged by, in float64."""
+    encoding, processor = problem.methods
+    span = TokenRange(0, problem.length)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = AttentionInputs(q, k, v, span, span, encoding, processor)
+        return compute_attention_in_blocks(inputs, CHUNK_ROWS, _attend_with_recompute)
+
+    return attention
+
+
+def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
+    """Maps are computed again in the backward pass: memory linear in the length."""
+    return checkpoint(attend_as_fused, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def build_compiled_peers(

@@ -1,8 +1,8 @@
 """Who may have a speed: every peer of a problem is held to the rounding of its type, in the output and all gradients.
 
-How far rounding may take a result is derived (`tools/rounding.py`), not taken from another backend, whose error is one
-machine's luck. A kernel rounds the factors of its products and what it stores; a peer of UNFUSED_PEERS may round
-every result to the type, as code does that nobody fused by hand.
+How far rounding may take a result is derived (`megatron/utils/rounding.py`), not taken from another backend, whose
+error is one machine's luck. A kernel rounds the factors of its products and what it stores; a peer of UNFUSED_PEERS may
+round every result to the type, as code does that nobody fused by hand.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bench.attention_peers import BIASLESS_PEERS, FROZEN_PEERS, Attention, AttentionProblem, build_peers
+from tools.bench.attention_peers import (
+    BIASLESS_PEERS,
+    FROZEN_PEERS,
+    Attention,
+    AttentionProblem,
+    build_exact_attention,
+)
 from tools.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
 RESULT_PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
@@ -82,7 +88,7 @@ class ErrorGate:
     def __init__(self, problem: AttentionProblem) -> None:
         disable_tf32()
         self.problem, self.exact_problem = problem, problem.in_float64()
-        self.attention = build_peers(self.exact_problem)["chunked"]  # memory linear in the length
+        self.attention = build_exact_attention(self.exact_problem)
         self.exact = run_forward_backward(self.exact_problem, self.attention)
         self.sizes: dict[bool, list[Tensor]] = {}
 

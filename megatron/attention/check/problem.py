@@ -12,14 +12,14 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_logits, precompute_terms
+from megatron.attention.reference import precompute_terms
 from megatron.position.base import ConvolutionParameters
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
@@ -215,8 +215,7 @@ class CheckProblem:
                 )
                 # Without the columns that none of its rows depends on.
                 block = inputs.select_rows(0, slab.stop - slab.start)
-                logits = compute_logits(precompute_terms(block))
-                outputs.append(_FusedSoftmax.apply(logits, block.v))
+                outputs.append(attend_as_fused(precompute_terms(block)))
                 upstream.append(gradients[slab.segment][-1:, heads, rows].double())
         named = dict(_named_parameters(encoding, processor))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
@@ -245,25 +244,6 @@ class CheckProblem:
         names = {id(x): name for name, x in _named_parameters(self.encoding, self.processor)}
         pair = names.get(id(convolutions.bias2)), names.get(id(convolutions.weight2))
         return {} if pair[0] is None or pair[1] is None else {pair[0]: pair[1]}
-
-
-class _FusedSoftmax(torch.autograd.Function):
-    """softmax(logits)·v whose gradient is taken as fused kernels do: with Σ_d dO∘O in the place of Σ_j P∘dP, which is
-    the same number but for the rounding of the output."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, v: Tensor) -> Tensor:
-        probabilities = torch.softmax(logits, dim=-1)
-        output = torch.matmul(probabilities, v)
-        ctx.save_for_backward(probabilities, v, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities, v, output = ctx.saved_tensors
-        mean = (gradient * output).sum(-1, keepdim=True)
-        of_probabilities = torch.matmul(gradient, v.transpose(-1, -2))
-        return probabilities * (of_probabilities - mean), torch.matmul(probabilities.transpose(-1, -2), gradient)
 
 
 def build_problem(
