@@ -166,11 +166,14 @@ def describe_rank_error(error: BaseException, phase: str) -> RankError:
     where = list_own_lines(origin)
     if memory is not None:
         kind = "memory" if type(memory).__name__ == "OutOfMemoryError" else "host memory"
-        return RankError(kind, str(memory).partition(". GPU ")[0].splitlines()[0], phase, where)
+        return RankError(kind, str(memory).partition(". GPU ")[0].partition("\n")[0] or "out of memory", phase, where)
     if isinstance(error, UserError):
         return RankError("user", str(error), phase)
-    kind = "run" if isinstance(error, FarfieldError) and error is origin else "unexpected"
-    return RankError(kind, str(error) if kind == "run" else describe_error(origin), phase, where)
+    from megatron.launch.console import UnexpectedError
+
+    if isinstance(error, FarfieldError) and not isinstance(error, UnexpectedError):
+        return RankError("run", str(error), phase, where)
+    return RankError("unexpected", describe_error(origin), phase, where)
 
 
 def list_own_lines(error: BaseException) -> tuple[str, ...]:

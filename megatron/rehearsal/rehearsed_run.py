@@ -12,13 +12,16 @@ from pathlib import Path
 from megatron.config.parallelism import get_known_world_size, ranks_per_replica, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import read_vocabulary
+from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.local_launcher import check_data_files
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
+from megatron.planning.memory_estimate import estimate_memory
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
 from megatron.training.resolve_run import resolve_remote_run
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.formatting import format_bytes
 
 STEPS = 3
 """Optimizer steps. Optimizer states are made in the first, so the second is the first that has everything."""
@@ -137,7 +140,28 @@ def plan_rehearsal(
     config = resolve_remote_run(config.replace(**keys, nodes=nodes)).config
     sizes = resolve_mesh_shape(config, world_size)
     run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
+    _check_host_memory(run, detect_memory())
     return replace(run, notes=(*notes, *_describe_changes(run)))
+
+
+def _check_host_memory(run: RehearsedRun, available: int | None) -> None:
+    """Refuse what a rank really computes with on the host, where there is too little memory for it."""
+    zero = run.config.training.zero_optimization
+    if zero.offload_optimizer.device == "none" or available is None:
+        return
+    values = zero.replace(offload_optimizer={"device": "none"}, offload_param={"device": "none"})
+    config = run.config.replace(zero_optimization=values.model_dump(exclude_unset=True))
+    try:
+        needed = estimate_memory(config, run.sizes, run.vocab_size).optimizer
+    except UserError:  # an encoding of which nothing is known
+        return
+    if needed > available:
+        raise UserError(
+            f"zero_optimization.offload_optimizer.device is {zero.offload_optimizer.device}: a rank steps "
+            f"{format_bytes(needed)} of states in the host's memory, and this machine has {format_bytes(available)}; "
+            "rehearse it with more --gpus, or where there is more memory",
+            "zero_optimization",
+        )
 
 
 def _find_missing_data(config: Config) -> str | None:

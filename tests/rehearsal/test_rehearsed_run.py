@@ -1,0 +1,107 @@
+"""What is rehearsed of a run: everything that decides what a rank does, and nothing of the user's."""
+
+import pytest
+
+from megatron.config.load import load_config
+from megatron.data.load_tokenizer import read_vocabulary
+from megatron.distributed.mesh import ParallelSizes
+from megatron.rehearsal import rehearsed_run
+from megatron.rehearsal.rehearsed_run import STEPS, plan_rehearsal
+from megatron.utils.errors import UserError
+
+FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
+MACHINE_KEYS = {"gradient_accumulation_steps", "num_workers", "hang_timeout", "num_gpus", "nodes"}
+
+
+def plan(*files, gpus=None, per_node=None, vocabulary=None, **keys):
+    loaded = load_config(files, [f"{key}={value}" for key, value in keys.items()])
+    return plan_rehearsal(loaded.config, gpus, per_node, vocabulary)
+
+
+def test_the_rehearsed_configuration_is_the_runs_but_for_its_length_and_its_places(tmp_path):
+    run = plan(*FLAGSHIP, gpus=64, save="runs/a", load="runs/a", use_wandb="true", eval_iters=10)
+    assert run.sizes == ParallelSizes(context=4, data=16)
+    assert (run.devices_per_node, run.vocab_size) == (8, 50257)
+    config = run.build_config(tmp_path)
+    changed = {
+        key
+        for key, value in run.config.keys_by_policy("architecture", "context", "initialization", "numerics").items()
+        if config.keys_by_policy("architecture", "context", "initialization", "numerics")[key] != value
+    }
+    assert changed == set()
+    assert config.training.train_iters == STEPS
+    assert config.training.gradient_accumulation_steps == 2
+    assert config.training.train_batch_size == 32
+    assert config.training.zero_optimization == run.config.training.zero_optimization
+    assert config.checkpoint.save == str(tmp_path / "run")
+    assert config.checkpoint.load is None
+    assert config.data.data_cache == str(tmp_path / "data_cache")
+    assert not config.logging.use_wandb
+    assert read_vocabulary(config.data).size == 50257
+    assert {path.parent for path in tmp_path.iterdir()} == {tmp_path}
+    told = "\n".join(run.notes)
+    for words in ("names no data", "vocabulary of 50,257 tokens", "2 of the 4 micro-batches", "load: runs/a", "wandb"):
+        assert words in told
+
+
+def test_a_pipeline_has_as_many_micro_batches_as_are_in_flight_and_one_more(tmp_path):
+    run = plan("125M", "kerple_log", "a100_2k_slow_network", gpus=16)
+    assert run.sizes == ParallelSizes(tensor=4, data=2, pipeline=2)
+    assert run.build_config(tmp_path).training.gradient_accumulation_steps == 3
+
+
+def test_splits_that_the_run_lacks_are_not_made_up(tmp_path):
+    run = plan("125M", "none", gpus=1, train_data_paths="[/nowhere/text]", precision="bf16")
+    config = run.build_config(tmp_path)
+    assert run.synthetic_splits == ("train",)
+    assert config.data.train_data_paths
+    assert config.data.valid_data_paths == config.data.test_data_paths == []
+    assert "/nowhere/text" in run.notes[0]
+
+
+def test_a_task_needs_no_corpus(tmp_path):
+    run = plan(
+        "125M",
+        "none",
+        gpus=2,
+        task="copy_string",
+        task_length=40,
+        seq_length=82,
+        precision="bf16",
+        train_micro_batch_size_per_gpu=2,
+    )
+    assert run.synthetic_splits == ()
+    assert run.build_config(tmp_path).data.task == "copy_string"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="--vocabulary is 7, but the data have"):
+        plan("125M", "none", gpus=2, vocabulary=7, task="copy_string", task_length=40, seq_length=82, precision="bf16")
+
+
+def test_nodes_are_those_of_the_configuration():
+    run = plan("125M", "kerple_log", "a100_2k", "slurm_a100", nodes=4, save="runs/a")
+    assert (run.world_size, run.devices_per_node) == (16, 4)
+    assert run.requested.launch.launcher == "slurm"
+    assert run.config.launch.launcher == "auto"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "message"),
+    [
+        (6, None, "does not divide the 6 processes"),
+        (12, None, "--gpus 12: these are not whole nodes of 8 GPUs"),
+        (64, 5, "--gpus 64: these are not whole nodes of 5 GPUs"),
+        (3, None, "does not divide the 3 processes"),
+    ],
+)
+def test_gpus_that_the_layout_does_not_divide_are_refused_in_one_line(gpus, per_node, message):
+    with pytest.raises(UserError, match=message) as refused:
+        plan(*FLAGSHIP, gpus=gpus, per_node=per_node)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
+    offload = {"zero_optimization": "{stage: 2, offload_optimizer: {device: cpu}}"}
+    monkeypatch.setattr(rehearsed_run, "detect_memory", lambda: 16 * 2**30)
+    with pytest.raises(UserError, match=r"steps 31 GiB of states in the host's memory, and this machine has 16 GiB"):
+        plan("2-7B", "none", "a100_2k", gpus=1, **offload)
+    assert plan("2-7B", "none", "a100_2k", gpus=8, **offload).world_size == 8

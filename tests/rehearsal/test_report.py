@@ -1,0 +1,160 @@
+"""Verdicts, and what a report says of disk, time and jobs, of rehearsals that nobody ran."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megatron.config.load import load_config
+from megatron.launch.console import UnexpectedError
+from megatron.rehearsal.ledger import Ledger
+from megatron.rehearsal.matching import find_mismatches
+from megatron.rehearsal.null_device.cards import get_card
+from megatron.rehearsal.print_report import print_report
+from megatron.rehearsal.rank_process import RankError, RankReport, describe_rank_error
+from megatron.rehearsal.rehearse import PhaseResult, Rehearsal
+from megatron.rehearsal.rehearsed_run import plan_rehearsal
+from megatron.rehearsal.report import GIB, RehearsalReport, count_kept_checkpoints
+from megatron.rehearsal.roles import choose_roles
+from megatron.utils.errors import RunError, UserError
+from tests.support.collective_programs import write_ledgers
+
+CHECKPOINT = {"weights": 4 * 10**9, "states": 8 * 10**9, "parts": 4 * 10**9}
+KERNEL = {"name": "_fwd_kernel", "registers": 255, "stack": 16, "shared": 65536, "launches": 3}
+
+
+def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
+    """A rehearsal in which each rank took as much memory."""
+    run = plan_rehearsal(load_config(["125M", "kerple_log", overlay], keys).config, gpus, None, None)
+    rehearsal = Rehearsal(run, get_card("a100-40"), choose_roles(run.sizes), distinct_sequences=1, seconds=7.0)
+    ledgers = write_ledgers(run.sizes)
+    for role in rehearsal.roles:
+        peaks = {
+            "step": (int(gib * GIB / 2), int(gib * GIB / 2)),
+            "forward and backward": (int(gib * GIB / 2) + 1,) * 2,
+        }
+        peaks["save"] = (0, int(gib * GIB))
+        report = RankReport(role.rank, peaks, error, 125 * 10**6, 125 * 10**6, None, ["dropout is left to PyTorch"])
+        report.checkpoint = CHECKPOINT if role.rank == 0 and error is None else None
+        summary = {"kernels": [KERNEL], "counters": {"launches": 3}}
+        rehearsal.trained[role.rank] = PhaseResult(report, ledgers[role.rank], summary, 1.0)
+    return rehearsal
+
+
+def judge(rehearsal):
+    return RehearsalReport(rehearsal, network_gb_per_s=25, mfu=0.45)
+
+
+def print_to_text(report):
+    file = io.StringIO()
+    print_report(report, Console(file=file, width=200, highlight=False))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gib", "verdict"),
+    [(9.0, "fits"), (0.9 * 39.4 - 0.1, "fits"), (0.9 * 39.4 + 0.1, "tight"), (39.0, "tight")],
+)
+def test_verdicts_follow_from_what_the_allocator_took(gib, verdict):
+    report = judge(make_rehearsal(gib=gib))
+    assert (report.verdict, report.exit_code) == (verdict, 0)
+    assert report.find_peak(0) == (int(gib * GIB / 2) + 1, int(gib * GIB), "forward and backward")
+
+
+def test_no_room_for_what_is_not_modelled_is_tight():
+    rehearsal = make_rehearsal(gib=33.0)
+    assert judge(rehearsal).verdict == "fits"
+    assert judge(rehearsal).count_communicators(0) == 3
+    rehearsal.card = replace(rehearsal.card, memory=int(36.9 * GIB))  # 90% of it are 33.2
+    assert judge(rehearsal).verdict == "fits"
+    (call,) = rehearsal.trained[0].ledger.calls[:1]
+    many = [replace(call, communicator=replace(call.communicator, number=number)) for number in range(20)]
+    rehearsal.trained[0] = replace(rehearsal.trained[0], ledger=Ledger(0, tuple(many)))
+    assert judge(rehearsal).verdict == "tight"
+
+
+def test_out_of_memory_is_told_with_the_operation():
+    where = ("megatron/model/gpt.py:251 _losses: losses = F.cross_entropy(flat)",)
+    error = RankError("memory", "CUDA out of memory. Tried to allocate 2 GiB", "forward and backward of step 0", where)
+    report = judge(make_rehearsal(error=error))
+    assert (report.verdict, report.exit_code) == ("out of memory", 1)
+    text = print_to_text(report)
+    assert "rank 0, train in forward and backward of step 0: CUDA out of memory. Tried to allocate 2 GiB" in text
+    assert where[0] in text
+    assert "collectives agree" not in text
+
+
+def test_ranks_that_do_not_agree_fail_the_rehearsal():
+    rehearsal = make_rehearsal()
+    ledgers = write_ledgers(rehearsal.run.sizes)
+    ledgers[5] = Ledger(5, ledgers[5].calls[:-1])
+    rehearsal.mismatches = [("train", mismatch) for mismatch in find_mismatches(ledgers, rehearsal.run.sizes)]
+    report = judge(rehearsal)
+    assert (report.verdict, report.exit_code) == ("fits", 1)
+    assert "train: rank 5, context × data group of ranks 0-7" in print_to_text(report)
+    (mismatch,) = report.to_dict()["mismatches"]
+    assert mismatch["ranks"] == [5]
+
+
+def test_everything_is_printed_and_is_json(tmp_path):
+    report = judge(make_rehearsal(f"save={tmp_path}", "train_iters=1000", "checkpoint_factor=100"))
+    text = print_to_text(report)
+    for words in (
+        "fits  125M parameters, 8 × NVIDIA A100-SXM4-40GB", "data 1, context 3", "5 ranks", "9.00", "not modelled",
+        "CUDA context 0.3–0.5 GiB", "0.5 GiB × 3 communicators", "collectives agree on 8 of 8 ranks", "all_gather",
+        "_fwd_kernel", "255", "dropout is left to PyTorch", "a checkpoint is 11.2 GiB", f"free for {tmp_path}",
+        "host memory  3.73 GiB of a node while its 8 ranks", "an estimate", "covered  2 of 8 ranks ran", "cannot know",
+        "assumed  ranks that did not run do as 0,7 did",
+    ):  # fmt: skip
+        assert words in text, words
+    values = json.loads(json.dumps(report.to_dict()))
+    assert values["disk"]["kept"] == 4, "keep_last_n_checkpoints of the model's file"
+    assert values["disk"]["needed"] == 4 * 12 * 10**9 + 16 * 10**9
+    low, high = values["step_seconds_estimated"]
+    assert 0 < low < high
+    assert values["slurm"] is None
+
+
+def test_a_slurm_job_has_its_script_and_its_starts(tmp_path):
+    rehearsal = make_rehearsal("launcher=slurm", "num_gpus=4", f"save={tmp_path}", "slurm={time: '2:00:00'}", gpus=8)
+    report = judge(rehearsal)
+    slurm = report.to_dict()["slurm"]
+    assert "#SBATCH --nodes=2" in slurm["script"]
+    assert slurm["starts"][0] >= 1
+    assert "time limit 2:00:00" in print_to_text(report)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"checkpoint_factor": 100}, 10),
+        ({"checkpoint_factor": 300}, 4),
+        ({"checkpoint_factor": 100, "keep_last_n_checkpoints": 3}, 3),
+        ({"checkpoint_factor": 100, "keep_last_n_checkpoints": 3, "extra_save_iters": [100, 5000]}, 4),
+        ({}, 1),
+    ],
+)
+def test_checkpoints_that_a_run_keeps(keys, kept):
+    plain = {"checkpoint_factor": None, "keep_last_n_checkpoints": None, "extra_save_iters": [], "train_iters": 1000}
+    config = load_config(["125M"]).config.replace(**plain | keys)
+    assert count_kept_checkpoints(config) == kept
+
+
+def test_errors_of_ranks_are_what_lies_behind_them():
+    def fail(error, cause=None):
+        try:
+            raise error from cause
+        except Exception as caught:
+            return describe_rank_error(caught, "step of step 1")
+
+    assert fail(UserError("save: no")).kind == "user"
+    assert fail(RunError("the disk is full")) == RankError("run", "the disk is full", "step of step 1", ())
+    assert fail(RunError("save: no room"), OSError(28, "full")).message == "save: no room"
+    unexpected = fail(UnexpectedError("the traceback is in log"), ZeroDivisionError("division"))
+    assert (unexpected.kind, unexpected.message) == ("unexpected", "ZeroDivisionError: division")
+    memory = type("OutOfMemoryError", (RuntimeError,), {})
+    out = fail(RunError("memory does not suffice"), memory("CUDA out of memory. Tried to allocate 2 MiB. GPU 0 has"))
+    assert (out.kind, out.message) == ("memory", "CUDA out of memory. Tried to allocate 2 MiB")
+    assert fail(RunError("no"), MemoryError()).kind == "host memory"
