@@ -11,7 +11,7 @@ from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
 from megatron.options.training import find_training_conflicts
-from megatron.position.catalog import MethodFileError, list_encodings
+from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
@@ -75,11 +75,20 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
         else:
             yield from _validate_method(key, name, methods, options, valid_options)
     table_size = model.max_position_embeddings
-    if position.pos_emb == "learned" and table_size is not None and table_size < model.seq_length:
+    if table_size is not None and table_size < model.seq_length and _has_position_table(position.pos_emb):
         yield (
             "max_position_embeddings",
-            f"seq_length {model.seq_length} is longer than the learned table, max_position_embeddings {table_size}",
+            f"seq_length {model.seq_length} is longer than the {position.pos_emb} table, max_position_embeddings "
+            f"{table_size}",
         )
+
+
+def _has_position_table(name: str) -> bool:
+    """Does an encoding know no position beyond a table? One that cannot be read is refused elsewhere."""
+    try:
+        return name in list_encodings() and read_encoding_facts(name).has_position_table
+    except MethodFileError:
+        return False
 
 
 def _validate_batch(config: Config) -> Iterator[ConfigProblem]:

@@ -1,32 +1,42 @@
-"""The memory that training takes on one GPU, by part.
+"""The memory that training takes on one GPU: what is there at each of a few moments, of which the worst counts.
 
-P parameters that a rank holds, N = data × context ranks (ZeRO divides over these), b bytes of the compute type. Per
-parameter, as DeepSpeed's optimizers keep them (a test sums the tensors of real engines):
+P parameters that a rank holds, N = data × context ranks (ZeRO divides over these), b bytes of the compute type, K
+elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer states are there at all times:
 
-| ZeRO                            | weights | gradients                         | optimizer | in the step |
-|---------------------------------|---------|-----------------------------------|-----------|-------------|
-| 0, fp32                         | 4       | 4                                 | 8         |             |
-| 0, half                         | b       | b                                 | 12        | 4           |
-| 1                               | b       | b / N; b while they accumulate    | 12 / N    | 4 / N       |
-| 1, bf16 that accumulates        | b       | 4, in float32; b more outside a pipeline | 12 / N |         |
-| 2                               | b       | b / N; 4 / N if bf16 accumulates  | 12 / N    | 4 / N       |
-| 3                               | b / N   | as in 2, at all times             | 12 / N    | 4 / N       |
+| ZeRO             | weights | optimizer                                                                     |
+|------------------|---------|-------------------------------------------------------------------------------|
+| 0                | b       | Adam's two moments and, in a half type, the float32 master of each weight: 8 or 12 |
+| 1, 2             | b       | 12 / N                                                                        |
+| 3                | b / N   | 12 / N                                                                        |
 
-The optimizer's 12 bytes are Adam's two moments and the float32 master of each weight. "Accumulates" means: more than
-one micro-batch per step, or a pipeline.
+Gradients come one after the other while activations go (a test sums the tensors of real engines):
 
-What is offloaded to the CPU takes none.
+| ZeRO                | before the backward | in it          | when they are     | in the step  |
+|                     | pass, if they       |                | reduced           |              |
+|                     | accumulate          |                |                   |              |
+|---------------------|---------------------|----------------|-------------------|--------------|
+| 0                   | b                   | b              | b more, at most   | b and, in    |
+|                     |                     |                | 500 M elements    | half, 4 more |
+| 1                   | b                   | b              | 4 / N, and b · K  | 4 / N        |
+|                     |                     |                | if N > 1          |              |
+| 1, bf16 that        | 4 and b; in a       | the same       | b · K             | the same     |
+| accumulates         | pipeline 4          |                |                   |              |
+| 2                   | 4 / N (fp16: b / N) | b · K more     | b · K more if N>1 | 4 / N        |
+| 3                   | as in 2             | and b · K, and what is gathered    | 4 / N        |
+
+"Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
-from megatron.planning.activations import BYTES_PER_ELEMENT
-from megatron.planning.model_costs import count_rank_parameters
+from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
+from megatron.planning.model_costs import count_layer_parameters, count_rank_parameters
 
 RESERVED_FRACTION = 0.1
 """Of a GPU's memory, for what no formula here counts."""
@@ -36,39 +46,71 @@ ALLREDUCE_BUCKET_SIZE = 500_000_000
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What there is at one moment beside weights and optimizer states, in bytes."""
+
+    name: str
+    gradients: int = 0
+    buffers: int = 0
+    """Buckets, gathered parameters, and what pipeline stages hand each other."""
+    activations: int = 0
+    """Kept for the backward pass, of all micro-batches that are in flight."""
+    logits: int = 0
+    """Logits, their float32 copy, and the gradient."""
+    working: int = 0
+    """What the backward pass of a layer has besides: its recomputed activations, gradients inside it, maps."""
+    step: int = 0
+    """What the optimizer's step reads: gradients in float32."""
+
+    @property
+    def total(self) -> int:
+        """Of all parts."""
+        return self.gradients + self.buffers + self.activations + self.logits + self.working + self.step
+
+
+PARTS = ("gradients", "buffers", "activations", "logits", "working", "step")
+"""Of a moment."""
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one rank."""
 
     stage: int
     """The pipeline stage that it is for."""
     weights: int
-    gradients: int
     optimizer: int
     """Moments and float32 masters."""
-    activations: int
-    """Kept for the backward pass, of all micro-batches that are in flight."""
-    logits: int
-    """Logits, their float32 copy, and the gradient: on the last stage, before the layers' backward pass begins."""
-    working: int
-    """The most that the backward pass of a layer has besides: its recomputed activations, gradients inside it, maps."""
-    buffers: int
-    """ZeRO's buckets and gathered parameters, and what pipeline stages hand each other."""
-    step: int
-    """What the optimizer's step has besides, when no activation is left."""
+    moments: tuple[Moment, ...]
     kept_maps: int
     """Of the activations: score maps, and those of a score processor."""
     working_maps: int
     """Score maps and a processor's, with their gradients, at the worst moment of attention's own backward pass."""
 
     @property
+    def worst(self) -> Moment:
+        """The moment at which there is most."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
     def total(self) -> int:
         """At the worst moment."""
-        transient = max(self.activations + max(self.logits, self.working), self.step)
-        return self.weights + self.gradients + self.optimizer + self.buffers + transient
+        return self.weights + self.optimizer + self.worst.total
+
+    def get_largest(self, part: str) -> int:
+        """The most that there is of a part (`PARTS`) at any moment."""
+        return max(getattr(moment, part) for moment in self.moments)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
         """Does it leave `reserved_fraction` of a GPU of so many GiB?"""
         return self.total <= (1 - reserved_fraction) * gpu_gib * 2**30
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: each part at its largest, and the name of the worst moment."""
+        parts = {part: self.get_largest(part) for part in PARTS}
+        maps = {"kept_maps": self.kept_maps, "working_maps": self.working_maps}
+        states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
+        return states | parts | maps | {"moment": self.worst.name, "total": self.total}
 
 
 def estimate_memory(
@@ -78,6 +120,7 @@ def estimate_memory(
     *,
     backend: str | None = None,
     pipeline_stage: int | None = None,
+    gpu_bytes: int = DEFAULT_GPU_BYTES,
 ) -> MemoryEstimate:
     """What a layout takes on one GPU.
 
@@ -87,6 +130,7 @@ def estimate_memory(
         vocab_size: of the tokenizer.
         backend: how attention is computed, instead of the configuration's attention_backend.
         pipeline_stage: of the pipeline; the one that needs most if absent.
+        gpu_bytes: memory of the card, to which kernels adapt theirs.
 
     Raises:
         UserError: nothing is known of the position encoding or the score processor.
@@ -94,112 +138,195 @@ def estimate_memory(
     pipeline_stages = range(sizes.pipeline) if pipeline_stage is None else (pipeline_stage,)
     return max(
         (
-            _estimate_stage_memory(config, sizes, vocab_size, backend, candidate_stage)
+            _StageMemory(config, sizes, vocab_size, backend, candidate_stage, gpu_bytes).estimate()
             for candidate_stage in pipeline_stages
         ),
         key=lambda m: m.total,
     )
 
 
-def _estimate_stage_memory(
-    config: Config, sizes: ParallelSizes, vocab_size: int, backend: str | None, pipeline_stage: int
-) -> MemoryEstimate:
-    states = _ModelStates(config, sizes, count_rank_parameters(config, sizes, vocab_size, pipeline_stage))
-    num_tokens, bytes_per_element = _count_local_tokens(config, sizes), BYTES_PER_ELEMENT[config.training.compute_dtype]
-    model = config.model
-    is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
-    num_micro_batches = config.training.gradient_accumulation_steps
-    hidden_bytes = num_tokens * model.hidden_size * bytes_per_element
+class _StageMemory:
+    """Of one pipeline stage."""
 
-    context_ranks = {0, sizes.context - 1}  # the ranks of a sequence that differ most
-    layers = [activations.estimate_layer_activations(config, sizes, backend, index) for index in context_ranks]
-    saved, workspace, input_bytes = (
-        max(layer.saved_bytes for layer in layers),
-        max(layer.workspace_bytes for layer in layers),
-        layers[0].input_bytes,
-    )
-    kept_maps, working_maps = (
-        max(getattr(layer, name) for layer in layers) for name in ("saved_map_bytes", "workspace_map_bytes")
-    )
-    num_layers = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
-    if model.checkpoint_activations:
-        recomputed_layers = min(model.checkpoint_num_layers, num_layers)
-        activation_bytes = -(-num_layers // recomputed_layers) * input_bytes
-        workspace += (
-            recomputed_layers * saved - input_bytes
-        )  # its activations are there again while it is differentiated
-        working_maps += recomputed_layers * kept_maps
-        kept_maps = 0
-    else:
-        activation_bytes = num_layers * saved
-    activation_bytes += 2 * hidden_bytes if is_last else 0  # the final norm
-    activation_bytes += hidden_bytes if sizes.pipeline > 1 and not is_last else 0  # what was handed on
-    # 1F1B: stage i has begun as many micro-batches as there are stages after it, and one more.
-    num_in_flight = min(num_micro_batches, sizes.pipeline - pipeline_stage)
-    activation_bytes *= num_in_flight
+    def __init__(
+        self,
+        config: Config,
+        sizes: ParallelSizes,
+        vocab_size: int,
+        backend: str | None,
+        pipeline_stage: int,
+        gpu_bytes: int,
+    ) -> None:
+        model = config.model
+        self.config, self.sizes, self.stage = config, sizes, pipeline_stage
+        self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
+        self.layer_parameters = count_layer_parameters(config, sizes.tensor)
+        self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
+        self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
+        self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
+        self.hidden_bytes = self.num_tokens * model.hidden_size * self.bytes_per_element
+        self.local_vocab_size = padded_vocab_size(model, vocab_size) // sizes.tensor
+        self.is_first, self.is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
+        self.num_layers = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+        self.num_micro_batches = config.training.gradient_accumulation_steps
+        # 1F1B: stage i has begun as many micro-batches as there are stages after it, and one more.
+        self.num_in_flight = min(self.num_micro_batches, sizes.pipeline - pipeline_stage)
+        context_ranks = {0, sizes.context - 1}  # the ranks of a sequence that differ most
+        layers = [
+            activations.estimate_layer_activations(config, sizes, backend, index, gpu_bytes) for index in context_ranks
+        ]
+        self.saved, self.workspace, self.kept_maps, self.working_maps = (
+            max(getattr(layer, name) for layer in layers)
+            for name in ("saved_bytes", "workspace_bytes", "saved_map_bytes", "workspace_map_bytes")
+        )
+        self.input_bytes = layers[0].input_bytes
 
-    logit_bytes = 0
-    if is_last:
+    def estimate(self) -> MemoryEstimate:
+        """All moments."""
+        states = _ModelStates(self.config, self.sizes, self.num_parameters)
+        is_recomputed, num_layers = self.config.model.checkpoint_activations, self.num_layers
+        working, kept_maps, working_maps, kept_per_layer = (
+            self.workspace, num_layers * self.kept_maps, self.working_maps, self.saved,
+        )  # fmt: skip
+        if is_recomputed:
+            recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
+            # Its activations are there again while it is differentiated.
+            working += recomputed_layers * self.saved - self.input_bytes
+            working_maps += recomputed_layers * self.kept_maps
+            kept_maps = 0
+            kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
+        layers = num_layers * kept_per_layer
+        beside = 2 * self.hidden_bytes if self.is_last else 0  # the final norm
+        beside += self.hidden_bytes if self.sizes.pipeline > 1 and not self.is_last else 0  # what was handed on
+        in_flight = (self.num_in_flight - 1) * (layers + beside)
+        # A stage receives each micro-batch, and each gradient, into a buffer of its own.
+        handed = self.num_micro_batches * self.hidden_bytes * ((not self.is_first) + (not self.is_last))
+
+        def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
+            return Moment(name, gradients, handed + buffers, **parts)
+
+        moments = [
+            moment(
+                "the loss", states.accumulated,
+                activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
+            ),
+        ]  # fmt: skip
+        # Gradients grow as activations go, both by the layer: the ends are the extremes, and where a bucket is full.
+        output = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
+        for name, done in (("the top layer's backward pass", 0), ("the bottom layer's backward pass", num_layers - 1)):
+            elements = min(output + done * self.layer_parameters, self.num_parameters)
+            moments.append(
+                moment(
+                    name, states.count_gradient_bytes(elements), states.count_buffer_bytes(elements),
+                    activations=in_flight + layers - done * kept_per_layer, working=working,
+                )
+            )  # fmt: skip
+        if states.reduces_early:
+            done = min(max((states.bucket - output) // max(self.layer_parameters, 1), 0), num_layers - 1)
+            moments.append(
+                moment(
+                    "a bucket's reduction", states.count_gradient_bytes(states.bucket), states.reduce_buffers,
+                    activations=in_flight + layers - done * kept_per_layer,
+                    working=working - self.workspace,  # the layer whose gradients are the last ones has done its work
+                )
+            )  # fmt: skip
+        moments.append(
+            moment(
+                "the reduction of gradients", states.reduce_gradients, states.reduce_buffers, step=states.reduce_step
+            )
+        )
+        moments.append(moment("the optimizer's step", states.step_gradients, step=states.step))
+        return MemoryEstimate(
+            self.stage, states.weights, states.optimizer, tuple(moments), kept_maps * self.num_in_flight, working_maps
+        )
+
+    def _count_logit_bytes(self) -> int:
+        """Of the logits of as many tokens as the loss takes at once."""
+        if not self.is_last:
+            return 0
         # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it works
         # in place: the copy in float32, and beside it the logits or their gradient in a half type.
-        per_logit = 12 if sizes.tensor == 1 else 4 + (bytes_per_element if bytes_per_element < 4 else 0)
-        local_vocab_size, micro_batch_size = (
-            padded_vocab_size(config.model, vocab_size) // sizes.tensor,
-            config.training.train_micro_batch_size_per_gpu,
+        b = self.bytes_per_element
+        per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
+        scored = count_scored_at_once(
+            self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )
-        logit_bytes = (
-            count_scored_at_once(num_tokens // micro_batch_size, micro_batch_size, local_vocab_size)
-            * micro_batch_size
-            * local_vocab_size
-            * per_logit
-        )
-    # A stage receives each micro-batch, and each gradient, into a buffer of its own.
-    receive_buffer_bytes = num_micro_batches * hidden_bytes * ((not is_first) + (not is_last))
-    return MemoryEstimate(
-        pipeline_stage, states.weights, states.gradients, states.optimizer, activation_bytes, logit_bytes, workspace,
-        states.buffers + receive_buffer_bytes, states.step, num_layers * kept_maps * num_in_flight, working_maps,
-    )  # fmt: skip
-
-
-def _count_local_tokens(config: Config, sizes: ParallelSizes) -> int:
-    """Tokens of a micro-batch on one rank."""
-    return config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
+        return scored * self.micro_batch_size * self.local_vocab_size * per_logit
 
 
 class _ModelStates:
-    """Weights, gradients and optimizer states as ZeRO divides them; the table above."""
+    """Weights, gradients and optimizer states as ZeRO divides them; the tables above."""
 
     def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int) -> None:
         training = config.training
-        zero, bytes_per_element = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_dtype]
-        num_shards, is_half = sizes.data * sizes.context, bytes_per_element < 4
+        zero, b = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_dtype]
+        num_shards, is_half = sizes.data * sizes.context, b < 4
         shard_size = -(-num_parameters // num_shards)
         has_pipeline = sizes.pipeline > 1
         accumulates = has_pipeline or training.gradient_accumulation_steps > 1
-        accumulates_in_fp32 = training.compute_dtype == "bf16" and accumulates  # engine.deepspeed_config asks for it
-        bucket_size = min(zero.reduce_bucket_size, num_parameters) * (2 if zero.overlap_comm else 1)
-        self.weights = bytes_per_element * (shard_size if zero.stage == 3 else num_parameters)
+        self.zero_stage, self.bytes_per_element, self.num_parameters = zero.stage, b, num_parameters
+        # engine.build_deepspeed_config asks for it
+        self.keeps_fp32 = training.compute_dtype == "bf16" and accumulates and zero.stage > 0
+        self.accumulates = accumulates
+        self.bucket = min(zero.reduce_bucket_size, num_parameters)
+        # training/zero_optimizer.py takes a bucket when it is full; DeepSpeed holds it throughout the backward pass.
+        self.is_flat = (
+            zero.stage in (1, 2)
+            and not zero.overlap_comm
+            and zero.offload_optimizer.device != "cpu"
+            and not (zero.stage == 1 and self.keeps_fp32)
+        )
+        self.reduces_early = zero.stage >= 2 and self.bucket < num_parameters
+        bucket_bytes = b * self.bucket * (2 if zero.overlap_comm else 1)
+        self.bucket_bytes = bucket_bytes if num_shards > 1 or zero.stage == 3 else 0
+        self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
         self.optimizer = (12 if is_half or zero.stage else 8) * (shard_size if zero.stage else num_parameters)
-        self.step = 4 * shard_size
-        self.buffers = bytes_per_element * bucket_size
+        self.partition = 4 * shard_size
+        self.summed = (4 if self.keeps_fp32 or not accumulates else b) * shard_size  # by ZeRO 2 and 3
+        self.gathered = 0
+        self.step, self.step_gradients = self.partition, 0
+        self.reduce_step, self.reduce_buffers = 0, self.bucket_bytes
         if zero.stage == 0:
-            self.gradients = bytes_per_element * num_parameters
+            self.accumulated = b * num_parameters if accumulates else 0
+            self.step_gradients = b * num_parameters
             self.step = 4 * num_parameters if is_half else 0
-            self.buffers = bytes_per_element * min(ALLREDUCE_BUCKET_SIZE, num_parameters) if num_shards > 1 else 0
-        elif zero.stage == 1 and accumulates_in_fp32:
-            self.gradients = (4 if has_pipeline else 4 + bytes_per_element) * num_parameters
-            self.step = self.buffers = 0
-        elif zero.stage == 1:
-            self.gradients = bytes_per_element * (num_parameters if accumulates else shard_size)
-        else:
-            self.gradients = (4 if accumulates_in_fp32 else bytes_per_element) * shard_size
-        if zero.stage == 3:
-            max_gathered = min(num_parameters, zero.stage3_max_live_parameters) + min(
-                num_parameters, zero.stage3_prefetch_bucket_size
+            self.bucket_bytes, self.reduce_gradients = 0, b * num_parameters
+            self.reduce_buffers = b * min(ALLREDUCE_BUCKET_SIZE, num_parameters) if num_shards > 1 else 0
+        elif zero.stage == 1 and self.keeps_fp32:
+            self.accumulated = 4 * num_parameters
+            self.step_gradients = self.reduce_gradients = 4 * num_parameters + (
+                0 if has_pipeline else b * num_parameters
             )
-            self.buffers += bytes_per_element * max_gathered
+            self.step = 0
+        elif zero.stage == 1:
+            self.accumulated = b * num_parameters if accumulates else 0
+            self.reduce_gradients, self.reduce_step = b * num_parameters, self.partition
+        else:
+            self.accumulated = self.summed if accumulates else 0
+            self.reduce_gradients, self.reduce_step = b * self.bucket, self.summed
+            self.step += self.summed if self.summed != self.partition else 0
+        if zero.stage == 3:
+            self.gathered = b * (
+                min(num_parameters, zero.stage3_max_live_parameters)
+                + min(num_parameters, zero.stage3_prefetch_bucket_size)
+            )
             self.step = 4 * min(shard_size, zero.sub_group_size)
+            self.reduce_buffers += self.gathered
         if zero.offload_optimizer.device == "cpu":
-            self.optimizer = self.step = 0  # masters, moments and the step's gradients are in the host's memory
+            # Masters, moments and the step's gradients are in the host's memory.
+            self.optimizer = self.step = self.reduce_step = 0
         if zero.offload_param.device == "cpu":
             self.weights = 0  # but for those in use, which the buffers have
+
+    def count_gradient_bytes(self, elements: int) -> int:
+        """Of gradients in the backward pass when it has made so many."""
+        b = self.bytes_per_element
+        if self.zero_stage < 2:
+            return self.accumulated or b * elements
+        is_reduced = elements >= self.bucket
+        held = self.accumulated or (self.summed if is_reduced else 0)
+        return held + b * min(elements, self.bucket)
+
+    def count_buffer_bytes(self, elements: int) -> int:
+        """Of buckets in the backward pass, when it has made so many elements of gradients."""
+        return self.gathered + (0 if self.is_flat or not elements else self.bucket_bytes)

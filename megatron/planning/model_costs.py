@@ -122,7 +122,7 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
     return processor.count_parameters(model.num_attention_heads, has_bias=plan_encoding(position).facts.adds_bias)
 
 
-def _count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
+def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
     their sum is not."""
     model, position = config.model, config.position
@@ -155,7 +155,7 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
     model, position = config.model, config.position
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
     embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
-    count = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * _count_layer_parameters(
+    count = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * count_layer_parameters(
         config, sizes.tensor
     )
     if not position.pos_emb_per_layer and (is_first or not plan_encoding(position).facts.only_adds_embeddings):

@@ -129,7 +129,7 @@ def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> Parallel
     return ParallelLayout(
         config,
         sizes,
-        estimate_memory(config, sizes, vocab_size),
+        estimate_memory(config, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes),
         estimate_step_time(config, sizes, vocab_size, cluster),
     )
 

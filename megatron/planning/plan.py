@@ -1,11 +1,14 @@
 """A plan: what a configuration needs on so many GPUs, whether it fits, and the layouts that do."""
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding
+from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding, plan_processor
 from megatron.planning.parallel_layouts import (
     ParallelLayout,
     build_configured_layout,
@@ -13,10 +16,20 @@ from megatron.planning.parallel_layouts import (
     find_smallest_layout,
     fit_config_to_cluster,
 )
-from megatron.planning.step_time import Cluster
+from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
 from megatron.utils.errors import UserError
 
 SECONDS_PER_DAY = 86400
+CHECK_RECORD = "attention_check.json"
+"""In a run's folder: what its check of backends found (`megatron/attention/check/evidence.py`)."""
+
+
+@dataclass(frozen=True)
+class BackendEstimate:
+    """What a layout needs with one attention backend."""
+
+    memory: MemoryEstimate
+    step_time: StepTime
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,8 @@ class Plan:
     """The layouts that fit, the best first."""
     smallest_layout: ParallelLayout | None
     """Where none fits: the one that needs least."""
+    checked_backend: str | None = None
+    """What a check on the run's card chose for `auto`; None where there was none."""
 
     @property
     def detailed_layout(self) -> ParallelLayout | None:
@@ -50,15 +65,36 @@ class Plan:
         """Forward and backward."""
         return estimate_forward_flops(self.config, self.vocab_size).training_flops_per_token
 
-    def estimate_backend_memory(self) -> dict[str, MemoryEstimate]:
-        """The detailed layout's memory with each attention backend that can compute the configuration's method."""
+    @property
+    def supports_sdpa(self) -> bool:
+        """Can PyTorch's fused attention compute the configuration's method?"""
+        position = self.config.position
+        return supports_sdpa(plan_encoding(position), plan_processor(position))
+
+    @property
+    def rehearse_command(self) -> str:
+        """What runs the detailed layout on null devices."""
+        return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus}"
+
+    def estimate_backends(self) -> dict[str, BackendEstimate]:
+        """The detailed layout's memory and time with each attention backend that can compute the configuration's
+        method. `auto` is what that takes without a check on the card."""
         layout = self.detailed_layout
         if layout is None:
             return {}
-        position = layout.config.position
-        supports_sdpa = plan_encoding(position).supports_sdpa and position.score_processor == "none"
-        names = ("auto", "chunked", "eager", *(["sdpa"] if supports_sdpa else []))
-        return {name: estimate_memory(layout.config, layout.sizes, self.vocab_size, backend=name) for name in names}
+        position, model = layout.config.position, layout.config.model
+        names = list_backends(
+            plan_encoding(position), plan_processor(position), model.hidden_size // model.num_attention_heads
+        )
+        return {
+            name: BackendEstimate(
+                estimate_memory(
+                    layout.config, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
+                ),
+                estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
+            )
+            for name in names
+        }
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
         """Does a layout leave a tenth of the GPU's memory?"""
@@ -74,7 +110,7 @@ class Plan:
         Args:
             max_layouts: layouts that are listed.
         """
-        cluster = self.cluster
+        cluster, backends = self.cluster, self.estimate_backends()
         return {
             "gpus": cluster.num_gpus,
             "gpu_gib": cluster.gpu.gib,
@@ -89,10 +125,13 @@ class Plan:
             "as_configured": {"refused": self.config_error}
             if self.configured_layout is None
             else self._layout_to_dict(self.configured_layout),
-            "memory_by_backend": {
-                name: asdict(estimate) | {"total": estimate.total}
-                for name, estimate in self.estimate_backend_memory().items()
+            "checked_backend": self.checked_backend,
+            "memory_by_backend": {name: estimate.memory.to_dict() for name, estimate in backends.items()},
+            "seconds_by_backend": {
+                name: asdict(estimate.step_time) | {"total": estimate.step_time.total}
+                for name, estimate in backends.items()
             },
+            "rehearse": self.rehearse_command,
             "layouts": [self._layout_to_dict(layout) for layout in self.fitting_layouts[:max_layouts]],
             "smallest": None if self.smallest_layout is None else self._layout_to_dict(self.smallest_layout),
         }
@@ -102,14 +141,10 @@ class Plan:
             "keys": layout.config_keys,
             "ranks": asdict(layout.sizes),
             "fits": self.fits_gpu(layout),
-            "memory": _memory_to_dict(layout.memory),
+            "memory": layout.memory.to_dict(),
             "seconds": asdict(layout.step_time) | {"total": layout.step_time.total},
             "days": self.estimate_days(layout),
         }
-
-
-def _memory_to_dict(estimate: MemoryEstimate) -> dict[str, int]:
-    return asdict(estimate) | {"total": estimate.total}
 
 
 def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
@@ -124,6 +159,10 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         UserError: nothing is known of its position encoding or score processor, it says no batch, or the GPUs are no
             whole nodes.
     """
+    checked_backend = read_checked_backend(config)
+    requested = config
+    if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: they are what `auto` means here
+        config = config.replace(attention_backend=checked_backend)
     plan_encoding(config.position)  # unknown: an error of the whole plan, and no refusal of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
@@ -135,4 +174,26 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     smallest_layout = None
     if not fitting_layouts and configured_layout is None:
         smallest_layout = find_smallest_layout(config, vocab_size, cluster)
-    return Plan(config, cluster, vocab_size, configured_layout, config_error, fitting_layouts, smallest_layout)
+    return Plan(
+        requested,
+        cluster,
+        vocab_size,
+        configured_layout,
+        config_error,
+        fitting_layouts,
+        smallest_layout,
+        checked_backend,
+    )
+
+
+def read_checked_backend(config: Config) -> str | None:
+    """What `auto` takes, as the check of the run's card has told it: "row blocks" or a value of `attention_backend`.
+    None without a record in the run's folder, or one that is damaged."""
+    save = config.checkpoint.save
+    if config.model.attention_backend != "auto" or not config.model.attention_check or save is None:
+        return None
+    try:
+        backend = json.loads((Path(save) / CHECK_RECORD).read_text(encoding="utf-8"))["backend"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return backend if isinstance(backend, str) else None

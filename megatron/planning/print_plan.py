@@ -36,9 +36,11 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB, of which {RESERVED_FRACTION:.0%} stay free for CUDA, "
-            f"NCCL and the "
-            "allocator; (…) is not held at the worst moment"
+            f"NCCL and the allocator; its worst moment is {layout.memory.worst.name}, (…) is not or not all held then"
         )
+        if plan.config.model.attention_backend == "auto":
+            console.print(f"auto: {describe_auto(plan)}", markup=False)
+        console.print(f"a rehearsal measures it, without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
     if not plan.fitting_layouts:
         reason = "fits: take more GPUs, or GPUs of more memory"
         if plan.detailed_layout is None:
@@ -57,6 +59,17 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     best = plan.fitting_layouts[0]
     changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
     console.print(f"the first one's keys: {changed_keys}", soft_wrap=True, highlight=False)
+
+
+def describe_auto(plan: Plan) -> str:
+    """What `attention_backend: auto` takes, as far as it is known without the card."""
+    if plan.checked_backend is not None:
+        return f"takes {plan.checked_backend}, as the run's record of a check on its card says"
+    pytorch = "PyTorch's fused attention" if plan.supports_sdpa else "row blocks in PyTorch"
+    return (
+        f"{pytorch} where no check on the card has told it better; the fastest that passes one is taken, and its "
+        "column holds then"
+    )
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
@@ -91,39 +104,38 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 
 def _build_memory_table(plan: Plan) -> Table:
-    memory_by_backend = plan.estimate_backend_memory()
     processor_name = plan.config.position.score_processor
     map_label = "  of these score maps" + ("" if processor_name == "none" else f" and those of {processor_name}")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("part")
-    for name in memory_by_backend:
+    columns = plan.estimate_backends()
+    for name in columns:
         table.add_column(name, justify="right")
+    memories = [estimate.memory for estimate in columns.values()]
 
-    def add_row(label: str, field_name: str, peak_part: str = "") -> None:
+    def add_row(label: str, part: str) -> None:
         cells = []
-        for memory in memory_by_backend.values():
-            backward_peak = memory.activations + max(memory.logits, memory.working)
-            is_at_peak = {
-                "logits": backward_peak >= memory.step and memory.logits >= memory.working,
-                "working": backward_peak >= memory.step and memory.working > memory.logits,
-                "activations": backward_peak >= memory.step,
-                "step": memory.step > backward_peak,
-            }.get(peak_part, True)
-            text = f"{getattr(memory, field_name) / GIB:.2f}"
-            cells.append(text if is_at_peak else f"({text})")
+        for memory in memories:
+            largest = memory.get_largest(part)
+            text = f"{largest / GIB:.2f}"
+            cells.append(text if getattr(memory.worst, part) == largest else f"({text})")
         table.add_row(label, *cells)
 
-    add_row("weights", "weights")
+    def add_plain_row(label: str, name: str) -> None:
+        table.add_row(label, *(f"{getattr(memory, name) / GIB:.2f}" for memory in memories))
+
+    add_plain_row("weights", "weights")
+    add_plain_row("optimizer", "optimizer")
     add_row("gradients", "gradients")
-    add_row("optimizer", "optimizer")
     add_row("buffers", "buffers")
-    add_row("activations", "activations", "activations")
-    add_row(map_label, "kept_maps", "activations")
-    add_row("logits", "logits", "logits")
-    add_row("a layer's backward pass", "working", "working")
-    add_row(map_label, "working_maps", "working")
-    add_row("the optimizer's step", "step", "step")
-    add_row("[bold]at the worst moment[/]", "total")
+    add_row("activations", "activations")
+    add_plain_row(map_label, "kept_maps")
+    add_row("logits", "logits")
+    add_row("a layer's backward pass", "working")
+    add_plain_row(map_label, "working_maps")
+    add_row("the optimizer's step", "step")
+    add_plain_row("[bold]at the worst moment[/]", "total")
+    table.add_row("ms a step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
     return table
 
 

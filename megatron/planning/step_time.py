@@ -62,6 +62,11 @@ class Cluster:
     mfu: float = 0.45
     """The share of its peak that a GPU reaches while it computes, recomputation counted as work."""
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of one GPU."""
+        return round(self.gpu.gib * 2**30)
+
     def ring_bandwidth(self, stride: int, size: int) -> float:
         """Bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
         if stride * size <= self.gpus_per_node:
@@ -86,7 +91,9 @@ class StepTime:
         return self.computing + self.waiting + self.communicating
 
 
-def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster) -> StepTime:
+def estimate_step_time(
+    config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
+) -> StepTime:
     """The time of a step of a layout.
 
     Args:
@@ -94,6 +101,7 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
         sizes: the mesh.
         vocab_size: of the tokenizer.
         cluster: where it runs.
+        backend: how attention is computed, instead of the configuration's attention_backend.
 
     Raises:
         UserError: nothing is known of the position encoding or the score processor.
@@ -101,7 +109,7 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
     peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
-    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage) for stage in range(sizes.pipeline)]
+    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage, backend) for stage in range(sizes.pipeline)]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
     compute_seconds, communication_seconds = max(
         ((stage.count_flops() / flops_per_second, stage.communication_seconds()) for stage in stages),
@@ -127,8 +135,15 @@ def estimate_step_time(config: Config, sizes: ParallelSizes, vocab_size: int, cl
 
 class _StageEstimator:
     def __init__(
-        self, config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, pipeline_stage: int
+        self,
+        config: Config,
+        sizes: ParallelSizes,
+        vocab_size: int,
+        cluster: Cluster,
+        pipeline_stage: int,
+        backend: str | None,
     ) -> None:
+        self.backend = backend
         self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
         self.forward_flops = estimate_forward_flops(config, vocab_size)
         self.num_layers = len(pipeline_layer_range(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
@@ -146,7 +161,8 @@ class _StageEstimator:
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         num_score_passes = (
-            num_passes + activations.estimate_layer_activations(self.config, self.sizes).recomputed_fraction
+            num_passes
+            + activations.estimate_layer_activations(self.config, self.sizes, self.backend).recomputed_fraction
         )
         layer_flops = (
             forward.linear * num_passes / tensor + (forward.attention + forward.processor) * num_score_passes / tensor

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
 """The hooks whose answers change the scores of attention."""
 BASES = ("Encoding", "Processor")
-_DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "other_names", "cost")
+_DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost")
 _NAMESPACE: dict[str, Any] = {"EncodingCost": EncodingCost, "ProcessorCost": ProcessorCost}
 
 
@@ -42,6 +42,10 @@ class MethodFacts:
     multiplies_scores: bool = False
     """The scores are multiplied by a matrix [H, R, C]."""
     takes_positions: bool = True
+    has_position_table: bool = False
+    """It has a table of as many positions as `max_position_embeddings` says, and knows none beyond."""
+    has_kernel_parameters: bool = False
+    """It has a form that kernels know (`kernel_parameters`)."""
     other_names: tuple[str, ...] = ()
     """What papers and people call it besides, in any case and with or without dashes."""
     cost: EncodingCost | ProcessorCost | None = None
@@ -153,6 +157,7 @@ def _read_class(path: Path, node: ast.ClassDef, inherited: MethodFacts) -> Metho
     functions = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     facts: dict[str, Any] = {**vars(inherited), "name": path.stem, "path": path}
     facts["hooks"] = inherited.hooks | functions.keys() & set(HOOKS)
+    facts["has_kernel_parameters"] = inherited.has_kernel_parameters or "kernel_parameters" in functions
     facts["other_names"] = ()
     if "__init__" in functions:
         facts["defaults"] = _read_defaults(path, node.name, functions["__init__"].args)

@@ -49,6 +49,9 @@ class Encoding(PositionModule):
     multiplies_scores: ClassVar[bool] = False
     """Does `table` or `dense` give a weight?"""
 
+    has_position_table: ClassVar[bool] = False
+    """Has it a table of `dims.max_length` positions, and knows none beyond? Then `max_length` says how many."""
+
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""
 

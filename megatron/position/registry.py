@@ -197,6 +197,11 @@ def check_hook_results(encoding: Encoding) -> None:
         "dense": (dims.num_heads, 1, 1),
         "contextual": tuple(scores.shape),
     }
+    if (encoding.max_length is not None) != encoding.has_position_table:
+        raise MethodFileError(
+            f"{_describe(type(encoding))}: its max_length is {encoding.max_length}, but has_position_table is "
+            f"{encoding.has_position_table}"
+        )
     with torch.no_grad():
         for hook in (hook for hook in HOOKS if type(encoding).overrides_hook(hook)):
             try:

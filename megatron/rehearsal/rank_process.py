@@ -26,6 +26,13 @@ from megatron.utils.errors import FarfieldError, UserError, describe_error, is_o
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
+BACKEND_NAMES = {
+    "EagerBackend": "eager",
+    "ChunkedBackend": "chunked",
+    "FlexBackend": "flex",
+    "SdpaBackend": "sdpa",
+    "TritonBackend": "triton",
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class RankReport:
     rank_parameters: int | None = None
     row_blocks_reason: str | None = None
     """Why attention runs in PyTorch's row blocks, if it does."""
+    attention_backend: str | None = None
+    """The value of the key of that name that says how attention was computed; None for row blocks, which have none."""
     warnings: list[str] = field(default_factory=list)
     """What our code warned of, calls that took another way than asked among them."""
     checkpoint: dict[str, int] | None = None
@@ -228,6 +237,8 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
         run = real_build(*arguments, **options)
         model = run.engine.model
         report.parameters, report.row_blocks_reason = run.parameters, model.row_blocks_reason
+        backend = model.local_layers[0].self_attention.core_attention.backend
+        report.attention_backend = BACKEND_NAMES.get(type(backend).__name__)
         report.rank_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         return run
 

@@ -120,7 +120,14 @@ class RehearsalReport:
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
         try:
-            return estimate_memory(run.config, run.sizes, run.vocab_size, pipeline_stage=stage).total
+            return estimate_memory(
+                run.config,
+                run.sizes,
+                run.vocab_size,
+                backend=self.rehearsal.trained[rank].report.attention_backend,  # that which the check on it took
+                pipeline_stage=stage,
+                gpu_bytes=self.rehearsal.card.memory,
+            ).total
         except FarfieldError:
             return None
 

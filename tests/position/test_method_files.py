@@ -51,10 +51,8 @@ def test_what_a_file_declares_is_what_its_class_has() -> None:
         facts, encoding = catalog.read_encoding_facts(name), registry.load_encoding_class(name)
         assert facts.defaults == {option: p.default for option, p in encoding.options().items()}, name
         assert facts.hooks == {hook for hook in catalog.HOOKS if encoding.overrides_hook(hook)}, name
-        declared = (facts.adds_bias, facts.multiplies_scores, facts.takes_positions, facts.other_names)
-        assert declared == (
-            encoding.adds_bias, encoding.multiplies_scores, encoding.takes_positions, encoding.other_names
-        ), name  # fmt: skip
+        for fact in ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names"):
+            assert getattr(facts, fact) == getattr(encoding, fact), name
         assert isinstance(facts.cost, EncodingCost), name
     for name in catalog.list_processors():
         facts, processor = catalog.read_processor_facts(name), registry.load_processor_class(name)
@@ -92,6 +90,10 @@ def test_a_module_keeps_the_options_that_it_was_built_with() -> None:
             r"Mine\.rotate must return a tensor of the shape .*, not None",
         ),
         ("    def embed(self, tokens, like):\n        return like[..., :3]", r"Mine\.embed returns the shape"),
+        (
+            "    has_position_table = True\n    def embed(self, tokens, like):\n        return like",
+            "Mine: its max_length is None, but has_position_table is True",
+        ),
         (
             "    def contextual(self, q, k, scores, query, key, heads):\n        return 1",
             r"Mine\.contextual must return",

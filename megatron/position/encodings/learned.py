@@ -33,6 +33,7 @@ class Learned(Encoding):
     other_names = ("ape", "absolute", "learned_absolute", "wpe")
     cost = EncodingCost(num_parameters=lambda dims, options: dims.max_length * dims.hidden_size)
     relative = False
+    has_position_table = True
 
     def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:
         super().__init__(dims)

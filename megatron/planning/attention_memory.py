@@ -1,0 +1,359 @@
+"""What each way of computing attention keeps for the backward pass and has in it besides: the facts of the backends
+(`megatron/attention/backends/`), one function each, in `ATTENTION_MEMORY`.
+
+Queries, keys, values and the output that the next layer reads are the layer's (`activations.py`). B sequences, S scores
+(row, column) of a block, h heads of a rank, H of the model, d head dimension, W width of a processor, N distances, b
+bytes of the compute type:
+
+| computed by                  | keeps                                        | in the backward pass                |
+|------------------------------|----------------------------------------------|-------------------------------------|
+| eager, row blocks that are   | B·h·S·(4 + b): probabilities in float32 and  | a block's maps and their gradients  |
+| kept                         | a half type; processor: B·(H + W)·S·b more   |                                     |
+| row blocks, recomputed       | tables                                       | one block's maps and gradients      |
+| sdpa                         | 4 bytes a row and head; its output, if q is  | nothing that counts                 |
+|                              | rotated                                      |                                     |
+| kernels/biased_attention     | its output, 4 bytes a row and head           | dq, dk, dv, sums of table gradients |
+| kernels/cdape_attention      | q, k and v, contiguous; 8 bytes a row and    | a chunk's maps, sums of dk and dv   |
+|                              | head; tables, 4·N·(k·H + W) bytes            |                                     |
+| a matrix of biases (FIRE)    | nothing                                      | matrices [h, 256, N], 2 + B of them |
+
+What a backend takes by itself (`auto`) depends on a check on the card; without one it takes what PyTorch has.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
+from megatron.planning.model_costs import PlannedEncoding, PlannedProcessor
+
+MATRIX_ROWS = 256
+"""Rows of a block for which the kernels make a matrix of biases (`attention/backends/triton.py`)."""
+
+MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
+"""Of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
+
+MAPS_FRACTION, MIN_CHUNK_ROWS, CHUNK_ROWS = 1 / 12, 16, 1024
+"""Of a card's memory, what a chunk's maps take at most in kernels/cdape_attention; the rows of its chunks."""
+
+PARTIAL_SUMS = 1024
+"""Programs that share the sums of a table's gradient (`kernels/biased_attention/configs.py`)."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The attention of one layer and one micro-batch on one rank."""
+
+    batch_size: int
+    segments: tuple[tuple[int, int], ...]
+    """(first, number) of the query rows: a rank's chunks of a sequence."""
+    num_heads: int
+    """Whose scores are computed: all of the model's, where a processor mixes them."""
+    head_dim: int
+    bytes_per_element: int
+    encoding: PlannedEncoding
+    processor: PlannedProcessor | None
+    has_shared_tables: bool
+    """Are the encoding's tables those of all layers?"""
+    window: int | None
+    block_rows: int
+    """Of the configuration's blocks of rows."""
+    has_dropout: bool
+    gpu_bytes: int
+    """Memory of the card."""
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of a sequence."""
+        return sum(length for _, length in self.segments)
+
+    @property
+    def num_distances(self) -> int:
+        """Distances of all segments, each with its own tables."""
+        return sum(start + length for start, length in self.segments)
+
+    @property
+    def num_columns(self) -> int:
+        """Keys of the longest segment."""
+        return max(start + length for start, length in self.segments)
+
+    @property
+    def query_bytes(self) -> int:
+        """Of the queries, or of an output, [B, H, R, d]."""
+        return self.batch_size * self.num_rows * self.num_heads * self.head_dim * self.bytes_per_element
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of one layer, beside queries, keys, values and the output."""
+
+    saved_bytes: int = 0
+    """Between the passes, without maps."""
+    saved_map_bytes: int = 0
+    """Of score maps, between the passes."""
+    workspace_bytes: int = 0
+    """The most at one time in the backward pass, kept maps not counted again."""
+    workspace_map_bytes: int = 0
+    """The maps and their gradients among these, with kept ones."""
+    copies_query: bool = False
+    """Is a copy of the queries kept (scaled) where they would else be a view?"""
+    copies_keys: bool = False
+    """Are contiguous copies of each segment's keys and values kept, and not what they were made of?"""
+    recomputed_fraction: float = 0.0
+    """Of the forward pass's score products, what the backward pass computes again."""
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Query rows that are computed at once, and the columns that they see."""
+
+    num_rows: int
+    num_columns: int
+    is_saved: bool
+    """Its maps stay for the backward pass."""
+
+
+def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlock]:
+    for start, length in shape.segments:
+        stop, size = start + length, shape.block_rows
+        is_saved = stop <= max_keys_kept
+        if is_saved and shape.processor is None:
+            size = max(size, MIN_ROWS_KEPT)
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            left = 0
+            if shape.window is not None:
+                kernel_radius = 0 if shape.processor is None else shape.processor.kernel_radius
+                left = max(0, first - shape.window + 1 - kernel_radius)
+            yield RowBlock(last - first, last - left, is_saved)
+
+
+def estimate_eager(shape: AttentionShape) -> AttentionMemory:
+    """All rows at once."""
+    blocks = [RowBlock(length, start + length, True) for start, length in shape.segments]
+    return _estimate_blocks(shape, blocks, is_eager=True)
+
+
+def estimate_chunked(shape: AttentionShape) -> AttentionMemory:
+    """Row blocks that are recomputed."""
+    return _estimate_blocks(shape, list(_iter_row_blocks(shape, 0)))
+
+
+def estimate_row_blocks(shape: AttentionShape) -> AttentionMemory:
+    """Row blocks, kept for short sequences."""
+    return _estimate_blocks(shape, list(_iter_row_blocks(shape, MAX_KEYS_KEPT)))
+
+
+def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlock], *, is_eager: bool = False) -> AttentionMemory:
+    saved_maps = sum(_block_map_bytes(shape, block, is_eager=is_eager) for block in blocks if block.is_saved)
+    workspace = [_block_workspace_bytes(shape, block, is_eager=is_eager) for block in blocks]
+    kept = [_block_map_bytes(shape, block, is_eager=is_eager) if block.is_saved else 0 for block in blocks]
+    scores = [block.num_rows * block.num_columns for block in blocks]
+    recomputed = sum(n for n, block in zip(scores, blocks, strict=True) if not block.is_saved)
+    return AttentionMemory(
+        saved_bytes=_table_bytes(shape, blocks, is_eager=is_eager),
+        saved_map_bytes=saved_maps,
+        workspace_bytes=max(work - held for work, held in zip(workspace, kept, strict=True)),
+        workspace_map_bytes=max(workspace),
+        copies_query=all(block.is_saved for block in blocks),
+        recomputed_fraction=recomputed / sum(scores),
+    )
+
+
+def _table_bytes(shape: AttentionShape, blocks: list[RowBlock], *, is_eager: bool) -> int:
+    """Per distance, whatever the batch: what the encoding keeps, and what a processor makes of the bias alone."""
+    num_distances, num_tables = shape.num_distances, shape.encoding.cost.num_saved_tables
+    if "table" in shape.encoding.facts.hooks and not all(block.is_saved for block in blocks):
+        num_tables += shape.encoding.facts.adds_bias + shape.encoding.facts.multiplies_scores  # handed to each block
+    size = 4 * num_tables * shape.num_heads * num_distances
+    processor = shape.processor
+    if processor is not None and shape.encoding.facts.adds_bias and shape.window is None and not is_eager:
+        width, radius = processor.width, processor.kernel_radius
+        size += num_distances * (4 * width * (1 + radius) + 4 * shape.num_heads * (1 + 2 * radius))
+    return size
+
+
+def _block_map_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) -> int:
+    """What a block keeps, where it is kept."""
+    b, encoding, heads = shape.bytes_per_element, shape.encoding, shape.num_heads
+    half_copy_bytes = b if b < 4 else 0
+    per_sequence = heads * (
+        4 + half_copy_bytes + encoding.cost.saved_bytes_per_head_score + b * encoding.cost.num_saved_maps
+    )
+    shared_bytes = encoding.cost.saved_bytes_per_score(encoding.options)
+    if encoding.facts.multiplies_scores:
+        per_sequence += b * heads
+        shared_bytes += b * heads
+    if shape.has_dropout:
+        per_sequence += heads * (1 if half_copy_bytes else 5)
+    if shape.processor is not None:
+        per_sequence += b * (heads + shape.processor.width)
+        shared_bytes += 2  # who sees what, as truth values, twice
+        if encoding.facts.adds_bias and is_eager:
+            shared_bytes += b * heads + 1
+    return block.num_rows * block.num_columns * (shape.batch_size * per_sequence + shared_bytes)
+
+
+def _block_workspace_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) -> int:
+    """A block's maps and their gradients at the worst moment."""
+    scores, b, heads = block.num_rows * block.num_columns, shape.bytes_per_element, shape.num_heads
+    # Its gradient, and the same padded to be summed along diagonals.
+    bias_bytes = 8 * heads if shape.encoding.facts.adds_bias else 0
+    # Probabilities, their gradient and the logits' in float32, when the copy in a half type has gone; or the
+    # logits' gradient and the bias's.
+    half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
+    maps = _block_map_bytes(shape, block, is_eager=is_eager) + scores * max(
+        (8 - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
+    )
+    if shape.processor is None:
+        return maps
+    # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
+    # hidden values before and after its own share joins them, that share in float32 and in the type of the scores;
+    # and the share's gradient in both, and sheared to be summed along diagonals.
+    width, batch = shape.processor.width, shape.batch_size
+    candidates = [batch * b * (3 * width + heads)]
+    if shape.encoding.facts.adds_bias:
+        candidates.append(batch * b * 2 * (width + heads) + (4 + half_copy_bytes) * width)
+        candidates.append(4 * 2 * (width + heads) + half_copy_bytes * width)
+    return max(maps, scores * max(candidates))
+
+
+def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
+    """PyTorch's fused attention."""
+    size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # the logarithm of each row's sum
+    if shape.encoding.facts.rotates_qk and len(shape.segments) == 1:
+        size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
+    if len(shape.segments) > 1:
+        # With a mask in the compute type: PyTorch's plain causal attention is for whole sequences alone.
+        masked = [(start, length) for start, length in shape.segments if start]
+        size += shape.query_bytes + shape.bytes_per_element * sum(length * (start + length) for start, length in masked)
+    return AttentionMemory(saved_bytes=size, recomputed_fraction=0.5)
+
+
+def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
+    """kernels/biased_attention: no maps."""
+    rows, facts = shape.batch_size * shape.num_rows * shape.num_heads, shape.encoding.facts
+    tables = facts.adds_bias + facts.multiplies_scores if "table" in facts.hooks else 0
+    pairs = shape.batch_size * shape.num_heads
+    groups = max(1, min(-(-shape.num_rows // 64), -(-PARTIAL_SUMS // pairs)))
+    keys_bytes = shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
+    sums_bytes = 4 * tables * pairs * groups * shape.num_columns
+    saved = shape.query_bytes + 4 * rows
+    if not shape.has_shared_tables:
+        saved += 4 * (tables + shape.encoding.cost.num_saved_tables) * shape.num_heads * shape.num_distances
+    return AttentionMemory(
+        saved_bytes=saved, workspace_bytes=shape.query_bytes + 2 * keys_bytes + sums_bytes, recomputed_fraction=0.5
+    )
+
+
+def estimate_flex(shape: AttentionShape) -> AttentionMemory:
+    """PyTorch's FlexAttention: as our kernel, but for the sums of table gradients, which are atomic."""
+    keys_bytes = 2 * shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
+    saved = shape.query_bytes + 4 * shape.batch_size * shape.num_rows * shape.num_heads
+    return AttentionMemory(saved_bytes=saved, workspace_bytes=shape.query_bytes + keys_bytes, recomputed_fraction=0.5)
+
+
+def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
+    """kernels/cdape_attention: the maps of one chunk of rows, which adapt to the card."""
+    processor = shape.processor
+    assert processor is not None
+    columns, batch, heads = shape.num_columns, shape.batch_size, shape.num_heads
+    chunk_rows = min(choose_chunk_rows(shape), max(length for _, length in shape.segments))
+    maps = batch * chunk_rows * columns * kernel_map_bytes(heads, shape.bytes_per_element)
+    keys = batch * columns * heads * shape.head_dim
+    is_one_chunk = chunk_rows >= shape.num_rows
+    # Sums of dk and dv, in float32 where chunks add to them; then a chunk's part, in the compute type.
+    sums = keys * (2 * shape.bytes_per_element if is_one_chunk else 2 * 4 + shape.bytes_per_element)
+    table_entries = processor.kernel_size * heads + processor.width
+    edge_entries = processor.kernel_radius * processor.width
+    tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
+    return AttentionMemory(
+        saved_bytes=8 * batch * shape.num_rows * heads + tables,
+        workspace_bytes=maps + sums + 2 * shape.query_bytes,
+        workspace_map_bytes=maps,
+        copies_query=True,
+        copies_keys=True,
+        recomputed_fraction=1.0,
+    )
+
+
+def kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
+    """Of all maps of a chunk of kernels/cdape_attention, for each row and column of a sequence."""
+    channels = -(-num_heads // 8) * 8  # heads lie in groups
+    return 2 * channels * bytes_per_element + num_heads * (bytes_per_element + 4)
+
+
+def choose_chunk_rows(shape: AttentionShape) -> int:
+    """Query rows of a chunk in kernels/cdape_attention, as `configs.choose_chunk_rows` there has them on a card with
+    more multiprocessors than it needs (a test compares them)."""
+    channels = -(-shape.num_heads // 8) * 8
+    room = int(shape.gpu_bytes * MAPS_FRACTION) // (
+        shape.batch_size * shape.num_columns * kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
+    )
+    rows = CHUNK_ROWS
+    while rows > MIN_CHUNK_ROWS and rows > min(room, ((1 << 31) - 1) // (channels * shape.num_columns)):
+        rows //= 2
+    return rows
+
+
+def estimate_bias_matrix(shape: AttentionShape) -> AttentionMemory:
+    """kernels/bias, and PyTorch's fused attention in recomputed blocks of rows: the matrix, its gradient, and what
+    PyTorch gives as its gradient, for each sequence."""
+    matrix = shape.num_heads * min(MATRIX_ROWS, shape.num_rows) * shape.num_columns * shape.bytes_per_element
+    workspace = matrix * (2 + shape.batch_size)
+    return AttentionMemory(workspace_bytes=workspace, workspace_map_bytes=workspace, recomputed_fraction=1.5)
+
+
+def estimate_triton(shape: AttentionShape) -> AttentionMemory:
+    """By the kernel that a call takes (`select_kernel` in `attention/backends/triton.py`)."""
+    facts = shape.encoding.facts
+    if shape.processor is not None:
+        is_fused = "dense" not in facts.hooks and not shape.has_dropout
+        return estimate_cdape_attention(shape) if is_fused else estimate_row_blocks(shape)
+    if "dense" in facts.hooks or (shape.has_dropout and facts.adds_bias and not facts.multiplies_scores):
+        return estimate_bias_matrix(shape)
+    return estimate_row_blocks(shape) if shape.has_dropout else estimate_biased_attention(shape)
+
+
+def estimate_auto(shape: AttentionShape) -> AttentionMemory:
+    """What `auto` takes where no check on a card has told it better."""
+    return estimate_sdpa(shape) if supports_sdpa(shape.encoding, shape.processor) else estimate_row_blocks(shape)
+
+
+ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
+    "auto": estimate_auto,
+    "triton": estimate_triton,
+    "flex": estimate_flex,
+    "chunked": estimate_chunked,
+    "eager": estimate_eager,
+    "sdpa": estimate_sdpa,
+    "native": estimate_auto,  # of the CPU: elsewhere it is left to row blocks
+}
+"""By the values of `attention_backend`."""
+
+
+def supports_sdpa(encoding: PlannedEncoding, processor: PlannedProcessor | None) -> bool:
+    """Can PyTorch's fused attention compute a method?"""
+    return encoding.supports_sdpa and processor is None
+
+
+def supports_triton(encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int) -> bool:
+    """Can the kernels compute a method, or a part of it?"""
+    facts = encoding.facts
+    if (
+        head_dim > MAX_HEAD_DIM
+        or "contextual" in facts.hooks
+        or ("dense" in facts.hooks and not facts.has_kernel_parameters)
+    ):
+        return False
+    return processor is None or (processor.width <= MAX_PROCESSOR_WIDTH and not facts.multiplies_scores)
+
+
+def list_backends(encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int) -> list[str]:
+    """The backends that can compute a method on a GPU, `auto` first."""
+    names = ["auto"]
+    if supports_triton(encoding, processor, head_dim):
+        names.append("triton")
+    if processor is None and encoding.facts.adds_bias and not encoding.facts.multiplies_scores:
+        names += ["flex"] if "table" in encoding.facts.hooks and "contextual" not in encoding.facts.hooks else []
+    names += ["chunked", "eager"]
+    return [*names, "sdpa"] if supports_sdpa(encoding, processor) else names

@@ -1,0 +1,120 @@
+"""What is declared of the backends without torch is what they say of themselves."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from tiny_runs import tiny_config
+
+from kernels.biased_attention import configs as biased_configs
+from kernels.cdape_attention import configs, op
+from kernels.head_dim import MAX_HEAD_DIM
+from kernels.runtime import DeviceProperties
+from megatron.attention.backends import flex, triton
+from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
+from megatron.attention.check.evidence import RECORD_FILE
+from megatron.config.load import load_config
+from megatron.distributed.hardware import get_gpu_spec
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.planning import attention_memory
+from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape, choose_chunk_rows, list_backends
+from megatron.planning.model_costs import plan_encoding, plan_processor
+from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
+from megatron.planning.step_time import Cluster
+from megatron.position import registry
+from megatron.position.catalog import list_encodings, list_processors
+from megatron.position.facts import AttentionDims
+
+
+def test_every_backend_that_may_be_named_is_known() -> None:
+    assert set(ATTENTION_MEMORY) == set(get_args(ModelOptions.model_fields["attention_backend"].annotation))
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    assert attention_memory.MAX_HEAD_DIM == MAX_HEAD_DIM
+    assert attention_memory.MAX_PROCESSOR_WIDTH == op.MAX_PROCESSOR_WIDTH
+    assert attention_memory.MATRIX_ROWS == triton.ROWS_PER_CALL
+    assert attention_memory.PARTIAL_SUMS == biased_configs.PARTIAL_SUMS
+    assert CHECK_RECORD == RECORD_FILE
+
+
+@pytest.mark.parametrize("processor_name", ["none", *list_processors()])
+def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they say when a model is built, of every encoding."""
+    monkeypatch.setattr(triton, "triton_is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fallback = ChunkedBackend(64)
+    backends = {
+        "triton": triton.TritonBackend(fallback), "flex": flex.FlexBackend(fallback), "sdpa": SdpaBackend()
+    }  # fmt: skip
+    for name in list_encodings():
+        position = PositionOptions(pos_emb=name, score_processor=processor_name)
+        dims = AttentionDims(4, 16, 64, 32, 32)
+        encoding, processor = registry.build_encoding(name, dims), None
+        if processor_name != "none":
+            processor = registry.build_processor(processor_name, dims, {}, has_bias=encoding.adds_bias)
+        wanted = {key for key, backend in backends.items() if backend.unsupported_reason(encoding, processor) is None}
+        found = list_backends(plan_encoding(position), plan_processor(position), dims.head_dim)
+        assert set(found) == {"auto", "chunked", "eager", *wanted}, name
+
+
+@pytest.mark.parametrize(("heads", "gib"), product((12, 32), (16, 40, 80)))
+def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
+    position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
+    encoding, processor = plan_encoding(position), plan_processor(position)
+    for dtype, batch, length in product((torch.bfloat16, torch.float32), (1, 8), (512, 8192, 131072)):
+        assert attention_memory.kernel_map_bytes(heads, dtype.itemsize) == configs.map_bytes(heads, dtype)
+        shape = AttentionShape(
+            batch, ((0, length),), heads, 64, dtype.itemsize, encoding, processor, True, None, 64, False, gib << 30
+        )
+        device = DeviceProperties(gib << 30, 108)
+        # A card whose multiprocessors are not kept busy takes chunks of twice as many rows.
+        wanted = configs.choose_chunk_rows(max(batch, 8), heads, length, length, dtype, device)
+        if batch == 8:
+            assert min(choose_chunk_rows(shape), length) == wanted
+
+
+def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
+    found = []
+    for length in (16384, 131072):
+        position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
+        shape = AttentionShape(
+            1, ((0, length),), 12, 64, 2, plan_encoding(position), plan_processor(position), True, None, 64, False,
+            80 << 30,
+        )  # fmt: skip
+        found.append(ATTENTION_MEMORY["triton"](shape).workspace_map_bytes)
+    assert max(found) <= (80 << 30) / 12
+    assert ATTENTION_MEMORY["triton"](shape).saved_map_bytes == 0
+
+
+def test_a_plan_takes_what_the_check_of_the_run_chose(tmp_path: Path) -> None:
+    config = load_config(
+        ["125M", "kerple_log", "a100_512"], [f"save={tmp_path}", "checkpoint_activations=false"]
+    ).config
+    cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
+    assert read_checked_backend(config) is None
+    for text in ("{", "[]", '{"line": 1}', '{"backend": 3}'):
+        (tmp_path / CHECK_RECORD).write_text(text)
+        assert read_checked_backend(config) is None
+    totals = {}
+    for backend in ("row blocks", "triton"):
+        (tmp_path / CHECK_RECORD).write_text(json.dumps({"backend": backend}))
+        plan = make_plan(config, 50257, cluster)
+        assert plan.checked_backend == backend
+        assert plan.configured_layout is not None
+        totals[backend] = plan.configured_layout.memory.total
+        columns = plan.estimate_backends()
+        assert totals[backend] == columns["auto" if backend == "row blocks" else backend].memory.total
+    assert totals["triton"] < totals["row blocks"]
+    named = config.replace(attention_backend="chunked")
+    assert read_checked_backend(named) is read_checked_backend(config.replace(attention_check=False)) is None
+
+
+def test_a_plan_says_how_it_is_measured() -> None:
+    config = tiny_config(Path(), pos_emb="rotary", train_batch_size=8, train_micro_batch_size_per_gpu=1)
+    plan = make_plan(config, 61, Cluster(get_gpu_spec("a100-40gb"), 8))
+    assert plan.to_dict(1)["rehearse"] == "./deepy.py rehearse CONFIG… --gpus 8"
+    assert {"auto", "triton", "sdpa"} < set(plan.to_dict(1)["seconds_by_backend"])
