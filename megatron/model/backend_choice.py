@@ -131,7 +131,8 @@ def _choose_by_check(
     recorded = read_record(target.resumed_run) if groups.is_main and target.resumed_run is not None else None
     recorded = groups.gather_objects(recorded)[0]
     begun, error = monotonic(), None
-    evidence = recorded.evidence if recorded is not None and recorded.evidence.key == key else read_cache(key)
+    is_same = recorded is not None and recorded.evidence.key == key and recorded.evidence.is_compared
+    evidence = recorded.evidence if recorded is not None and is_same else read_cache(key)
     is_known = evidence is not None and evidence.is_final
     if not is_known:
         rows, heads = list_calls(position, model.num_attention_heads, processor is not None, groups, target)
@@ -296,6 +297,8 @@ def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | 
     are those of the check, else None. FlexAttention is for training: it would be compiled for every length."""
     record = read_record(run)
     if record is None or device.type not in CHECKED_DEVICES or record.backend not in ("sdpa", "triton"):
+        return None
+    if not record.evidence.is_compared:
         return None
     key, dtype_name = record.evidence.key, str(dtype).removeprefix("torch.")
     is_same = key["card"] == describe_card(device) and key["software"] == describe_software()

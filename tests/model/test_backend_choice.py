@@ -235,6 +235,20 @@ def test_a_resumed_run_on_another_card_chooses_anew(planted, tmp_path: Path) -> 
     assert choose(target=target).backend is planted["candidates"]["fast"]
 
 
+def test_what_nobody_compared_is_no_evidence(planted, tmp_path: Path) -> None:
+    """Of a rehearsal on a device that computes nothing."""
+    found = choose().record
+    assert found is not None
+    void = replace(found.evidence, trials=tuple(replace(t, excess={}) for t in found.evidence.trials))
+    target = record(tmp_path / "run", "triton", void)
+    assert recall_choice(tmp_path / "run", torch.device("cpu"), torch.float32) is None
+    for path in (tmp_path / "cache/farfield/attention_check").iterdir():
+        path.unlink()
+    planted["calls"].clear()
+    assert choose(target=target).backend is planted["candidates"]["fast"]
+    assert len(planted["calls"]) == 5
+
+
 def test_a_damaged_record_is_as_good_as_none(planted, tmp_path: Path) -> None:
     (tmp_path / "attention_check.json").write_text('{"backend": "slow", "trials": [')
     assert choose(target=replace(TARGET, resumed_run=tmp_path)).backend is planted["candidates"]["fast"]

@@ -69,6 +69,11 @@ class Evidence:
         """May later runs rely on it?"""
         return all(trial.is_final for trial in self.trials)
 
+    @property
+    def is_compared(self) -> bool:
+        """Were values compared? On a device that computes nothing (`megatron/rehearsal/`) there are none."""
+        return all(trial.excess for trial in self.trials if trial.is_right)
+
     def rank_backends(self) -> list[Trial]:
         """The ones that are right, the fastest first."""
         right = [trial for trial in self.trials if trial.is_right and trial.milliseconds is not None]
