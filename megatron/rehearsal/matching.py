@@ -183,7 +183,7 @@ def find_deadlock(ledgers: LedgersByRank) -> Mismatch | None:
         for call, index in waiting[rank]:
             key = call.communicator
             if call.operation == "recv":
-                if call.peer in ledgers and sent[key, call.peer, rank] < index:
+                if call.peer in ledgers and sent[key, call.peer or 0, rank] < index:
                     return False
             elif arrived[key, index] < needed[key]:
                 return False

@@ -113,7 +113,7 @@ class RankReport:
         values = json.loads(path.read_text(encoding="utf-8"))
         error = values.pop("error")
         peaks = {phase: tuple(peak) for phase, peak in values.pop("peaks").items()}
-        return RankReport(**values, peaks=peaks, error=None if error is None else RankError(**error))  # type: ignore[arg-type]
+        return RankReport(**values, peaks=peaks, error=None if error is None else RankError(**error))
 
 
 class PhaseMemory:
@@ -235,7 +235,7 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
 
     def build_training_run(*arguments: Any, **options: Any) -> Any:
         run = real_build(*arguments, **options)
-        model = run.engine.model
+        model: Any = run.engine.model
         report.parameters, report.row_blocks_reason = run.parameters, model.row_blocks_reason
         backend = model.local_layers[0].self_attention.core_attention.backend
         report.attention_backend = BACKEND_NAMES.get(type(backend).__name__)

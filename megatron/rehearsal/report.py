@@ -182,7 +182,12 @@ class RehearsalReport:
         config = self.rehearsal.run.config
         size = checkpoint["weights"] + checkpoint["states"]
         kept = count_kept_checkpoints(config)
-        disk = {"checkpoint": size, **checkpoint, "kept": kept, "needed": size * kept + size + checkpoint["parts"]}
+        disk: dict[str, Any] = {
+            "checkpoint": size,
+            **checkpoint,
+            "kept": kept,
+            "needed": size * kept + size + checkpoint["parts"],
+        }
         save = config.checkpoint.save
         if save is not None:
             folder = next(path for path in (Path(save).absolute(), *Path(save).absolute().parents) if path.exists())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, split_basename
+from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, split_basename
 from megatron.data.indexed_dataset import HEADER, MAGIC
 from megatron.data.tokenizers import HuggingFaceTokenizer
 from megatron.options.data import SPLITS
@@ -36,7 +36,8 @@ def write_synthetic_corpus(folder: Path, vocab_size: int, seq_length: int) -> di
     tokenizer_file.write_text(json.dumps(_describe_tokenizer(vocab_size)), encoding="utf-8")
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     generator, num_tokens = np.random.default_rng(0), max(MIN_TOKENS, 4 * (seq_length + 1))
-    counts, prefixes = {}, {}
+    counts: dict[SplitName, SplitCounts] = {}
+    prefixes: dict[str, Path] = {}
     for split in SPLITS:
         prefix = folder / split_basename(split)
         tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
