@@ -126,6 +126,10 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
                 f"{kernel['launches']:,}",
             )  # fmt: skip
         console.print(table)
+    if report.attention is not None:
+        console.print(
+            f"[bold]attention[/]  {report.attention}; auto takes what is fastest and right on the card itself"
+        )
     for line in report.list_fallbacks():
         console.print(f"[bold]PyTorch instead of a kernel[/]: {escape(line)}")
 

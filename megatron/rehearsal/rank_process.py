@@ -220,6 +220,7 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
 def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: PhaseMemory) -> None:
     """What a rehearsed rank does otherwise than a real one."""
     from megatron.checkpoint import saver, sharded_state
+    from megatron.model import backend_choice
     from megatron.rehearsal.missing_ranks import write_stage_parameters
     from megatron.rehearsal.sparse_files import sparse_checkpoints
     from megatron.rehearsal.unset_weights import without_weight_values
@@ -253,6 +254,14 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
         report.checkpoint = _measure_checkpoint(save.final) | {"parts": parts}
         return result
 
+    def settle_choice(found: Any, default: str, kept: str | None, **options: Any) -> Any:
+        # As in a run, where all ranks take one backend: here the one that the first rank to run takes.
+        path = Path(job.folder) / "attention_backend"
+        chosen, lines = real_settle(found, default, path.read_text() if path.exists() else kept, **options)
+        path.write_text(chosen)
+        return chosen, lines
+
+    real_settle = backend_choice.settle_choice
     real_enter_phase, real_build = Watchdog.enter_phase, trainer.build_training_run
     real_snapshot, real_publish = sharded_state.Snapshot.__init__, saver.Saver._publish
     for owner, name, change in (
@@ -260,6 +269,7 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
         (trainer, "build_training_run", build_training_run),
         (sharded_state.Snapshot, "__init__", begin_snapshot),
         (saver.Saver, "_publish", publish),
+        (backend_choice, "settle_choice", settle_choice),
     ):
         changes.enter_context(mock.patch.object(owner, name, change))
 

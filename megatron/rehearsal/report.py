@@ -168,6 +168,12 @@ class RehearsalReport:
         names = ("name", "registers", "stack", "shared", "launches")
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
 
+    @property
+    def attention(self) -> str | None:
+        """The backend that `auto` took; a card takes the fastest by its own check."""
+        backends = (result.report.attention_backend for result in self.rehearsal.trained.values())
+        return next(filter(None, backends), None)
+
     def list_fallbacks(self) -> list[str]:
         """Which calls PyTorch computes instead of a kernel, and why."""
         reports = [result.report for result in self.rehearsal.trained.values()]
@@ -261,6 +267,7 @@ class RehearsalReport:
             "distinct_sequences": rehearsal.distinct_sequences,
             "unmatched_ranks": rehearsal.unmatched_ranks,
             "kernels": self.list_kernels(),
+            "attention": self.attention,
             "fallbacks": self.list_fallbacks(),
             "disk": self.disk,
             "host_bytes_per_node": self.host_bytes,

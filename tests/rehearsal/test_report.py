@@ -36,7 +36,8 @@ def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
             "forward and backward": (int(gib * GIB / 2) + 1,) * 2,
         }
         peaks["save"] = (0, int(gib * GIB))
-        report = RankReport(role.rank, peaks, error, 125 * 10**6, 125 * 10**6, None, ["dropout is left to PyTorch"])
+        report = RankReport(role.rank, peaks, error, 125 * 10**6, 125 * 10**6, attention_backend="triton")
+        report.warnings = ["dropout is left to PyTorch"]
         report.checkpoint = CHECKPOINT if role.rank == 0 and error is None else None
         summary = {"kernels": [KERNEL], "counters": {"launches": 3}}
         rehearsal.trained[role.rank] = PhaseResult(report, ledgers[role.rank], summary, 1.0)
@@ -49,7 +50,7 @@ def judge(rehearsal):
 
 def print_to_text(report):
     file = io.StringIO()
-    print_report(report, Console(file=file, width=200, highlight=False))
+    print_report(report, Console(file=file, width=500, highlight=False))
     return file.getvalue()
 
 
@@ -104,7 +105,8 @@ def test_everything_is_printed_and_is_json(tmp_path):
     for words in (
         "fits  125M parameters, 8 × NVIDIA A100-SXM4-40GB", "data 1, context 3", "5 ranks", "9.00", "not modelled",
         "CUDA context 0.3–0.5 GiB", "0.5 GiB × 3 communicators", "collectives agree on 8 of 8 ranks", "all_gather",
-        "_fwd_kernel", "255", "dropout is left to PyTorch", "a checkpoint is 11.2 GiB", f"free for {tmp_path}",
+        "_fwd_kernel", "255", "attention  triton", "dropout is left to PyTorch", "a checkpoint is 11.2 GiB",
+        f"free for {tmp_path}",
         "host memory  3.73 GiB of a node while its 8 ranks", "an estimate", "covered  2 of 8 ranks ran", "cannot know",
         "assumed  ranks that did not run do as 0,7 did",
     ):  # fmt: skip
