@@ -26,6 +26,7 @@ COMMANDS = (
     *(
         "train",
         "plan",
+        "rehearse",
         "prepare",
         "import",
         "evaluate",
@@ -178,6 +179,15 @@ MISTAKES = {
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
     ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "Invalid value '0' for '--gpus'",
+    (
+        "rehearse",
+        "125M",
+        "--gpu",
+        "h300",
+    ): "--gpu h300 cannot be rehearsed on; did you mean h200? choose from a100-40gb",
+    ("rehearse", "125M", "--ranks", "first"): "--ranks is 'first'; it must be roles, all, or ranks such as 0,5,60-63",
+    ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
+    ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
     ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
     ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md is there, and is none of this",
     ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html is there, and is none of this",
