@@ -6,7 +6,7 @@ The same tiles and options launch a kernel and compile it for a GPU that is not 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Tile:
         """As constants of the kernel."""
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """What the compiler is told. Multiply and add in one rounding: Triton's default depends on its version."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}

@@ -4,6 +4,7 @@ The tiles of `bwd_dq`, whose kernel sums over diagonals, are square.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,8 +72,9 @@ def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles
     return HALF[90 if arch >= 90 else 80, 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128]
 
 
+@cache
 def tile_constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
-    """The constants that the op's kernels share."""
+    """The constants that the op's kernels share; not to be changed, since the next launch gets the same."""
     return {
         "HAS_WINDOW": windowed,
         **tile.blocks,
@@ -81,6 +83,7 @@ def tile_constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, An
     }
 
 
+@cache
 def fit_tile_to_rows(tile: Tile, rows: int) -> Tile:
     """A tile of the forward pass: a few rows (decoding) do not need the whole of it, of which a dot needs 16."""
     return replace(tile, block_m=pad_for_dot(min(rows, tile.block_m)))

@@ -14,6 +14,7 @@ from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.head_dim import MAX_HEAD_DIM
+from kernels.launcher import launch
 from kernels.runtime import DTYPES, cdiv, get_arch, launch_context, outside_graphs
 
 
@@ -176,14 +177,13 @@ def _forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     with launch_context(q):
-        _fwd_kernel[(cdiv(rows, tile.block_m), batch * heads)](
-            *map(_build_head_rows, (q, k, v)),
-            Tables(bias, weight),
-            out,
-            lse,
-            _build_sizes(q, k, bias, weight, offset, window, scale),
-            **configs.tile_constants(tile, dim, windowed=window is not None),
-            **tile.options,
+        sizes = _build_sizes(q, k, bias, weight, offset, window, scale)
+        launch(
+            _fwd_kernel,
+            (cdiv(rows, tile.block_m), batch * heads, 1),
+            (*map(_build_head_rows, (q, k, v)), Tables(bias, weight), out, lse, sizes),
+            configs.tile_constants(tile, dim, windowed=window is not None),
+            tile.options,
         )
     return out, lse
 
@@ -222,15 +222,19 @@ def _backward(
     tables, sizes = Tables(bias, weight), _build_sizes(q, k, bias, weight, offset, window, scale)
     windowed = window is not None
     with launch_context(q):
-        _bwd_dq_kernel[(groups, batch * heads)](
-            *(q_rows, k_rows, v_rows, grad_rows, tables, Tables(*partial), out, lse, grad_lse, dq, delta, sizes),
-            **configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
-            **tiles.bwd_dq.options,
+        launch(
+            _bwd_dq_kernel,
+            (groups, batch * heads, 1),
+            (q_rows, k_rows, v_rows, grad_rows, tables, Tables(*partial), out, lse, grad_lse, dq, delta, sizes),
+            configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
+            tiles.bwd_dq.options,
         )
-        _bwd_dkdv_kernel[(cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads)](
-            *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
-            **configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
-            **tiles.bwd_dkdv.options,
+        launch(
+            _bwd_dkdv_kernel,
+            (cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads, 1),
+            (q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
+            configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
+            tiles.bwd_dkdv.options,
         )
     dbias, dweight = (None if p is None else p.sum((0, 2)) for p in partial)
     return dq, dk, dv, dbias, dweight

@@ -10,7 +10,6 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from kernels.cdape_attention.forward import _processor_fwd_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.launcher import launch
 from kernels.runtime import Tile, cdiv
 
 NO_WINDOW_INT32 = 1 << 30
@@ -87,7 +87,6 @@ class Chunk:
     right: int
     position: int
     """Of the first row."""
-    window: int
     edge_start: int
     """Where the values of the left edge begin in the bias contributions."""
 
@@ -101,21 +100,16 @@ class Chunk:
     def slice_columns(self, x: Tensor) -> Tensor:
         return x[:, :, self.left : self.right]
 
-    @cached_property
-    def extent(self) -> dict[str, int]:
-        """Runtime arguments that say what a row sees, the same for all kernels."""
-        return {
-            "R": self.rows,
-            "C": self.right - self.left,
-            "first_row": self.position,
-            "first_column": self.left,
-            "window": self.window,
-        }
+    @property
+    def extent(self) -> tuple[int, int, int, int]:
+        """What says what a row sees, the same for all kernels: R, C, and the positions of the maps' first row and
+        column."""
+        return self.rows, self.right - self.left, self.position, self.left
 
-    @cached_property
-    def processor_extent(self) -> dict[str, int]:
-        """Runtime arguments that all processor kernels share."""
-        return self.extent | {"edge_start": self.edge_start, "edge_row": self.first}
+    @property
+    def processor_extent(self) -> tuple[int, ...]:
+        """The same for the processor's kernels, and which values of the left edge are the chunk's."""
+        return (*self.extent, self.edge_start, self.first)
 
 
 def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
@@ -124,7 +118,7 @@ def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
         position = problem.offset + first
         left = max(position - problem.window + 1, 0) // ALIGNED * ALIGNED
         edge_start = problem.offset + problem.rows + problem.padding
-        yield Chunk(first, last, left, problem.offset + last, position, problem.window, edge_start)
+        yield Chunk(first, last, left, problem.offset + last, position, edge_start)
 
 
 @dataclass(frozen=True)
@@ -159,13 +153,13 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
     tile = heads_tile(chunk.rows, dim, problem.dtype)
     width = chunk.right - chunk.left
     scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
-    _scores_kernel[head_tile_grid(chunk, tile, batch)](
-        *(chunk.slice_rows(scaled), chunk.slice_columns(k), scores),
-        **chunk.extent,
-        R_total=problem.rows,
-        C_total=columns,
-        **heads_constants(heads, dim, tile),
-        **tile.options,
+    tensors = (chunk.slice_rows(scaled), chunk.slice_columns(k), scores)
+    launch(
+        _scores_kernel,
+        head_tile_grid(chunk, tile, batch),
+        (*tensors, *chunk.extent, problem.window, problem.rows, columns),
+        heads_constants(heads, dim, tile),
+        tile.options,
     )
     return scores
 
@@ -182,29 +176,31 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     tile = problem.tile("mix_fwd", chunk.rows)
     kept_distances = tile.block_n - 2 * problem.padding
     reach = min(chunk.right, problem.window)
-    _processor_fwd_kernel[(cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m), scores.shape[0])](
-        *(scores, logits, problem.bias_contributions, problem.bias_table),
-        *(problem.weights.w1, problem.weights.w2, problem.weights.b2),
-        bias_count=problem.bias_table.shape[1],
-        **chunk.processor_extent,
-        **problem.constants("mix_fwd", tile),
-        **tile.options,
+    weights = problem.weights
+    tensors = (scores, logits, problem.bias_contributions, problem.bias_table, weights.w1, weights.w2, weights.b2)
+    launch(
+        _processor_fwd_kernel,
+        (cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m), batch),
+        (*tensors, *chunk.processor_extent, problem.bias_table.shape[1], problem.window),
+        problem.constants("mix_fwd", tile),
+        tile.options,
     )
     return logits
 
 
-def softmax_launch(kernel: str, problem: CdapeProblem, chunk: Chunk, v: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid, and arguments that the attend kernels share."""
+def launch_softmax(
+    kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor, ...]
+) -> None:
+    """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first."""
     batch, heads, columns, dim = v.shape
-    tile = attend_tile(kernel, chunk.rows, problem.dtype)
-    options = {
-        **chunk.extent,
-        "R_total": problem.rows,
-        "C_total": columns,
-        **attend_constants(dim, tile),
-        **tile.options,
-    }
-    return (cdiv(chunk.rows, tile.block_m) * batch * heads,), options
+    tile = attend_tile(name, chunk.rows, problem.dtype)
+    launch(
+        kernel,
+        (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
+        (*tensors, *chunk.extent, problem.window, problem.rows, columns),
+        attend_constants(dim, tile),
+        tile.options,
+    )
 
 
 def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int) -> tuple[Tensor, Tensor]:
@@ -217,10 +213,8 @@ def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_r
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     for chunk in iter_chunks(problem, chunk_rows):
         logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
-        grid, options = softmax_launch("attend_fwd", problem, chunk, v)
-        _attend_fwd_kernel[grid](
-            logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :], **options
-        )
+        tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :])
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
     return output, stats
 
 
@@ -321,16 +315,14 @@ def softmax_backward(
         stats[..., chunk.first :],
         sums[..., chunk.first :],
     )
-    grid, options = softmax_launch("attend_sums", problem, chunk, v)
-    _attend_sums_kernel[grid](*inputs, **options)
+    launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
     tile = heads_tile(chunk.rows, dim, problem.dtype)
-    _attend_bwd_kernel[head_tile_grid(chunk, tile, batch)](
-        *(*inputs, maps.probabilities, maps.dlogits),
-        **chunk.extent,
-        R_total=problem.rows,
-        C_total=columns,
-        **heads_constants(heads, dim, tile),
-        **tile.options,
+    launch(
+        _attend_bwd_kernel,
+        head_tile_grid(chunk, tile, batch),
+        (*inputs, maps.probabilities, maps.dlogits, *chunk.extent, problem.window, problem.rows, columns),
+        heads_constants(heads, dim, tile),
+        tile.options,
     )
 
 
@@ -355,13 +347,14 @@ def _processor_backward(
     dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
     dedge = torch.zeros(batch, chunk.rows, padding, width, **float32)
-    _processor_bwd_kernel[(blocks, parts, batch)](
-        *(maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2),
-        *(maps.dscores, dbias_contributions, dbias, dedge),
-        split_blocks=cdiv(row_blocks, parts),
-        **chunk.processor_extent,
-        **problem.constants("mix_bwd", tile),
-        **tile.options,
+    inputs = (maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
+    outputs = (maps.dscores, dbias_contributions, dbias, dedge)
+    launch(
+        _processor_bwd_kernel,
+        (blocks, parts, batch),
+        (*inputs, *outputs, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        problem.constants("mix_bwd", tile),
+        tile.options,
     )
     product.add_gradient(sums.bias_product, dbias_contributions, is_first=is_first)
     product.set_edge_gradient(sums.bias_product, dedge, chunk.first)
@@ -380,12 +373,13 @@ def _weights_backward(
     blocks, row_blocks = cdiv(reach, tile.block_n), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
     partial = torch.empty(batch * parts * blocks, *sums.patches.shape, dtype=torch.float32, device=maps.scores.device)
-    _processor_bwd_dw_kernel[(blocks, parts, batch)](
-        *(maps.scores, maps.dlogits, problem.bias_contributions),
-        *(problem.weights.patches1, problem.weights.patches2, partial),
-        split_blocks=cdiv(row_blocks, parts),
-        **chunk.processor_extent,
-        **problem.constants("mix_bwd_dw", tile),
-        **tile.options,
+    weights = problem.weights
+    tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
+    launch(
+        _processor_bwd_dw_kernel,
+        (blocks, parts, batch),
+        (*tensors, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        problem.constants("mix_bwd_dw", tile),
+        tile.options,
     )
     add_sum(sums.patches, partial, is_first=is_first)

@@ -19,8 +19,8 @@ from kernels.cdape_attention.driver import (
     Chunk,
     ChunkMaps,
     compute_scores,
+    launch_softmax,
     softmax_backward,
-    softmax_launch,
 )
 from kernels.cdape_attention.softmax import _attend_fwd_kernel
 from kernels.runtime import launch_context
@@ -84,11 +84,9 @@ def test_equals_the_softmax_and_its_gradient(
         return {"output": output, "probabilities": probabilities, "gradient": gradient}
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
-    grid, options = softmax_launch("attend_fwd", problem, chunk, v)
+    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :])
     with launch_context(v):
-        _attend_fwd_kernel[grid](
-            logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :], **options
-        )
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
     assert output[:, :, : chunk.first].isnan().all()
     assert statistics[..., : chunk.first].isnan().all()
 
@@ -133,8 +131,8 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
-    grid, options = softmax_launch("attend_fwd", replace(problem, dtype=v.dtype), chunk, v)
+    problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
-        _attend_fwd_kernel[grid](logits, v, output, statistics, **options)
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, statistics))
     assert (output == 1).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()
