@@ -9,13 +9,18 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# The CUDA build of torch, which the null CUDA device needs (no GPU, no driver), in an environment of its own: 5 GB.
+VENV_CUDA := .venv-cuda
+PIP_CUDA := $(VENV_CUDA)/bin/python -m pip install -qq --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers test test-fast lint docs clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast lint docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
+	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
 	@echo "make test-fast    the tests that need no training process, in a little over a minute, for the inner loop"
@@ -40,6 +45,16 @@ setup: $(VENV)/.runtime
 
 setup-dev: $(VENV)/.dev
 
+$(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || \
+		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
+	@$(PYTHON) -m venv $(VENV_CUDA)
+	@$(PIP_CUDA) 'torch==$(TORCH),!=$(TORCH)+cpu' -r requirements-dev.txt
+	@touch $@
+
+setup-cuda: $(VENV_CUDA)/.dev
+
 quickstart: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml
 
@@ -57,6 +72,11 @@ lint: setup-dev
 
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# pytest itself runs on the null device. A file's tests share what its fixtures made, so each file stays in one process.
+test-cuda: setup-cuda
+	@OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m megatron.rehearsal.null_device \
+		-m pytest tests/cuda -n 2 --dist loadfile --durations 5
 
 # What tests/cluster starts a SLURM of its own from. Nothing runs after the installation, and nothing is configured.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge
@@ -89,4 +109,4 @@ docs: setup
 	@$(BIN)/python tools/docs/make_docs.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV_CUDA) .pytest_cache .hypothesis .ruff_cache .mypy_cache

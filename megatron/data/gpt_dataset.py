@@ -27,9 +27,11 @@ it must be in.
 
 import hashlib
 import json
+import shutil
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,6 +156,18 @@ def build_training_dataset(
     return TrainingDataset(BlendedDataset(chains, weights.tolist(), total, config), total)
 
 
+@contextmanager
+def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
+    """A folder of the first process's, for all; gone when all have left it."""
+    own = tempfile.mkdtemp(prefix="farfield-samples-") if groups.is_main else None
+    try:
+        yield Path(groups.gather_objects(own)[0])
+        groups.gather_objects(None)  # nobody reads it any more
+    finally:
+        if own is not None:
+            shutil.rmtree(own, ignore_errors=True)
+
+
 class _GPTDatasetBuilder:
     """Builds GPTDatasets of one slice. All ranks must make the same calls."""
 
@@ -189,22 +203,31 @@ class _GPTDatasetBuilder:
 
     def build(self, num_samples: int, seed: int) -> GPTDataset:
         """At least `num_samples` samples. The index comes from the cache, or is built there by the first process."""
-        if self.cache is None:
-            check_dataset_content(self.dataset_slice.dataset)
-            try:
-                with tempfile.TemporaryDirectory(prefix="farfield-samples-") as temporary:
-                    return GPTDataset(*self._arguments(num_samples, seed, Path(temporary)))  # maps outlive names
-            except OSError as error:
-                raise RunError(
-                    f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}; "
-                    "data_cache or TMPDIR names another folder"
-                ) from None
-        folder = self.cache / self._cache_key(num_samples, seed)
+        if self.cache is not None:
+            return self._build_in(self.cache, num_samples, seed)
+        try:
+            with _temporary_folder(self.groups) as temporary:  # maps outlive names
+                if self.groups.world_size > 1:
+                    return self._build_in(temporary, num_samples, seed)
+                check_dataset_content(self.dataset_slice.dataset)
+                return GPTDataset(*self._arguments(num_samples, seed, temporary))
+        except OSError as error:
+            raise RunError(
+                f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}; "
+                "data_cache or TMPDIR names another folder"
+            ) from None
+
+    def _build_in(self, cache: Path, num_samples: int, seed: int) -> GPTDataset:
+        folder = cache / self._cache_key(num_samples, seed)
         problem = self._write_index(folder, num_samples, seed) if self.groups.is_main else None
         if (problem := self.groups.find_first_error(problem)) is not None:
             raise RunError(problem)
         try:
             return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
+        except FileNotFoundError:
+            raise RunError(
+                f"{folder}: the sample index is not seen by every process; data_cache names a folder that is"
+            ) from None
         except UNREADABLE as error:  # by a rank that the first one's repair does not reach
             raise RunError(f"{folder}: a damaged sample index ({error}); delete the folder") from None
 

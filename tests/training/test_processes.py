@@ -54,6 +54,7 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             two("stopped3", **HALVES, **zero(3), **short),
             rest("stopped3", **HALVES, **zero(3)),
             two("offloaded3", **HALVES, **zero(3, "optimizer", "param")),
+            tiny_config(corpus, None, **masked, **HALVES),  # nothing is saved, so the index is in no folder of the run
             two("moved2", **HALVES, **zero(2), **short),
             rest("moved2", **HALVES, **zero(2, "optimizer")),
             two("moved3", **HALVES, **zero(3, "optimizer", "param"), **short),
@@ -70,11 +71,11 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
         terminate=1,
     )
     *others, bad, endless = errors
-    assert [*others, endless] == [None] * 16
+    assert [*others, endless] == [None] * 17
     assert "nowhere" in (bad or "")
 
     # A signal to any process ends all after the same step, with a checkpoint of it.
-    assert [(tmp_path / "job" / f"16.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert [(tmp_path / "job" / f"17.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "endless"))
     assert stopped is not None
     assert 0 <= stopped - max(records(tmp_path / "endless")) < 3

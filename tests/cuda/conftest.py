@@ -1,0 +1,37 @@
+"""Shared by the tests that run on the null CUDA device (`make test-cuda`), which tests/conftest.py collects there
+alone."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+from tools.gpu.null_device_cases import VOCABULARY
+
+LONGEST = 131072
+SECONDS = 300
+"""A test may take; a wait for a device that computes nothing would never end."""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus folder of random tokens, with sequences of the greatest length."""
+    folder = tmp_path_factory.mktemp("text") / "corpus"
+    write_synthetic_corpus(folder, VOCABULARY, LONGEST)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _ends_in_time() -> Iterator[None]:
+    """A test that hangs fails, where it hangs."""
+
+    def fail(number: int, frame: object) -> None:
+        raise TimeoutError(f"the test took more than {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,324 @@
+"""Trainings that are run on the null CUDA device, and what each of them must do: tests/cuda runs a sample, and
+`null_device_matrix.py` all.
+
+A case is a training of two steps with one layer or few, in the shapes that decide which kernels run: what differs
+between cases are methods, backends, types, ZeRO's stages, head dimensions, lengths and layouts. `run_case` runs one in
+this process, which is on the null device, and `find_faults` says what is wrong with it.
+"""
+
+import io
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config.load import SHIPPED_CONFIGS
+
+OVERLAYS = sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
+BACKENDS = ("auto", "triton")
+REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "dape", "cdape_kerple_log", "window")
+"""Methods that every kernel and every route of the backends is needed for."""
+REFUSED_BY_TRITON = {"cope": "contextual terms", "transformer_xl": "contextual terms"}
+"""Methods that the kernels say they cannot compute, when the model is built."""
+HEADS = 2
+BASE: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 64 * HEADS,
+    "num_attention_heads": HEADS,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "make_vocab_size_divisible_by": 64,
+    "train_iters": 2,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"params": {"lr": 1e-3}},
+    "precision": "bf16",
+    "log_interval": 1,
+    "eval_interval": 0,
+    "eval_iters": 1,
+    "device": "cuda",
+    "distributed_backend": "nccl",
+    "num_gpus": 1,
+    "nodes": 1,
+    "use_tensorboard": False,
+}
+VOCABULARY = 320
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16": {"precision": "fp16"},
+    "fp32": {"precision": "fp32"},
+    "recomputation": {"checkpoint_activations": True},
+    "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "windowed": {"attention_window": 64},
+    "gqa": {"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 256},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    **{f"head_dim_{size}": {"hidden_size": size * HEADS} for size in (80, 96, 112, 128)},
+    **{
+        f"length_{length}": {
+            "seq_length": length,
+            "max_position_embeddings": length,
+            "train_micro_batch_size_per_gpu": 1,
+            "checkpoint_activations": True,
+        }
+        for length in (512, 2048, 8192, 32768, 131072)
+    },
+}
+"""What a single device does besides: keys by name."""
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "": {},
+    "offload": {"offload_optimizer": {"device": "cpu"}},
+    "offload_pinned": {"offload_optimizer": {"device": "cpu", "pin_memory": True}},
+    "offload_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {},
+    "tensor_2": {"model_parallel_size": 2},
+    "tensor_4": {"model_parallel_size": 4},
+    "context_2": {"context_parallel_size": 2},
+    "context_4": {"context_parallel_size": 4},
+    "pipeline_2": {"pipe_parallel_size": 2, "gradient_accumulation_steps": 4},
+    "pipeline_4": {"pipe_parallel_size": 4, "gradient_accumulation_steps": 4},
+    "tensor_2_context_2": {"model_parallel_size": 2, "context_parallel_size": 2},
+    "tensor_2_pipeline_2": {"model_parallel_size": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
+    "context_2_pipeline_2": {"context_parallel_size": 2, "pipe_parallel_size": 2, "gradient_accumulation_steps": 2},
+    "tensor_2_context_2_pipeline_2": {
+        "model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "pipe_parallel_size": 2,
+        "gradient_accumulation_steps": 2,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    name: str
+    overlay: str
+    """Of configs/position."""
+    keys: dict[str, Any] = field(default_factory=dict)
+    """Of the configuration, flat; over those of `BASE` and of the overlay."""
+
+    @property
+    def backend(self) -> str:
+        return str(self.keys.get("attention_backend", "auto"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case did."""
+
+    name: str
+    seconds: float
+    error: str = ""
+    """Its kind and message; empty if the training came to its end."""
+    trace: str = ""
+    """Of an error that is no refusal."""
+    warnings: tuple[str, ...] = ()
+    """Of Python's warnings, those of PyTorch, Triton and this project, and what PyTorch's C++ wrote."""
+    fallbacks: tuple[str, ...] = ()
+    """What the backends said they leave to PyTorch."""
+    peak: int = 0
+    """Bytes allocated at once, by PyTorch's allocator."""
+    launches: int = 0
+    """Of PyTorch's kernels."""
+    triton: int = 0
+    """Of Triton's."""
+
+
+def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[str] = tuple(FEATURES)) -> list[Case]:
+    """Every overlay × backend × feature."""
+    return [
+        Case(f"{overlay}-{backend}-{feature}", overlay, {"attention_backend": backend, **FEATURES[feature]})
+        for overlay in overlays
+        for backend in BACKENDS
+        for feature in features
+    ]
+
+
+def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")) -> list[Case]:
+    """Every stage of ZeRO × offload × precision, with a checkpoint after each step; what a stage cannot offload is
+    left out."""
+    cases = []
+    for overlay in overlays:
+        for stage in range(4):
+            for offload, options in OFFLOADS.items():
+                if (offload and stage == 0) or (offload == "offload_all" and stage != 3):
+                    continue
+                for precision in ("fp16", "bf16", "fp32"):
+                    keys = {"zero_optimization": {"stage": stage, **options}, "precision": precision}
+                    name = f"{overlay}-zero_{stage}-{precision}" + f"-{offload}" * bool(offload)
+                    cases.append(Case(name, overlay, {**keys, "attention_backend": "triton", "checkpoint_factor": 1}))
+    return cases
+
+
+def list_layout_cases(overlays: Sequence[str], layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Case]:
+    """Every overlay × backend × layout, of eight heads and four layers."""
+    shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    return [
+        Case(f"{overlay}-{backend}-{layout}", overlay, {"attention_backend": backend, **shape, **LAYOUTS[layout]})
+        for overlay in overlays
+        for backend in BACKENDS
+        for layout in layouts
+    ]
+
+
+def list_sharded_zero_cases() -> list[Case]:
+    """ZeRO's stages over the ranks of a job, without the checkpoint that one of many cannot make."""
+    return [Case(case.name, case.overlay, {**case.keys, "checkpoint_factor": None}) for case in list_zero_cases()]
+
+
+def build_config(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Any:
+    """The configuration of a case over a corpus, saved into `run` if it makes checkpoints."""
+    from megatron.config.load import load_config
+    from megatron.config.schema import Config
+
+    position = load_config(["125M", case.overlay]).config.position.model_dump()
+    keys = {**BASE, "num_gpus": world_size, **position}
+    paths = {f"{split}_data_paths": [str(corpus / f"{split}_text_document")] for split in ("train", "valid", "test")}
+    keys |= {**paths, "data_cache": str(corpus / "samples"), **case.keys}
+    keys |= {"save": str(run) if case.keys.get("checkpoint_factor") else None}
+    return Config.from_flat(keys)
+
+
+def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcome:
+    """Train a case in this process, on the null device; what it raises is part of the outcome.
+
+    Args:
+        corpus: a corpus folder with a vocabulary of `VOCABULARY`.
+        run: folder of its checkpoints, which is not there.
+        world_size: ranks of the job; torchrun's variables say which of them this process is.
+    """
+    import torch
+    from rich.console import Console
+
+    from megatron.attention.backends import triton as triton_backend
+    from megatron.rehearsal.null_device.library import read_counters
+    from megatron.training.trainer import train
+    from megatron.utils.errors import FarfieldError
+
+    triton_backend._warn_fallback.cache_clear()  # what is said once for a run is wanted of each case
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, begun, error, trace = read_counters(), time.perf_counter(), "", ""
+    with _listen() as heard:
+        try:
+            train(build_config(case, corpus, run, world_size), Console(file=io.StringIO(), width=200))
+        except FarfieldError as refusal:
+            error = f"{type(refusal).__name__}: {refusal}"
+        except Exception as failure:
+            error, trace = f"{type(failure).__name__}: {failure}", traceback.format_exc()
+    counted = read_counters() - before
+    return Outcome(
+        case.name,
+        round(time.perf_counter() - begun, 2),
+        error,
+        trace,
+        tuple(dict.fromkeys(heard.warnings)),
+        tuple(dict.fromkeys(heard.fallbacks)),
+        torch.cuda.max_memory_allocated(),
+        counted.launches,
+        counted.triton,
+    )
+
+
+class _Heard(logging.Handler):
+    """What was said while a case ran."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+        self.fallbacks: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.name.startswith("megatron.core"):
+            return
+        (self.fallbacks if "left to PyTorch" in message else self.warnings).append(message)
+
+
+CPLUSPLUS_LINE = re.compile(r"^(?:\[rank\d+\]:)?\[[WE]\d{4} .*")
+"""A warning or an error that PyTorch's C++ writes to standard error."""
+FOREIGN = re.compile(r"site-packages/(?!torch/|triton/)")
+"""Files of packages whose own deprecations are theirs: megatron-core's, DeepSpeed's."""
+
+
+@contextmanager
+def _listen() -> Iterator[_Heard]:
+    """Collects Python's warnings, our loggers' and what C++ writes; nothing of it reaches the terminal."""
+    heard, logger = _Heard(), logging.getLogger("megatron")
+    logger.addHandler(heard)
+    sys.stderr.flush()
+    real = os.dup(2)
+    with tempfile.TemporaryFile("w+") as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                yield heard
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            os.close(real)
+            logger.removeHandler(heard)
+            written.seek(0)
+            heard.warnings += [line.strip() for line in written if CPLUSPLUS_LINE.match(line)]
+    for warning in caught:
+        if not FOREIGN.search(warning.filename):
+            heard.warnings.append(f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}".splitlines()[0])
+
+
+def expected_refusal(case: Case) -> str | None:
+    """A part of the message with which a case must be refused; None if it must train."""
+    return REFUSED_BY_TRITON.get(case.overlay) if case.backend == "triton" else None
+
+
+def expected_fallback(case: Case) -> str | None:
+    """A part of what a case with the kernels must say that it leaves to PyTorch; None if it must say nothing."""
+    if case.backend != "triton":
+        return None
+    if case.overlay == "rotary_randomized":
+        return "randomized positions"
+    has_processor = "dape" in case.overlay
+    if case.keys.get("attention_dropout") and case.overlay != "fire":
+        biased = case.overlay in _BIASED
+        return "attention_dropout" if has_processor or not biased else None
+    return None
+
+
+_BIASED = frozenset({
+    "alibi", "gaussian_bias2", "gaussian_bias3", "inverse", "inverse_nlogn", "kerple_log", "kerple_log3",
+    "kerple_power", "sandwich", "t5", "type1", "type2",
+})  # fmt: skip
+"""Methods with a bias of the distance and no weight: under dropout a kernel still makes their bias."""
+
+
+def find_faults(case: Case, outcome: Outcome) -> list[str]:
+    """What is wrong with the outcome of a case, in lines; empty if it is right."""
+    refusal, fallback = expected_refusal(case), expected_fallback(case)
+    faults = [f"warned: {line}" for line in outcome.warnings]
+    if refusal is not None:
+        if refusal not in outcome.error or not outcome.error.startswith("UserError"):
+            faults.append(f"was not refused with {refusal!r}: {outcome.error or 'it trained'}")
+        return faults
+    if outcome.error:
+        return [*faults, outcome.error]
+    if outcome.launches == 0:
+        faults.append("launched nothing")
+    if fallback is None and outcome.fallbacks:
+        faults.append(f"fell back: {outcome.fallbacks[0]}")
+    if fallback is not None and not any(fallback in line for line in outcome.fallbacks):
+        faults.append(f"did not say that {fallback} is left to PyTorch")
+    if case.backend == "triton" and (outcome.triton == 0) != (fallback is not None):
+        faults.append(f"launched {outcome.triton} kernels of Triton, and said {fallback or 'nothing'}")
+    return faults

@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Everything that Farfield does on a CUDA device, run on the null device, and a record of what went wrong.
+
+    python tools/gpu/null_device_matrix.py --page docs/results/cuda_matrix.md
+
+needs the CUDA build of torch and no GPU. tests/cuda runs a sample of the same cases (`make test-cuda`); this runs all:
+every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries, head
+dimension and length; ZeRO × offload × precision; layouts of eight ranks, as the first rank and the last. Each part is
+one process, which shares imports and compiled kernels. Beside the page a JSON file has every case.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron.rehearsal.null_device.cards import CARDS, get_card  # noqa: E402
+from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
+from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus  # noqa: E402
+from megatron.utils.errors import FarfieldError  # noqa: E402
+from tools.arguments import ToolParser, comma_separated, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.gpu.null_device_cases import (  # noqa: E402
+    FEATURES,
+    OVERLAYS,
+    REPRESENTATIVES,
+    VOCABULARY,
+    Case,
+    Outcome,
+    expected_fallback,
+    expected_refusal,
+    find_faults,
+    list_feature_cases,
+    list_layout_cases,
+    list_sharded_zero_cases,
+    list_zero_cases,
+)
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
+
+WORKER = ROOT / "tools/gpu/null_device_worker.py"
+RANKS = 8
+LONGEST = 131072
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Cases that one process runs, or each of the ranks that are run."""
+
+    name: str
+    title: str
+    cases: list[Case]
+    ranks: tuple[int, ...] = (0,)
+    world_size: int = 1
+
+
+def list_parts() -> list[MatrixPart]:
+    """All of the matrix."""
+    ends = (0, RANKS - 1)
+    layouts = [*list_layout_cases(REPRESENTATIVES)]
+    return [
+        MatrixPart("methods", "Every method in every shape, on one device", list_feature_cases()),
+        MatrixPart("zero", "ZeRO, offload and precision, with a checkpoint after each step", list_zero_cases()),
+        MatrixPart("layouts", f"Layouts of {RANKS} ranks, as the first and the last", layouts, ends, RANKS),
+        MatrixPart("sharded", f"ZeRO over {RANKS} ranks", list_sharded_zero_cases(), ends, RANKS),
+    ]
+
+
+def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str, Any]:
+    """Run a part's processes, one after the other; a case whose process died has that as its fault."""
+    begun, results = time.perf_counter(), []
+    for rank in part.ranks:
+        job, output = folder / f"{part.name}.json", folder / f"{part.name}-{rank}.jsonl"
+        cases = [asdict(case) for case in part.cases]
+        job.write_text(json.dumps({"corpus": str(corpus), "cases": cases}), encoding="utf-8")
+        base = dict(os.environ)
+        if part.world_size > 1:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+            base |= {name: str(value) for name, value in names.items()}
+            base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        environment = build_environment(
+            get_card(gpu), devices=part.world_size, is_lone_rank=part.world_size > 1, base=base
+        )
+        done = subprocess.run(
+            [sys.executable, str(WORKER), str(job), str(output)], env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        lines = output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+        outcomes = {outcome["name"]: Outcome(**outcome) for outcome in map(json.loads, lines)}
+        for case in part.cases:
+            outcome = outcomes.get(case.name)
+            died = f"its process ended with {done.returncode} before: {done.stderr.strip().splitlines()[-1:]}"
+            faults = [died] if outcome is None else find_faults(case, outcome)
+            described = {} if outcome is None else asdict(outcome)
+            results.append({**described, "name": case.name, "rank": rank, "faults": faults})
+    return {"seconds": round(time.perf_counter() - begun, 1), "results": results}
+
+
+def render_page(record: dict[str, Any]) -> str:
+    """The record as a page."""
+    parts = {part.name: part for part in list_parts()}
+    lines = [
+        "# What runs on CUDA",
+        "",
+        "Trainings of two steps with small models, each to its end or to the refusal that is documented, on the null",
+        "CUDA device (no GPU: PyTorch's, Triton's, DeepSpeed's and NCCL's code runs, kernels are compiled and compute",
+        "nothing). A case is right if it neither crashes nor warns, and says what it leaves to PyTorch.",
+        "Times are of a shared machine, and no case says anything about numbers.",
+        "",
+        "| part | cases | right | refused as documented | fall back and say so | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in record["parts"].items():
+        results, cases = run["results"], {case.name: case for case in parts[name].cases}
+        right = sum(not result["faults"] for result in results)
+        refused = sum(expected_refusal(cases[result["name"]]) is not None for result in results)
+        fallen = sum(expected_fallback(cases[result["name"]]) is not None for result in results)
+        counts = f"{len(results):,} | {right:,} | {refused} | {fallen} | {run['seconds']:,.0f}"
+        lines.append(f"| {parts[name].title} | {counts} |")
+    lines += ["", "## What went wrong", ""]
+    faults: Counter[str] = Counter()
+    where: dict[str, list[str]] = {}
+    for run in record["parts"].values():
+        for result in run["results"]:
+            for fault in dict.fromkeys(_normalize(fault) for fault in result["faults"]):
+                faults[fault] += 1
+                where.setdefault(fault, []).append(result["name"])
+    lines += [
+        f"* {count} cases ({', '.join(dict.fromkeys(where[fault][:4]))}{' …' * (count > 4)}): {fault}"
+        for fault, count in faults.most_common()
+    ] or ["Nothing."]
+    lines += [
+        "",
+        "## What was run",
+        "",
+        f"{len(OVERLAYS)} overlays: {', '.join(OVERLAYS)}.",
+        "",
+        f"Of each, with auto and triton: {', '.join(FEATURES)}.",
+        "",
+        format_provenance(record),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _normalize(fault: str) -> str:
+    """A fault without what differs from case to case."""
+    return re.sub(r"\[W\d+ \S+ |\d{4,}", "…", fault.splitlines()[0])[:200]
+
+
+def main() -> None:
+    names = [part.name for part in list_parts()]
+    parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", choices=[card.name for card in CARDS], default="h100", help="the card (h100)")
+    parser.add_argument("--parts", type=comma_separated(names), default=names, help=f"some of {', '.join(names)}")
+    parser.add_argument("--overlays", type=comma_separated(OVERLAYS), help="of the methods, some; all if absent")
+    parser.add_argument("--page", type=parse_output_path, help="where the page goes, and the record beside it (.json)")
+    arguments = parser.parse_args()
+    record: dict[str, Any] = {**collect_provenance(__file__, "cpu"), "gpu": arguments.gpu, "parts": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
+        write_synthetic_corpus(corpus, VOCABULARY, LONGEST)
+        for part in list_parts():
+            if part.name not in arguments.parts:
+                continue
+            if arguments.overlays:
+                part = MatrixPart(
+                    part.name, part.title, [c for c in part.cases if c.overlay in arguments.overlays], part.ranks,
+                    part.world_size,
+                )  # fmt: skip
+            try:
+                run = record["parts"][part.name] = run_part(part, arguments.gpu, corpus, Path(folder))
+            except FarfieldError as error:
+                parser.error(str(error))
+            wrong = [result for result in run["results"] if result["faults"]]
+            print(f"{part.name}: {len(run['results'])} cases, {len(wrong)} wrong, {run['seconds']:.0f} s", flush=True)
+            for result in wrong:
+                print(f"  {result['name']} (rank {result['rank']}): {result['faults'][0][:200]}", flush=True)
+            if arguments.page is not None:
+                write_record(arguments.page.with_suffix(".json"), record, render_page(record))
+    sys.exit(any(result["faults"] for run in record["parts"].values() for result in run["results"]))
+
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+    main()
