@@ -273,8 +273,9 @@ class GPT(GPTModel):
                 hidden = layer(hidden, layer_context)
             return hidden
 
+        draws = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
         for start in range(0, len(layers), self.checkpoint_layers):
-            hidden = checkpoint(run, hidden, start, use_reentrant=False)
+            hidden = recompute_in_backward(run, hidden, start, draws=draws)
         return hidden
 
     @property
@@ -346,7 +347,18 @@ def chunked_cross_entropy(
     if step == hidden.shape[0]:
         return compute_losses(hidden, labels)
     blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
-    return torch.cat([checkpoint(compute_losses, *block, use_reentrant=False) for block in blocks], dim=1)
+    return torch.cat([recompute_in_backward(compute_losses, *block, draws=False) for block in blocks], dim=1)
+
+
+def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
+    """A function's result, whose backward pass computes it again.
+
+    `draws`: it draws random numbers, so that torch's states must be kept and put back around it. That, and comparing
+    shapes with those of the first time, would cost the host as much as a layer's operations.
+    """
+    options: dict[str, Any] = {"preserve_rng_state": draws, "determinism_check": "none"}
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, **options)
+    return result
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
