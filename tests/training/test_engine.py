@@ -13,6 +13,7 @@ from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 
+from megatron.checkpoint.engine_state import list_optimizer_shards
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Mesh, ParallelSizes
@@ -131,6 +132,54 @@ def test_every_zero_stage_trains_as_plain_pytorch_does(stage: int, zero: dict[st
     moved = 5 * 1e-2 / 1e-2 * 0.5 * compute_tolerance(TERMS, 2 * SUMS)
     for name, weight in weights.items():
         torch.testing.assert_close(got[name], weight, rtol=0, atol=moved, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulate", "zero"),
+    [
+        (1, "bf16", 1, {}),
+        (1, "fp32", 3, {"reduce_bucket_size": 3000}),
+        (2, "bf16", 1, {"reduce_bucket_size": 3000}),
+        (2, "bf16", 3, {}),
+        (2, "fp32", 2, {"reduce_scatter": False}),
+    ],
+)
+def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
+    stage: int, precision: str, accumulate: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, norms, masters and moments bit for bit, a step without clipping and one that is skipped included."""
+    chosen = config(
+        stage, precision, gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
+        gradient_accumulation_steps=accumulate, train_batch_size=2 * accumulate, zero=zero,
+    )  # fmt: skip
+
+    def train() -> tuple[list[float], list[float], dict[str, torch.Tensor], list[bool]]:
+        engine = start(chosen)
+        norms, skipped, losses = [], [], []
+        for factor in (1.0, 1e-3, math.inf, 1.0):
+            micro_batches = [batch(i, MASKS[i] * factor) for i in range(accumulate)]
+            losses.append(float(engine.forward_backward(micro_batches, 32)))
+            engine.step(1e-2)
+            norms.append(float(engine.grad_norm))
+            skipped.append(engine.skipped)
+        states = {
+            f"{shard.name} {kind}": tensor.clone()
+            for shard in list_optimizer_shards(engine.deepspeed)
+            for kind, tensor in {"master": shard.master, **shard.moments}.items()
+        }
+        engine.close()
+        return losses, norms, states, skipped
+
+    losses, norms, states, skipped = train()
+    monkeypatch.setattr("megatron.training.zero_optimizer.can_flatten", lambda optimizer: False)
+    wanted_losses, wanted_norms, wanted_states, wanted_skipped = train()
+    assert skipped == wanted_skipped == [False, False, True, False]
+    assert norms == wanted_norms
+    assert norms[0] > 0.5 > norms[1]
+    assert [x for x in losses if math.isfinite(x)] == [x for x in wanted_losses if math.isfinite(x)]
+    assert states.keys() == wanted_states.keys()
+    for name, state in states.items():
+        assert torch.equal(state, wanted_states[name]), name
 
 
 def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
