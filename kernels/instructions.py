@@ -19,6 +19,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ import triton
 
 from kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel
 
+GLOBAL_LOAD = re.compile(r"\bLDG(?:STS)?\.E(?:\.(?!U?\d+\b)\w+)*(?:\.U?(\d+))?")
+SPILL = re.compile(r"\b(?:LDL|STL)\b")
 SCHEDULERS = 4
 """Of a streaming multiprocessor (NVIDIA A100 and H100 whitepapers)."""
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
@@ -89,7 +93,7 @@ def parse_instructions(disassembly: str) -> list[Instruction]:
     return [Instruction(address, text, labels.get(branches.get(address, ""))) for address, text in found]
 
 
-def count_instructions(disassembly: str, *, has_loop: bool) -> int:
+def select_instructions(disassembly: str, *, has_loop: bool) -> list[Instruction]:
     """Instructions of the loop that runs most, or of a program without one; NOPs are not counted.
 
     Of the loops that multiply matrices that is the shortest: others contain it, or mask the ends of a row besides.
@@ -100,30 +104,49 @@ def count_instructions(disassembly: str, *, has_loop: bool) -> int:
     """
     instructions = parse_instructions(disassembly)
     if not has_loop:
-        return _count_shortest_way(instructions)
+        return _find_shortest_way(instructions)
     # Code ends in a branch to itself, which is no loop.
     ends = [(x.target, x.address) for x in instructions if x.target is not None and x.target < x.address]
     bodies = [[x for x in instructions if first <= x.address <= last] for first, last in ends]
-    lengths = [len(body) for body in bodies if any(x.is_product for x in body)]
-    if not lengths:
+    bodies = [body for body in bodies if any(x.is_product for x in body)]
+    if not bodies:
         raise ValueError("there is no loop with matrix products in it")
-    return min(lengths)
+    return min(bodies, key=len)
 
 
-def _count_shortest_way(instructions: list[Instruction]) -> int:
+def _find_shortest_way(instructions: list[Instruction]) -> list[Instruction]:
     """From a program's start to an end, branches that go back left out."""
-    best: dict[int, tuple[int, int]] = {}  # from an address on: products, and instructions below zero
-    following = (0, 0)
+    end: _Way = (0, 0, None)
+    from_address: dict[int, _Way] = {}
+    following = end
     for x in reversed(instructions):
         ways = [] if x.always_leaves else [following]
         if x.may_end:
-            ways.append((0, 0))
+            ways.append(end)
         elif x.target is not None and x.target > x.address:
-            # A label may stand before NOPs at a program's end.
-            ways.append(best.get(x.target, (0, 0)))
-        products, below = max(ways, default=(0, 0))
-        following = best[x.address] = (products + x.is_product, below - 1)
-    return -following[1]
+            ways.append(from_address.get(x.target, end))  # a label may stand before NOPs at a program's end
+        products, below, _ = way = max(ways, key=lambda way: way[:2], default=end)
+        following = from_address[x.address] = (products + x.is_product, below - 1, (x, way))
+    chosen, step = [], following[2]
+    while step is not None:
+        chosen.append(step[0])
+        step = step[1][2]
+    return chosen
+
+
+_Way = tuple[int, int, "tuple[Instruction, _Way] | None"]
+"""Products, instructions below zero, and the first instruction with the way after it."""
+
+
+def count_loads(instructions: Iterable[Instruction]) -> dict[int, int]:
+    """How many load from global memory, by the bytes that a thread takes at once."""
+    widths = (int(load[1] or 32) // 8 for x in instructions if (load := GLOBAL_LOAD.search(x.text)) is not None)
+    return dict(sorted(Counter(widths).items(), reverse=True))
+
+
+def count_spills(instructions: Iterable[Instruction]) -> int:
+    """How many read or write registers that were spilled."""
+    return sum(SPILL.search(x.text) is not None for x in instructions)
 
 
 def disassemble(code: Any) -> str:
@@ -135,10 +158,21 @@ def disassemble(code: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def count_clocks(kernel: PassKernel, arch: int) -> float:
-    """The least clocks of a processor for a score, in one launch."""
-    instructions = count_instructions(disassemble(compile_kernel(kernel.config, arch)), has_loop=kernel.has_loop)
-    return instructions * kernel.config.options["num_warps"] / SCHEDULERS / kernel.scores
+@dataclass(frozen=True)
+class KernelCounts:
+    """Of the code that `select_instructions` chooses, in one launch."""
+
+    clocks: float
+    """Of a processor for a score, at least."""
+    spills: int
+    loads: dict[int, int]
+
+
+def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
+    """Compile a kernel and count its instructions."""
+    chosen = select_instructions(disassemble(compile_kernel(kernel.config, arch)), has_loop=kernel.has_loop)
+    clocks = len(chosen) * kernel.config.options["num_warps"] / SCHEDULERS / kernel.scores
+    return KernelCounts(clocks, count_spills(chosen), count_loads(chosen))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,11 +191,19 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             total, rows = 0.0, {}
             for kernel in kernels:
-                clocks, name = count_clocks(kernel, arch), kernel.config.name
+                counts, name = count_kernel(kernel, arch), kernel.config.name
                 times = "" if kernel.launches == 1 else f", {kernel.launches} times"
-                print(f"sm_{arch} {name}: {clocks:.2f}{times}", flush=True)
-                total += kernel.launches * clocks
-                rows[name] = {"times": kernel.launches, "clocks": round(clocks, 2)}
+                loads = ", ".join(f"{count} of {width} bytes" for width, count in counts.loads.items())
+                print(
+                    f"sm_{arch} {name}: {counts.clocks:.2f}{times}; {counts.spills} spills; loads: {loads}", flush=True
+                )
+                total += kernel.launches * counts.clocks
+                rows[name] = {
+                    "times": kernel.launches,
+                    "clocks": round(counts.clocks, 2),
+                    "spills": counts.spills,
+                    "loads by bytes": counts.loads,
+                }
             print(f"sm_{arch} {pass_name}, forward and backward: {total:.1f}", flush=True)
             record[f"sm_{arch}"][pass_name] = rows
     if options.json:

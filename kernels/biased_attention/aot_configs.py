@@ -14,7 +14,7 @@ from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kerne
 from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
 from kernels.instructions import PassKernel
 
-HEAD_DIMS = (32, 64, 80, 128)
+HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+weight": ()}
 """What is there of the tables, by which of them is absent."""

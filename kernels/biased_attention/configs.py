@@ -35,19 +35,24 @@ class OpTiles:
 
 
 HALF = {
-    (80, 64): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
-    (80, 96): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
-    (80, 128): OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(64, 64, 8, 2)),
-    (90, 64): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
-    (90, 96): OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2), BackwardTile(64, 128, 8, 2)),
-    (90, 128): OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(32, 128, 8, 2)),
+    80: {
+        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
+        80: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
+        96: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 1)),
+        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(64, 64, 8, 2)),
+    },
+    90: {
+        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
+        96: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
+        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(32, 128, 8, 2, True)),
+    },
 }
-"""float16 and bfloat16, keyed by (architecture, largest head dimension).
+"""float16 and bfloat16, by architecture and largest head dimension.
 
 Of the tiles that stay within the budget of spills those are chosen that take the fewest instructions for a score
 (`kernels/instructions.py`), spilled values counted; two stages if they cost less than a tenth more, since they load
-ahead. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 1.7 times as many: most of what a warp does there
-does not become less with its share.
+ahead. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 2 times as many: most of what a warp does there
+does not become less with its share. What spills then does so around the loop over columns, not in it.
 """
 
 SINGLE = {
@@ -69,7 +74,8 @@ def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles
         return INTERPRETED
     if dtype == torch.float32:
         return SINGLE[64 if head_dim <= 64 else 128]
-    return HALF[90 if arch >= 90 else 80, 64 if head_dim <= 64 else 96 if head_dim <= 96 else 128]
+    by_dim = HALF[90 if arch >= 90 else 80]
+    return by_dim[min(dim for dim in by_dim if dim >= head_dim)]
 
 
 @cache

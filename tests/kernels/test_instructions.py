@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.instructions import count_instructions
+from kernels.instructions import Instruction, count_loads, count_spills, select_instructions
 
 ROOT = Path(__file__).parents[2]
 DISASSEMBLY = """
@@ -29,10 +29,14 @@ DISASSEMBLY = """
 """
 
 
+def _count(disassembly: str, *, has_loop: bool) -> int:
+    return len(select_instructions(disassembly, has_loop=has_loop))
+
+
 def test_the_shortest_loop_with_products_is_counted_where_there_is_one() -> None:
-    assert count_instructions(DISASSEMBLY, has_loop=True) == 2
-    assert count_instructions(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), has_loop=True) == 5
-    assert count_instructions(DISASSEMBLY, has_loop=False) == 8
+    assert _count(DISASSEMBLY, has_loop=True) == 2
+    assert _count(DISASSEMBLY.replace("(.L_x_0)", "(.L_x_4)"), has_loop=True) == 5
+    assert _count(DISASSEMBLY, has_loop=False) == 8
 
 
 EARLY_END = """
@@ -53,23 +57,34 @@ EARLY_END = """
 
 
 def test_of_two_ways_through_a_program_the_shorter_with_all_products_is_counted() -> None:
-    assert count_instructions(EARLY_END, has_loop=False) == 7
-    assert count_instructions(EARLY_END.replace("FSEL R4", "HMMA R4"), has_loop=False) == 8
+    assert _count(EARLY_END, has_loop=False) == 7
+    assert _count(EARLY_END.replace("FSEL R4", "HMMA R4"), has_loop=False) == 8
+
+
+def test_loads_are_told_by_their_width_and_spills_from_other_memory() -> None:
+    texts = ["@P0 LDG.E R1, [R2]", "LDG.E.128 R4, [R2]", "LDG.E.U16.CONSTANT R4, [R2]", "LDG.E.64 R4, [R2]"]
+    texts += ["LDGSTS.E.BYPASS.128 [R1], [R2]", "LDGSTS.E [R1], [R2]", "LDS.64 R4, [R2]", "STG.E.128 [R2], R4"]
+    instructions = [Instruction(16 * index, text, None) for index, text in enumerate(texts)]
+    assert count_loads(instructions) == {16: 2, 8: 1, 4: 2, 2: 1}
+    assert count_spills(instructions) == 0
+    spilled = [Instruction(0, "@!P0 STL.64 [R1+0x8], R2", None), Instruction(16, "LDL R2, [R1]", None)]
+    assert count_spills(spilled) == 2
 
 
 def test_a_kernel_without_a_loop_is_not_taken_for_one_that_has_it() -> None:
     with pytest.raises(ValueError, match="no loop"):
-        count_instructions("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), has_loop=True)
+        _count("\n".join(line for line in DISASSEMBLY.splitlines() if "P" not in line), has_loop=True)
 
 
 def test_the_kernels_of_a_step_are_counted() -> None:
     """All launches are told; one is compiled and disassembled."""
     script = (
-        "from kernels.instructions import count_clocks\n"
+        "from kernels.instructions import count_kernel\n"
         "from kernels.cdape_attention.aot_configs import list_passes\n"
         "(kernels,) = list_passes(80).values()\n"
         "print(*(kernel.config.name.split()[0] for kernel in kernels))\n"
-        "assert 0 < count_clocks(kernels[0], 80) < 100\n"
+        "counts = count_kernel(kernels[0], 80)\n"
+        "assert 0 < counts.clocks < 100 and counts.spills == 0 and set(counts.loads) == {16}\n"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
