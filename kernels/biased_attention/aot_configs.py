@@ -56,7 +56,9 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
                 constexprs=constants,
                 options=tile.options,
                 arches=(arch,),
-                spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
+                spill_budget=SPILL_BUDGET_FLOAT32
+                if dtype_name == "fp32" or (kernel_name, dim, arch) == ("bwd_dq", 96, 80)
+                else SPILL_BUDGET,
             )
 
 

@@ -41,9 +41,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
     else:
         chosen = Tile(2, distances // 2, 4, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
-        chosen = replace(
-            chosen, block_m=max(chosen.block_m // 2, 1), num_warps=8 if kernel == "mix_bwd_dw" else chosen.num_warps
-        )
+        chosen = replace(chosen, block_m=max(chosen.block_m // 2, 1), num_warps=4 if kernel == "mix_fwd" else 8)
     while chosen.block_m > 1 and chosen.block_m // 2 >= rows:
         chosen = replace(chosen, block_m=chosen.block_m // 2, block_n=chosen.block_n * 2)
     return chosen
