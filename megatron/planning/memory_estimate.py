@@ -22,7 +22,8 @@ Gradients come one after the other while activations go (a test sums the tensors
 | 1, bf16 that        | 4 and b; in a       | the same       | b · K             | the same     |
 | accumulates         | pipeline 4          |                |                   |              |
 | 2                   | 4 / N (fp16: b / N) | b · K more     | b · K more if N>1 | 4 / N        |
-| 3                   | as in 2             | and b · K, and what is gathered    | 4 / N        |
+| 3                   | bf16 4 / N, else    | and b · K, and what is gathered    | 4 / N        |
+|                     | b / N               |                                    |              |
 
 "Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
@@ -282,7 +283,8 @@ class _ModelStates:
         self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
         self.optimizer = (12 if is_half or zero.stage else 8) * (shard_size if zero.stage else num_parameters)
         self.partition = 4 * shard_size
-        self.summed = (4 if self.keeps_fp32 or not accumulates else b) * shard_size  # by ZeRO 2 and 3
+        is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
+        self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
         self.gathered = 0
         self.step, self.step_gradients = self.partition, 0
         self.reduce_step, self.reduce_buffers = 0, self.bucket_bytes

@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+STATE_HOLDERS = ("deepspeed.runtime", "megatron.training.zero_optimizer")
+"""Modules whose objects hold states of an engine."""
+
+
 def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bool = False) -> int:
     """Bytes of the storages that `run` leaves for its backward pass, the module's own weights left out.
 
@@ -52,7 +56,7 @@ def storages() -> dict[int, int]:
 
 def reached(*roots: Any) -> int:
     """Bytes of the storages that are found from some objects: through containers, tensors' gradients and attributes,
-    and the attributes of DeepSpeed's objects. What a thread of a collective still holds for a moment is not among them.
+    and the attributes of optimizers. What a thread of a collective still holds for a moment is not among them.
     """
     found: dict[int, int] = {}
     todo, seen = list(roots), set()
@@ -69,7 +73,7 @@ def reached(*roots: Any) -> int:
             todo += [*thing.keys(), *thing.values()]
         elif isinstance(thing, list | tuple | set):
             todo += thing
-        elif type(thing).__module__.startswith("deepspeed.runtime") and not isinstance(thing, nn.Module):
+        elif type(thing).__module__.startswith(STATE_HOLDERS) and not isinstance(thing, nn.Module):
             todo += vars(thing).values() if hasattr(thing, "__dict__") else []
     return sum(found.values())
 
