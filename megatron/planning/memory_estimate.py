@@ -268,7 +268,6 @@ class _ModelStates:
         self.zero_stage, self.bytes_per_element, self.num_parameters = zero.stage, b, num_parameters
         # engine.build_deepspeed_config asks for it
         self.keeps_fp32 = training.compute_dtype == "bf16" and accumulates and zero.stage > 0
-        self.accumulates = accumulates
         self.bucket = min(zero.reduce_bucket_size, num_parameters)
         # training/zero_optimizer.py takes a bucket when it is full; DeepSpeed holds it throughout the backward pass.
         self.is_flat = (
@@ -295,10 +294,9 @@ class _ModelStates:
             self.bucket_bytes, self.reduce_gradients = 0, b * num_parameters
             self.reduce_buffers = b * min(ALLREDUCE_BUCKET_SIZE, num_parameters) if num_shards > 1 else 0
         elif zero.stage == 1 and self.keeps_fp32:
-            self.accumulated = 4 * num_parameters
-            self.step_gradients = self.reduce_gradients = 4 * num_parameters + (
-                0 if has_pipeline else b * num_parameters
-            )
+            # Outside a pipeline DeepSpeed holds on to the gradients of a micro-batch that it has added.
+            self.accumulated = (4 if has_pipeline else 4 + b) * num_parameters
+            self.step_gradients = self.reduce_gradients = self.accumulated
             self.step = 0
         elif zero.stage == 1:
             self.accumulated = b * num_parameters if accumulates else 0
