@@ -191,6 +191,9 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
     # DeepSpeed reads these when it is imported and when the engine is made.
     os.environ["DS_ACCELERATOR"] = own_device.type
     os.environ["LOCAL_RANK"] = str(own_device.index or 0)
+    if sizes.pipeline > 1:
+        # What stages send each other is in the order of the schedule, and its group has nothing else to do.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     _init_process_group(rank_info, backend, own_device)
     if dist.get_world_size() != rank_info.world_size:
         raise RunError(
