@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +64,17 @@ class MatrixPart:
     world_size: int = 1
 
 
-def list_parts() -> list[MatrixPart]:
-    """All of the matrix."""
+def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
+    """All of the matrix, or of the methods some features."""
     ends = (0, RANKS - 1)
-    layouts = [*list_layout_cases(REPRESENTATIVES)]
+    layouts = list_layout_cases(REPRESENTATIVES)
     return [
-        MatrixPart("methods", "Every method in every shape, on one device", list_feature_cases()),
+        MatrixPart("methods", "Every method in every shape, on one device", list_feature_cases(OVERLAYS, features)),
         MatrixPart("zero", "ZeRO, offload and precision, with a checkpoint after each step", list_zero_cases()),
+        MatrixPart(
+            "sharded", f"ZeRO over {RANKS} ranks, as the first and the last", list_sharded_zero_cases(), ends, RANKS
+        ),
         MatrixPart("layouts", f"Layouts of {RANKS} ranks, as the first and the last", layouts, ends, RANKS),
-        MatrixPart("sharded", f"ZeRO over {RANKS} ranks", list_sharded_zero_cases(), ends, RANKS),
     ]
 
 
@@ -144,11 +147,20 @@ def render_page(record: dict[str, Any]) -> str:
         "",
         f"{len(OVERLAYS)} overlays: {', '.join(OVERLAYS)}.",
         "",
-        f"Of each, with auto and triton: {', '.join(FEATURES)}.",
+        f"Of each, with auto and triton: {', '.join(record['features'])}.",
         "",
+        *_list_left_out(record),
         format_provenance(record),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _list_left_out(record: dict[str, Any]) -> list[str]:
+    """What the command of this record did not run."""
+    features = [name for name in FEATURES if name not in record["features"]]
+    parts = [part.title for part in list_parts() if part.name not in record["parts"]]
+    left = [*features, *parts]
+    return [f"Not run for this record, but by the whole command: {'; '.join(left)}.", ""] if left else []
 
 
 def _normalize(fault: str) -> str:
@@ -161,14 +173,16 @@ def main() -> None:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", choices=[card.name for card in CARDS], default="h100", help="the card (h100)")
     parser.add_argument("--parts", type=comma_separated(names), default=names, help=f"some of {', '.join(names)}")
+    parser.add_argument("--features", type=comma_separated(FEATURES), default=list(FEATURES), help="of methods, some")
     parser.add_argument("--overlays", type=comma_separated(OVERLAYS), help="of the methods, some; all if absent")
     parser.add_argument("--page", type=parse_output_path, help="where the page goes, and the record beside it (.json)")
     arguments = parser.parse_args()
-    record: dict[str, Any] = {**collect_provenance(__file__, "cpu"), "gpu": arguments.gpu, "parts": {}}
+    record: dict[str, Any] = {**collect_provenance(__file__, "cpu"), "gpu": arguments.gpu}
+    record |= {"features": arguments.features, "parts": {}}
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder) / "corpus"
         write_synthetic_corpus(corpus, VOCABULARY, LONGEST)
-        for part in list_parts():
+        for part in list_parts(arguments.features):
             if part.name not in arguments.parts:
                 continue
             if arguments.overlays:
