@@ -284,6 +284,8 @@ class _ModelStates:
         self.partition = 4 * shard_size
         is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
         self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
+        if zero.offload_optimizer.device == "cpu":
+            self.summed = 0  # in the host's memory
         self.gathered = 0
         self.step, self.step_gradients = self.partition, 0
         self.reduce_step, self.reduce_buffers = 0, self.bucket_bytes
