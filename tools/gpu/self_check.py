@@ -129,7 +129,8 @@ def format_record(record: dict[str, Any]) -> str:
     told = [
         f"{trial['backend']} {trial['refusal']}"
         if trial["refusal"] is not None
-        else f"{trial['backend']} {trial['ms']:.3g} ms, {trial['excess'] or 0:.2g} × rounding"
+        else f"{trial['backend']} {trial['ms']:.3g} ms, "
+        + ("not compared" if trial["excess"] is None else f"{trial['excess']:.2g} × rounding")
         for trial in record["trials"]
     ]
     shape = f"{record['method']} {record['dtype']} T = {record['T']} B = {record['B']}"

@@ -17,7 +17,7 @@ from megatron.attention.reference import compute_logits
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:
     """`reference.compute_attention` without dropout, its gradient as fused kernels take it: [B, h, R, d]."""
-    output: Tensor = _FusedSoftmax.apply(compute_logits(inputs), inputs.v)  # type: ignore[no-untyped-call]
+    output: Tensor = _FusedSoftmax.apply(compute_logits(inputs), inputs.v)
     return output
 
 

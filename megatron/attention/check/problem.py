@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MAX_PAIRS = 1 << 33
 """Scores that a backend computes at most: about a second of row blocks with a processor on an A100."""
 MAX_EXACT_PAIRS = 1 << 24
@@ -229,9 +231,8 @@ class CheckProblem:
 
     @cached_property
     def _exact_modules(self) -> tuple[Encoding, Processor | None]:
-        modules = (self.encoding, self.processor)
-        encoding, processor = (None if module is None else copy.deepcopy(module).double() for module in modules)
-        assert encoding is not None
+        encoding = copy.deepcopy(self.encoding).double()
+        processor = None if self.processor is None else copy.deepcopy(self.processor).double()
         return encoding, processor
 
     @cached_property
@@ -269,9 +270,9 @@ def build_problem(
         dtype: what the run computes in, its parameters too.
         device: where.
     """
-    copies = [None if x is None else _copy_disturbed(x, dtype, device) for x in (encoding, processor)]
-    assert copies[0] is not None
-    problem = CheckProblem(copies[0], copies[1], segments, batch, window, heads, dtype, device)
+    own = _copy_disturbed(encoding, dtype, device)
+    own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
+    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
     if affordable >= batch:
         return problem
@@ -283,7 +284,7 @@ def build_problem(
     return replace(problem, batch=1, segments=cut)
 
 
-def _copy_disturbed(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
     """A copy with parameters of the type; its tables stay as they are, as in training."""
     copied = copy.deepcopy(module).to(device)
     generator = torch.Generator().manual_seed(SEED)
