@@ -6,6 +6,8 @@ A run draws its weights on the host, in float32, so that every device starts ali
 in pages that nobody touches. What a run really needs of the host's memory is in the report (`report.py`).
 """
 
+import mmap
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,29 +25,40 @@ def without_weight_values() -> Iterator[None]:
     """Inside it, models are built without drawing their weights, and large floating-point tensors of the host come to
     the device, or to another type, without what is in them; copies of states to the host (checkpoints) have zeros."""
     from megatron.checkpoint.sharded_state import PinnedStagingBuffers
-    from megatron.model import build
+    from megatron.model.megatron_core import ColumnParallelLinear
 
-    def transformer_config(*arguments: Any, **options: Any) -> Any:
-        config = real_config(*arguments, **options)
-        config.perform_initialization = False
-        return config
+    layers = sys.modules[ColumnParallelLinear.__module__]  # where megatron-core's divided layers draw their weights
+
+    def mark_divided(
+        weight: Tensor, output_size: int, input_size: int, per_partition_size: int, partition_dim: int,
+        init_method: Any, stride: int = 1, *_: Any, skip_set_tensor_parallel_attributes: bool = False, **__: Any,
+    ) -> None:  # fmt: skip
+        if not skip_set_tensor_parallel_attributes:
+            layers.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
 
     def copy_to_host(self: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         size = sum(tensor.numel() for tensor in tensors.values())
         if self._memory.numel() != size:
-            self._memory = torch.zeros(size)  # not pinned: pages that are only read take no memory
+            self._memory = _reserve_zeros(size)
         parts = self._memory.split([tensor.numel() for tensor in tensors.values()])
         return dict(zip(tensors, parts, strict=True))
 
-    real_config = build.transformer_config
     with (
-        mock.patch.object(build, "transformer_config", transformer_config),
+        mock.patch.object(layers, "_initialize_affine_weight_cpu", mark_divided),
         mock.patch.object(PinnedStagingBuffers, "copy_to_host", copy_to_host),
         mock.patch.object(Tensor, "to", _without_values(Tensor.to)),
         mock.patch.object(Tensor, "bfloat16", _without_values(Tensor.bfloat16)),
         mock.patch.object(Tensor, "half", _without_values(Tensor.half)),
     ):
         yield
+
+
+def _reserve_zeros(size: int) -> Tensor:
+    """So many float32 zeros, not pinned: pages that are only read take no memory, and none of it is counted before."""
+    if size == 0:
+        return torch.empty(0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, 4 * size, flags=flags), dtype=torch.float32)
 
 
 def _without_values(convert: Callable[..., Tensor]) -> Callable[..., Tensor]:
