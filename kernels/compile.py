@@ -37,11 +37,11 @@ SPILL_BUDGET = 768
 """Bytes that a thread may spill, written or read, three quarters of its 255 registers: they stay in the first cache.
 
 Tiles that are too large for the registers end far beyond: at 4 to 10 KB (docs/log.md). With Triton 3.7.1 the kernels of
-the half types spill up to 584 bytes.
+the half types spill up to 756 bytes.
 """
 SPILL_BUDGET_FLOAT32 = 2048
-"""Of float32 products, whose factors take twice the registers, of the widest processors, and of the gradient of q at a
-head dimension of 96 on sm_80, most of whose spills stand outside its loop: up to 1,316 bytes."""
+"""Of float32 products, whose factors take twice the registers, of the widest processors, and of the gradient of q at
+head dimensions of 80 and 96 on sm_80, most of whose spills stand outside its loop: up to 1,316 bytes."""
 
 
 @dataclass(frozen=True)

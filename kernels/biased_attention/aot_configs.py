@@ -57,7 +57,7 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
                 options=tile.options,
                 arches=(arch,),
                 spill_budget=SPILL_BUDGET_FLOAT32
-                if dtype_name == "fp32" or (kernel_name, dim, arch) == ("bwd_dq", 96, 80)
+                if dtype_name == "fp32" or (kernel_name == "bwd_dq" and dim in (80, 96) and arch == 80)
                 else SPILL_BUDGET,
             )
 
