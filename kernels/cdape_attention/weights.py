@@ -82,7 +82,9 @@ class PackedWeights(NamedTuple):
 
 class _Index(NamedTuple):
     packed: Tensor
-    packed_float32: Tensor
+    """Of all packed weights, those in the compute type first."""
+    num_packed: int
+    """Entries of these."""
     gradients: Tensor
     """[1 + p, entries of all weights] into what `unpack_gradients` joins."""
 
@@ -93,9 +95,10 @@ def pack_weights(
     """Weights as `args.CdapeArgs` has them, for a compute type."""
     index = _build_index(shape, w1.device)
     joined = torch.cat([w1.reshape(-1), b1, w2.reshape(-1), b2, _build_zero(w1.dtype, w1.device)])
-    packed = joined.to(dtype)[index.packed]
-    packed_float32 = at_least_float32(joined)[index.packed_float32]
-    return PackedWeights(*_split(packed, shape.packed), *_split(packed_float32, shape.packed_float32))
+    packed, packed_float32 = joined[index.packed].split([index.num_packed, len(index.packed) - index.num_packed])
+    return PackedWeights(
+        *_split(packed.to(dtype), shape.packed), *_split(at_least_float32(packed_float32), shape.packed_float32)
+    )
 
 
 def unpack_gradients(
@@ -156,8 +159,8 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
                 taps = padding + column + 1
                 by_column[:, :taps, 1 + column] = last_tap_first[:, :taps]
         gradients = _invert(shape, packed[2:], bias_weight, zero)
-        everything = (_flatten(packed), _flatten([packed_b2, bias_weight, constants]), gradients)
-        return _Index(*(index.to(device) for index in everything))
+        everything = _flatten([*packed, packed_b2, bias_weight, constants])
+        return _Index(everything.to(device), sum(prod(piece) for piece in shape.packed), gradients.to(device))
 
 
 def _flatten(pieces: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ B batch, H heads, h requested heads, R query rows, C key columns, d head dimensi
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ def arange_distances(count: int, device: torch.device | str | None = None) -> Te
     return torch.arange(count, dtype=torch.float32, device=device)
 
 
+@lru_cache(maxsize=8)
+def _keep_distances(count: int, device: torch.device) -> Tensor:
+    """The same for a GPU, from layer to layer and step to step: not to be changed."""
+    with torch.inference_mode(False):
+        return arange_distances(count, device)
+
+
 def compute_table(
     encoding: Encoding, query: TokenRange, key: TokenRange, device: torch.device | str | None = None
 ) -> ScoreTerms | None:
@@ -35,7 +43,9 @@ def compute_table_of_ranges(
     """The same for several ranges of rows and columns together."""
     if not type(encoding).overrides_hook("table"):
         return None
-    return encoding.table(arange_distances(max(count_distances(*pair) for pair in ranges), device))
+    count = max(count_distances(*pair) for pair in ranges)
+    on_gpu = isinstance(device, torch.device) and device.type == "cuda"
+    return encoding.table(_keep_distances(count, device) if on_gpu else arange_distances(count, device))
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
