@@ -89,6 +89,9 @@ def render_page(record: dict[str, Any]) -> str:
             f"{'no' if report['mismatches'] else 'yes'} | "
             f"{checkpoint} | {sum(role['cpu_seconds'] for role in roles):.0f} |"
         )
+    there = {(entry["model"], entry["overlay"]) for entry in record["rehearsals"]}
+    if missing := [f"{model} `{overlay}`" for overlay in OVERLAYS for model in MODELS if (model, overlay) not in there]:
+        lines += ["", f"Not rehearsed yet: {', '.join(missing)}."]
     problems = [
         f"* {entry['model']} `{entry['overlay']}`: {text}"
         for entry in record["rehearsals"]
@@ -100,7 +103,8 @@ def render_page(record: dict[str, Any]) -> str:
     fallbacks = sorted({line for e in record["rehearsals"] if "report" in e for line in e["report"]["fallbacks"]})
     if fallbacks:
         lines += ["", "PyTorch instead of a kernel:", "", *(f"* {line}" for line in fallbacks)]
-    return "\n".join([*lines, "", format_provenance(record["provenance"]), ""])
+    commits = ", ".join(sorted({str(entry["commit"]) for entry in record["rehearsals"]}))
+    return "\n".join([*lines, "", format_provenance(record["provenance"]) + f" Rehearsed at {commits}.", ""])
 
 
 def _list_problems(report: dict[str, Any]) -> list[str]:
