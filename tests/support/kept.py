@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 STATE_HOLDERS = ("deepspeed.runtime", "megatron.training.zero_optimizer")
 """Modules whose objects hold states of an engine."""
 
