@@ -223,7 +223,7 @@ What the driver, NCCL and the allocator's own rounding take is in neither number
 |---|---|---|---|---|---|---|
 {table}
 
-{format_provenance(record["stamp"])}
+{record.get("peaks_from", "")}{format_provenance(record["stamp"])}
 """
 
 
@@ -237,6 +237,8 @@ def main() -> None:
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]
     rows = measure_rows(cases, read_measured(arguments.measured))
     record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY, "rows": rows}
+    if arguments.measured is not None:
+        record["peaks_from"] = "Peaks of an earlier record, planned anew; measured are those that it lacked. "
     print(render_page(record))
     if arguments.json is not None:
         write_record(arguments.json, record, render_page(record))
