@@ -11,7 +11,7 @@ from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
 from tools.gpu.null_device_cases import VOCABULARY
 
 LONGEST = 131072
-SECONDS = 300
+SECONDS = 600
 """A test may take; a wait for a device that computes nothing would never end."""
 
 

@@ -20,7 +20,7 @@ from tools.gpu.null_device_cases import Case, Outcome, find_faults, list_layout_
 
 WORKER = Path(__file__).parents[2] / "tools/gpu/null_device_worker.py"
 RANKS = 8
-MAX_SECONDS = 500
+MAX_SECONDS = 1200
 LONE = [
     *list_layout_cases(["kerple_log"]),
     *list_layout_cases(["cdape_kerple_log"], ["tensor_2", "context_4", "pipeline_2", "tensor_2_context_2_pipeline_2"]),

@@ -6,6 +6,7 @@ between cases are methods, backends, types, ZeRO's stages, head dimensions, leng
 this process, which is on the null device, and `find_faults` says what is wrong with it.
 """
 
+import gc
 import io
 import logging
 import os
@@ -51,6 +52,8 @@ BASE: dict[str, Any] = {
     "use_tensorboard": False,
 }
 VOCABULARY = 320
+MAX_LEFT = 2**30
+"""Bytes of the device that cases may leave behind for the next one."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {},
@@ -208,6 +211,8 @@ def run_case(case: Case, corpus: Path, run: Path, world_size: int = 1) -> Outcom
     from megatron.utils.errors import FarfieldError
 
     triton_backend._warn_fallback.cache_clear()  # what is said once for a run is wanted of each case
+    if torch.cuda.memory_reserved() > MAX_LEFT:
+        gc.collect()  # engines are in cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, begun, error, trace = read_counters(), time.perf_counter(), "", ""
