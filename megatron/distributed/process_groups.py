@@ -228,7 +228,13 @@ def _select_device(kind: str, local_rank: int) -> torch.device:
         torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise RunError(f"device cuda:{device.index} cannot be used: {str(error).splitlines()[0]}") from error
+    disable_tf32()
     return device
+
+
+def disable_tf32() -> None:
+    """Have float32 be float32 on GPUs: PyTorch lets cuDNN's convolutions round to TF32, with 10 bits, unless told."""
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device) -> None:

@@ -27,6 +27,9 @@ def resolve_device(name: str) -> torch.device:
     """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
     import torch
 
+    from megatron.distributed.process_groups import disable_tf32
+
+    disable_tf32()
     kind, index = parse_device(name)
     if kind == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
