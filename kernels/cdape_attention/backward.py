@@ -77,10 +77,10 @@ def dhidden_tile(
         seen = is_visible_pixel(row, n - reach, j + reach, R, window)
         dlogits = load_map_tile(pointers + reach * CHANNELS, seen, MASKED, CHANNELS, BLOCK_H)
         if tap == K // 2:
-            own = (dlogits,)
+            own = (dlogits,)  # type: ignore[assignment]
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(dlogits, weight, dhidden, input_precision=INPUT_PRECISION)
-    return activation_backward(dhidden, hidden, alive, MASKED, SATURATE), own[0]
+    return activation_backward(dhidden, hidden, alive, MASKED, SATURATE), own[0]  # type: ignore[misc]
 
 
 @triton.jit

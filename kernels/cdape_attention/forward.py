@@ -141,10 +141,10 @@ def compute_hidden_tile(
         seen = is_visible_pixel(row, n - reach, j + reach, R, window)
         scores = load_map_tile(pointers + reach * CHANNELS, seen, MASKED, CHANNELS, BLOCK_H)
         if tap == K // 2:
-            own = (scores,)
+            own = (scores,)  # type: ignore[assignment]
         weight = tl.load(w1_ptr + tap * BLOCK_H * BLOCK_D + head[:, None] * BLOCK_D + width[None, :])
         hidden = tl.dot(scores, weight, hidden, input_precision=INPUT_PRECISION)
-    return hidden, own[0]
+    return hidden, own[0]  # type: ignore[misc]
 
 
 @triton.jit

@@ -4,7 +4,7 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, D 
 p = k//2.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,13 +105,14 @@ class _CdapeAttention(torch.autograd.Function):
         bias_table = bias if bias is not None and residual_bias else scaled.new_empty(heads, 0, dtype=torch.float32)
         no_window = driver.NO_WINDOW_INT32
         bounded = no_window if window is None else min(window, no_window)
-        problem = driver.CdapeProblem(
-            bias_contributions, bias_table, weights, shape, rows, offset, bounded, scaled.dtype
+        # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
+        ctx.build_problem = partial(
+            driver.CdapeProblem, shape=shape, rows=rows, offset=offset, window=bounded, dtype=scaled.dtype
         )
+        problem = ctx.build_problem(bias_contributions, bias_table, weights)
         with launch_context(q):
             output, stats = driver.forward(scaled, k, v, problem, chunk)
         ctx.save_for_backward(scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *weights)
-        ctx.problem = replace(problem, bias_contributions=None, bias_table=None, weights=None)
         ctx.window, ctx.scale, ctx.chunk = window, scale, chunk
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
         return output
@@ -120,7 +121,7 @@ class _CdapeAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *packed = ctx.saved_tensors
         weights = PackedWeights(*packed)
-        problem = replace(ctx.problem, bias_contributions=bias_contributions, bias_table=bias_table, weights=weights)
+        problem = ctx.build_problem(bias_contributions, bias_table, weights)
         product = BiasProduct(problem.shape, bias, problem.rows, problem.offset, ctx.window, scaled.dtype)
         with launch_context(scaled):
             dq, sums = driver.backward(dout.contiguous(), scaled, k, v, stats, problem, product, ctx.scale, ctx.chunk)

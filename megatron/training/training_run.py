@@ -32,7 +32,7 @@ from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_token
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
-from megatron.model.backend_choice import AttentionTarget
+from megatron.model.backend_choice import AttentionTarget, BackendChoice
 from megatron.model.build import build_model, check_position_options
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.console import ConsoleReporter
@@ -156,6 +156,7 @@ class TrainingRun:
     engine: Engine
     schedule: LearningRateSchedule
     batches: Iterator[Batch]
+    backend_choice: BackendChoice
     console: ConsoleReporter
     reporters: list[Reporter]
     flops_per_token: dict[int, float]
@@ -288,6 +289,7 @@ def build_components(
                 num_workers=config.data.num_workers,
             )
         ),
+        backend_choice=model.backend_choice,
         console=reporter,
         reporters=[],
         flops_per_token=flops_per_token,
@@ -326,7 +328,7 @@ def restore_training_run(run: TrainingRun) -> None:
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
             if (line := save_config(again, folder)) is not None:
                 run.console.log(line)
-        if (record := run.engine.model.backend_choice.record) is not None:
+        if (record := run.backend_choice.record) is not None:
             record.write(Path(folder))
     run.reporters = build_reporters(config, resume.trainer_state.step)
 

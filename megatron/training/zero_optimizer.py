@@ -58,6 +58,7 @@ class _Slice:
 class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
     """DeepSpeed's optimizer for ZeRO 1 and 2, made of one by `flatten_optimizer`."""
 
+    _grad_acc_hooks: list[Any]
     _slices: dict[nn.Parameter, _Slice]
     _bucket: list[nn.Parameter]
     _bucket_numel: int

@@ -101,8 +101,10 @@ EXACT_OPS = {
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
     *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select),
 }
-ARITHMETIC_OPS = (aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub)
-ARITHMETIC_OPS += (aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt)
+ARITHMETIC_OPS = (
+    *(aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub),
+    *(aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt),
+)
 ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
 UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
 """By how many units of roundoff an operation that works element by element is off."""
