@@ -202,8 +202,10 @@ class Watchdog:
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
         if self._reporter is not None and self._reporter.stdin is not None:
-            with suppress(OSError):
-                self._reporter.stdin.close()
+            # It has nothing to report. That its input ends would not tell it: processes that load batches were forked
+            # from this one, and hold the other end open as long as they live.
+            self._reporter.kill()
+            self._reporter.stdin.close()
             self._reporter.wait()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():

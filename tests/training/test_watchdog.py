@@ -101,6 +101,13 @@ def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / HEARTBEAT_FILE).exists()
 
 
+def test_a_run_whose_batches_are_loaded_by_other_processes_ends(corpus: Path, tmp_path: Path) -> None:
+    """They are forked from the rank, and hold open what it has open."""
+    result = train(tiny_config(corpus, tmp_path / "run", num_workers=1, hang_timeout=60))
+    assert result.exit_code == 0
+    assert not (tmp_path / "run" / STACKS).exists()
+
+
 def test_the_heartbeat_says_where_the_run_is(tmp_path: Path) -> None:
     watch = Watchdog(ProcessGroups(), timeout=None, folder=tmp_path)
     watch.enter_phase("save", 7)
