@@ -224,17 +224,28 @@ def _select_device(kind: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     # A scheduler may show each process its own GPU alone.
     device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+    configure_cuda()
     try:
         torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise RunError(f"device cuda:{device.index} cannot be used: {str(error).splitlines()[0]}") from error
-    disable_tf32()
     return device
 
 
-def disable_tf32() -> None:
-    """Have float32 be float32 on GPUs: PyTorch lets cuDNN's convolutions round to TF32, with 10 bits, unless told."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""By which users tell PyTorch's allocator how to work."""
+
+
+def configure_cuda() -> None:
+    """What holds in every process that computes on a GPU; before its first allocation.
+
+    float32 is float32: PyTorch lets cuDNN's convolutions round to TF32, with 10 bits, unless told. And memory is mapped
+    into growing segments: chunks of attention grow from one to the next, and in segments of fixed size each would need
+    a new one (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with).
+    """
     torch.backends.cudnn.allow_tf32 = False
+    if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device) -> None:

@@ -27,14 +27,15 @@ def resolve_device(name: str) -> torch.device:
     """The device called auto, cpu, cuda or cuda:1. Raises UserError if it is not there."""
     import torch
 
-    from megatron.distributed.process_groups import disable_tf32
+    from megatron.distributed.process_groups import configure_cuda
 
-    disable_tf32()
     kind, index = parse_device(name)
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise UserError(f"device = {name!r}: not there; CUDA devices on this machine: {torch.cuda.device_count()}")
+    if kind != "cpu":
+        configure_cuda()
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
 
 

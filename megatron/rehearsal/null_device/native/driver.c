@@ -296,15 +296,12 @@ CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment
     (void)alignment;
     (void)address;
     (void)flags;
-    void *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (start == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-    *pointer = (CUdeviceptr)start;
-    return CUDA_SUCCESS;
+    return null_device_reserve((void **)pointer, size) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
 }
 
 CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size) {
-    munmap((void *)pointer, size);
-    return CUDA_SUCCESS;
+    (void)size;
+    return null_device_release((void *)pointer) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,

@@ -78,7 +78,8 @@ int null_device_set_current(int device) {
 struct allocation {
     char *start;
     size_t size;
-    int device; /* -1: pinned memory of the host */
+    int device;     /* -1: pinned memory of the host */
+    size_t charged; /* bytes of the device's memory that it takes */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -104,13 +105,14 @@ static struct allocation *find_allocation(const void *pointer) {
     return (const char *)pointer < allocation->start + allocation->size ? allocation : NULL;
 }
 
-int null_device_allocate(void **pointer, size_t size, int is_host) {
+static int allocate(void **pointer, size_t size, int device, int is_charged) {
     *pointer = NULL;
     size_t rounded = (size + ALLOCATION_UNIT - 1) / ALLOCATION_UNIT * ALLOCATION_UNIT;
     if (rounded == 0) return 0;
-    int device = is_host ? -1 : current_device, failed = 1;
+    size_t charged = is_charged ? rounded : 0;
+    int failed = 1;
     pthread_mutex_lock(&lock);
-    if (is_host || used[device] + (long)rounded <= null_device_card()->memory) {
+    if (!is_charged || used[device] + (long)rounded <= null_device_card()->memory) {
         char *start = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (start != MAP_FAILED) {
             if (allocation_count == allocation_room) {
@@ -120,9 +122,9 @@ int null_device_allocate(void **pointer, size_t size, int is_host) {
             }
             size_t next = find_next(start);
             memmove(allocations + next + 1, allocations + next, (allocation_count - next) * sizeof *allocations);
-            allocations[next] = (struct allocation){start, rounded, device};
+            allocations[next] = (struct allocation){start, rounded, device, charged};
             allocation_count++;
-            if (!is_host) used[device] += (long)rounded;
+            if (is_charged) used[device] += (long)charged;
             *pointer = start;
             failed = 0;
         }
@@ -130,6 +132,12 @@ int null_device_allocate(void **pointer, size_t size, int is_host) {
     pthread_mutex_unlock(&lock);
     return failed;
 }
+
+int null_device_allocate(void **pointer, size_t size, int is_host) {
+    return allocate(pointer, size, is_host ? -1 : current_device, !is_host);
+}
+
+int null_device_reserve(void **pointer, size_t size) { return allocate(pointer, size, current_device, 0); }
 
 /* What the host wrote. Kernels write nothing, so of all other device memory only old bytes could be read: it reads as
    zeros. A tensor is believed if it was written as a whole, at just this address and in this size; the memory of one
@@ -173,7 +181,7 @@ int null_device_release(void *pointer) {
     if (!failed) {
         forget_writes(allocation->start, allocation->size);
         munmap(allocation->start, allocation->size);
-        if (allocation->device >= 0) used[allocation->device] -= (long)allocation->size;
+        if (allocation->charged > 0) used[allocation->device] -= (long)allocation->charged;
         size_t index = (size_t)(allocation - allocations);
         memmove(allocation, allocation + 1, (allocation_count - index - 1) * sizeof *allocations);
         allocation_count--;

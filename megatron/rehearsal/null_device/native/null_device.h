@@ -40,6 +40,8 @@ int null_device_set_current(int device);
 
 /* 0, or 1 where the budget is used up. */
 int null_device_allocate(void **pointer, size_t size, int is_host);
+/* An address range of the device into which memory is mapped later: it takes none of the budget. */
+int null_device_reserve(void **pointer, size_t size);
 /* 0, or 1 if nothing was allocated there. */
 int null_device_release(void *pointer);
 /* Takes memory from the budget of a device, or gives it back: for what is mapped elsewhere (driver.c). */
