@@ -19,6 +19,7 @@ from megatron.options.commands import (
     GenerationOptions,
     ImportOptions,
     PlanOptions,
+    RehearseOptions,
     ReportOptions,
 )
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
@@ -95,6 +96,7 @@ COMMAND_SECTIONS: dict[str, type[ConfigSection]] = {
     "generate": GenerationOptions,
     "import": ImportOptions,
     "plan": PlanOptions,
+    "rehearse": RehearseOptions,
     "report": ReportOptions,
 }
 """Commands and their options."""
