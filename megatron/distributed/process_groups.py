@@ -245,7 +245,7 @@ def configure_cuda() -> None:
     """
     torch.backends.cudnn.allow_tf32 = False
     if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device) -> None:
