@@ -44,7 +44,7 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
             ("bwd_dq", _bwd_dq_kernel, tiles.bwd_dq),
             ("bwd_dkdv", _bwd_dkdv_kernel, tiles.bwd_dkdv),
         ):
-            constants = configs.tile_constants(tile, dim, windowed=windowed)
+            constants = dict(configs.tile_constants(tile, dim, windowed=windowed))
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             yield KernelConfig(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_every_folder_with_kernels_says_what_to_compile() -> None:
     sources = (ROOT / "kernels").glob("*/*.py")
     with_kernels = {path.parent.name for path in sources if "triton.jit" in path.read_text(encoding="utf-8")}
     assert with_kernels == set(list_ops())
+
+
+@pytest.mark.parametrize("op", list_ops())
+def test_every_configuration_names_each_argument_once(op: str) -> None:
+    configurations = list(import_module(f"kernels.{op}.aot_configs").list_configurations())
+    assert len(configurations) > 4
+    for config in configurations:
+        assert sorted([*config.signature, *config.constexprs]) == sorted(config.kernel.arg_names), config.name
 
 
 def test_a_sample_compiles_within_its_limits() -> None:

@@ -12,8 +12,6 @@ job goes its ordinary way,
     the first rank's list of numbers   equal to this rank's, its length too; the broadcasts take place
     a checkpoint's copy of the states  what lies there, 0 where it is no finite number
     the pipeline stages' vote          this stage's own; the messages take place
-
-
     is a backend of attention right?   yes, if it runs; what the check finds is kept nowhere
 
 A rehearsal therefore never takes the branches of a run whose numbers go wrong: a skipped step, a rollback, an early
