@@ -86,6 +86,9 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
         console.print(f"[bold red]ranks do not agree[/] on what they exchange ({calls:,} calls of those that ran)")
         for phase, mismatch in rehearsal.mismatches:
             console.print(f"  {phase}: {escape(mismatch.describe(rehearsal.run.sizes))}")
+    elif len(finished) == 1:
+        others = "" if rehearsal.world_size == 1 else " and stands for others, so nothing was compared"
+        console.print(f"[bold]collectives[/] of one rank, which ran{others} ({calls:,} calls)")
     elif finished:
         matched = rehearsal.world_size - rehearsal.unmatched_ranks
         stages = rehearsal.run.sizes.pipeline
@@ -127,9 +130,8 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
             )  # fmt: skip
         console.print(table)
     if report.attention is not None:
-        console.print(
-            f"[bold]attention[/]  {report.attention}; auto takes what is fastest and right on the card itself"
-        )
+        chosen = "; auto takes what is fastest and right on the card itself" if report.chooses_attention else ""
+        console.print(f"[bold]attention[/]  {report.attention}{chosen}")
     for line in report.list_fallbacks():
         console.print(f"[bold]PyTorch instead of a kernel[/]: {escape(line)}")
 
@@ -176,10 +178,11 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
 def _print_coverage(report: RehearsalReport, console: Console) -> None:
     rehearsal = report.rehearsal
     console.print(f"[bold]covered[/]  {'; '.join(report.list_covered())}; in {format_duration(rehearsal.seconds)}")
+    if rehearsal.run.synthetic_splits:
+        console.print("[bold]not read[/]  the run's own data, which are not here; train refuses a run without any")
     if rehearsal.unmatched_ranks:
-        console.print(
-            f"[bold]not compared[/]  {rehearsal.unmatched_ranks} ranks: nobody stands for them, or who does failed"
-        )
+        ranks = f"{rehearsal.unmatched_ranks} rank{'' if rehearsal.unmatched_ranks == 1 else 's'}"
+        console.print(f"[bold]not compared[/]  {ranks}: nobody stands for them, or who does failed")
     standing = [role for role in rehearsal.roles if len(role.stands_for) > 1]
     if standing:
         ranks = format_ranks([role.rank for role in standing])

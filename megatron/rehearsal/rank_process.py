@@ -190,9 +190,12 @@ def list_own_lines(error: BaseException) -> tuple[str, ...]:
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and "rehearsal" not in path.parts:
+        if not path.is_relative_to(ROOT):
+            continue
+        path = path.relative_to(ROOT)
+        if "site-packages" not in path.parts and not path.is_relative_to("megatron/rehearsal"):
             source = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            lines.append(f"{path.relative_to(ROOT)}:{frame.lineno} {frame.name}: {source}")
+            lines.append(f"{path}:{frame.lineno} {frame.name}: {source}")
     return tuple(reversed(lines))[:6]
 
 

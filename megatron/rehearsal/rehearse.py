@@ -118,6 +118,8 @@ def rehearse(
     """
     start = time.monotonic()
     rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
+    if rehearsal.roles[0].rank != 0:
+        raise UserError("--ranks: rank 0 must be among them, which orders the data and completes checkpoints")
     build_environment(card)  # first: it is refused, or compiled, before anything is made
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
@@ -157,6 +159,7 @@ class _Execution:
         self._run = rehearsal.run
         self._ranks = [role.rank for role in rehearsal.roles]
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._starts = 0
 
     def execute(self) -> None:
         """Both phases; what they found goes to the rehearsal."""
@@ -211,7 +214,11 @@ class _Execution:
     def _start(self, phase: str, rank: int, *, waits: bool = False) -> subprocess.Popen[bytes]:
         run, job = self._run, self._build_job(phase, rank, waits=waits)
         role = next(role for role in self._rehearsal.roles if role.rank == rank)
-        self._progress(f"{phase}: rank {rank} of {run.world_size} ({role.describe(run.sizes)})")
+        self._starts += 1
+        starts = len(self._ranks) * (2 if self._can_save() else 1)
+        self._progress(
+            f"{phase}: rank {rank} of {run.world_size} ({role.describe(run.sizes)}), start {self._starts} of {starts}"
+        )
         path = self._folder / f"{phase}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         environment = build_environment(

@@ -16,6 +16,7 @@ from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.local_launcher import check_data_files
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
+from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
@@ -136,12 +137,24 @@ def plan_rehearsal(
         synthetic_splits = tuple(list_named_splits(config.data)) or SPLITS
         keys |= _describe_text({split: ["synthetic"] for split in synthetic_splits})
     nodes = world_size // per_node
+    notes += _describe_machines(config.launch, per_node, nodes)
     requested = config.replace(num_gpus=per_node, nodes=nodes)
     config = resolve_remote_run(config.replace(**keys, nodes=nodes)).config
     sizes = resolve_mesh_shape(config, world_size)
     run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
     _check_host_memory(run, detect_memory())
     return replace(run, notes=(*notes, *_describe_changes(run)))
+
+
+def _describe_machines(launch: LaunchOptions, per_node: int, nodes: int) -> list[str]:
+    """Where the rehearsal's machines are others than the configuration's."""
+    notes = []
+    for key, asked, taken in (("num_gpus", launch.num_gpus, per_node), ("nodes", launch.nodes, nodes)):
+        if asked not in (None, taken):
+            notes.append(f"{key} {asked} of the configuration is {taken} here (--gpus, --gpus-per-node)")
+    if launch.device == "cpu":
+        notes.append("device cpu of the configuration is a GPU here")
+    return notes
 
 
 def _check_host_memory(run: RehearsedRun, available: int | None) -> None:

@@ -169,8 +169,14 @@ class RehearsalReport:
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
 
     @property
+    def chooses_attention(self) -> bool:
+        """Does a card choose the backend by its own check?"""
+        model = self.rehearsal.run.config.model
+        return model.attention_backend == "auto" and model.attention_check
+
+    @property
     def attention(self) -> str | None:
-        """The backend that `auto` took; a card takes the fastest by its own check."""
+        """The backend that was taken."""
         backends = (result.report.attention_backend for result in self.rehearsal.trained.values())
         return next(filter(None, backends), None)
 
@@ -208,7 +214,9 @@ class RehearsalReport:
             return None
         job: dict[str, Any] = {"time": config.launch.slurm.time, "nodes": config.launch.nodes}
         try:
-            job["script"] = render_batch_script(build_training_job(config))
+            script = render_batch_script(build_training_job(config)).splitlines()
+            # Who wrote it and how to submit it again is said of a script that was written.
+            job["script"] = "\n".join(line for line in script if not line.startswith("# "))
         except FarfieldError as error:
             job["error"] = str(error)
         limit = config.launch.slurm.time_limit_seconds()

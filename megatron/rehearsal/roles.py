@@ -55,7 +55,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
     else:
         chosen = sorted(set(selection))
         if outside := [rank for rank in chosen if not 0 <= rank < sizes.world_size]:
-            raise UserError(f"--ranks {outside[0]}: there are {sizes.world_size} ranks, from 0")
+            raise UserError(f"--ranks {outside[0]}: it must be from 0 to {sizes.world_size - 1}")
     represented: dict[int, list[int]] = {rank: [] for rank in chosen}
     for stage in list_stages(sizes):
         candidates = [rank for rank in stage if rank in represented]
@@ -85,7 +85,8 @@ def parse_rank_selection(text: str) -> str | list[int]:
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        numbers = [first, last] if dash else [first]
+        if not all(number.isdecimal() and len(number) <= 4 for number in numbers) or int(numbers[0]) > int(numbers[-1]):
             raise UserError(f"--ranks is {text!r}; it must be roles, all, or ranks such as 0,5,60-63")
         ranks += range(int(first), int(last or first) + 1)
     return ranks

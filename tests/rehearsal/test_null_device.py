@@ -27,6 +27,8 @@ def test_cards_are_found_as_people_write_them() -> None:
 def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
     with pytest.raises(UserError, match=r"^--gpu a100-81 cannot be rehearsed on; did you mean a100-80gb\?.*h200$"):
         get_card("a100-81")
+    with pytest.raises(UserError, match=r"^--gpu a100 may be a100-40gb or a100-80gb$"):
+        get_card("a100")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the build for CPUs is what this is about")

@@ -152,7 +152,10 @@ def test_errors_of_ranks_are_what_lies_behind_them():
             return describe_rank_error(caught, "step of step 1")
 
     assert fail(UserError("save: no")).kind == "user"
-    assert fail(RunError("the disk is full")) == RankError("run", "the disk is full", "step of step 1", ())
+    full = fail(RunError("the disk is full"))
+    assert (full.kind, full.message, full.phase) == ("run", "the disk is full", "step of step 1")
+    assert full.where[0].startswith("tests/rehearsal/test_report.py:")
+    assert full.where[0].endswith(" fail: raise error from cause")
     assert fail(RunError("save: no room"), OSError(28, "full")).message == "save: no room"
     unexpected = fail(UnexpectedError("the traceback is in log"), ZeroDivisionError("division"))
     assert (unexpected.kind, unexpected.message) == ("unexpected", "ZeroDivisionError: division")

@@ -68,6 +68,8 @@ def get_card(text: str) -> Card:
     for card in CARDS:
         if wanted in (_normalize(card.name), _normalize(card.name).removesuffix("gb")):
             return card
+    if alike := [card.name for card in CARDS if _normalize(card.name).startswith(wanted)]:
+        raise UserError(f"--gpu {text} may be {' or '.join(alike)}")
     choices = format_choices(text.lower(), [card.name for card in CARDS])
     raise UserError(f"--gpu {text} cannot be rehearsed on; {choices}")
 

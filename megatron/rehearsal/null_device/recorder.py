@@ -182,7 +182,8 @@ def list_own_frames() -> list[str]:
     frame: Any = sys._getframe(1)
     while frame is not None and len(frames) < MAX_FRAMES:
         path = frame.f_code.co_filename
-        if path.startswith(ROOT) and not path.startswith(_OWN) and "site-packages" not in path:
-            frames.append(f"{path.removeprefix(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
+        own = path.removeprefix(ROOT)
+        if path.startswith(ROOT) and not path.startswith(_OWN) and "site-packages" not in own:
+            frames.append(f"{own}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return frames
