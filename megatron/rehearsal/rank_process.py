@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -223,6 +223,7 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
 def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: PhaseMemory) -> None:
     """What a rehearsed rank does otherwise than a real one."""
     from megatron.checkpoint import saver, sharded_state
+    from megatron.distributed.hardware import LocalHardware
     from megatron.model import backend_choice
     from megatron.rehearsal.missing_ranks import write_stage_parameters
     from megatron.rehearsal.sparse_files import sparse_checkpoints
@@ -230,6 +231,9 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
     from megatron.training import trainer
     from megatron.training.watchdog import Watchdog
 
+    # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
+    hardware = replace(LocalHardware.detect(), memory=None)
+    changes.enter_context(mock.patch.object(LocalHardware, "detect", staticmethod(lambda: hardware)))
     changes.enter_context(without_weight_values())
     changes.enter_context(sparse_checkpoints())
 
