@@ -159,9 +159,17 @@ def build_training_dataset(
 @contextmanager
 def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
     """A folder of the first process's, for all; gone when all have left it."""
-    own = tempfile.mkdtemp(prefix="farfield-samples-") if groups.is_main else None
+    own, error = None, None
+    if groups.is_main:
+        try:
+            own = tempfile.mkdtemp(prefix="farfield-samples-")
+        except OSError as failure:
+            error = failure
+    own_or_error = groups.gather_objects(error or own)[0]  # all stop where the first process cannot go on
+    if isinstance(own_or_error, OSError):
+        raise own_or_error
     try:
-        yield Path(groups.gather_objects(own)[0])
+        yield Path(own_or_error)
         groups.gather_objects(None)  # nobody reads it any more
     finally:
         if own is not None:

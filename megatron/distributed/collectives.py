@@ -74,26 +74,17 @@ def _return_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([received[2 * rank + index] for rank, index in list_chunk_owners(ranks)], dim=2)
 
 
-class _ExchangeHeadsForRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _send_rows(x, group)
+class _Exchange(torch.autograd.Function):
+    """Rows are sent, or returned; the gradient goes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _return_rows(grad, ctx.group), None
-
-
-class _ExchangeRowsForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _return_rows(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sends: bool) -> Tensor:
+        ctx.group, ctx.sends = group, sends
+        return _send_rows(x, group) if sends else _return_rows(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _send_rows(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (_return_rows if ctx.sends else _send_rows)(grad, ctx.group), None, None
 
 
 def exchange_heads_for_rows(x: Tensor, groups: ProcessGroups) -> Tensor:
@@ -102,12 +93,12 @@ def exchange_heads_for_rows(x: Tensor, groups: ProcessGroups) -> Tensor:
     Cut into two chunks per rank, rows go to ranks as tokens do in context parallelism (`mesh.list_chunk_owners`): a
     rank has one chunk from either end, in order, so that causal rows are equal work. T divides into them.
     """
-    return _ExchangeHeadsForRows.apply(x, groups.group("tensor"))
+    return _Exchange.apply(x, groups.group("tensor"), True)
 
 
 def exchange_rows_for_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
     """The way back: [B, H, T / ranks, d] → [B, h, T, d]."""
-    return _ExchangeRowsForHeads.apply(x, groups.group("tensor"))
+    return _Exchange.apply(x, groups.group("tensor"), False)
 
 
 def all_reduce_sum_(x: Tensor, groups: ProcessGroups, *along: Dimension | EmbeddingGroup) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.registry import (
+    REUSED_BACKENDS,
     find_fallback_reason,
     get_default_backend,
     list_candidates,
@@ -69,6 +70,8 @@ class BackendChoice:
     """The backend of a model, and what there is to say of it."""
 
     backend: AttentionBackend
+    name: str | None = None
+    """The backend's, as `attention_backend` has it, or `ROW_BLOCKS`; None where `auto` was not asked to choose."""
     lines: tuple[str, ...] = ()
     """For the console; none where nothing was chosen."""
     record: CheckRecord | None = None
@@ -100,7 +103,8 @@ def choose_backend(
     """
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
         backend = select_backend(name, model.attention_chunk_rows, encoding, processor)
-        return BackendChoice(backend, row_blocks_reason=row_blocks_reason(name, encoding, processor))
+        reason = row_blocks_reason(name, encoding, processor)
+        return BackendChoice(backend, None if name == "auto" else name, row_blocks_reason=reason)
     candidates = list_candidates(model.attention_chunk_rows, encoding, processor)
     default = get_default_backend(encoding, processor)
     why = None
@@ -112,7 +116,7 @@ def choose_backend(
         why = "nothing else can do it"
     if why is not None:
         line = f"attention: {row_blocks_reason(name, encoding, processor) or default}; {why}"
-        return BackendChoice(candidates[default], (line,))
+        return BackendChoice(candidates[default], default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, position, encoding, processor, groups, target, candidates, default)
 
@@ -158,7 +162,7 @@ def _choose_by_check(
     )
     chosen, lines = settle_choice([each for each, _ in found], default, kept, is_known=is_known)
     record = CheckRecord(chosen, lines[0], found[0][0])
-    return BackendChoice(candidates[chosen], tuple(lines), record)
+    return BackendChoice(candidates[chosen], chosen, tuple(lines), record)
 
 
 def describe_check(
@@ -294,9 +298,9 @@ def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:
 
 def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
     """What a run's own check took, for a model that is loaded from it: the backend's name where card, software and type
-    are those of the check, else None. FlexAttention is for training: it would be compiled for every length."""
+    are those of the check, else None."""
     record = read_record(run)
-    if record is None or device.type not in CHECKED_DEVICES or record.backend not in ("sdpa", "triton"):
+    if record is None or device.type not in CHECKED_DEVICES or record.backend not in REUSED_BACKENDS:
         return None
     if not record.evidence.is_compared:
         return None

@@ -26,13 +26,6 @@ from megatron.utils.errors import FarfieldError, UserError, describe_error, is_o
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
-BACKEND_NAMES = {
-    "EagerBackend": "eager",
-    "ChunkedBackend": "chunked",
-    "FlexBackend": "flex",
-    "SdpaBackend": "sdpa",
-    "TritonBackend": "triton",
-}
 
 
 @dataclass(frozen=True)
@@ -245,8 +238,7 @@ def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: Ph
         run = real_build(*arguments, **options)
         model: Any = run.engine.model
         report.parameters, report.row_blocks_reason = run.parameters, model.row_blocks_reason
-        backend = model.local_layers[0].self_attention.core_attention.backend
-        report.attention_backend = BACKEND_NAMES.get(type(backend).__name__)
+        report.attention_backend = model.backend_choice.name
         report.rank_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         return run
 

@@ -17,11 +17,11 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import DIMENSION_ORDER
 from megatron.launch.slurm import build_training_job, render_batch_script
+from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import Cluster
-from megatron.rehearsal.rank_process import RankReport
-from megatron.rehearsal.rehearse import PhaseResult, Rehearsal
+from megatron.rehearsal.rehearse import RESUME, TRAIN, PhaseResult, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.roles import find_varying_dimensions
 from megatron.training.resolve_run import BUILT_BYTES
@@ -73,7 +73,7 @@ class RehearsalReport:
     def judge(self, rank: int) -> Verdict:
         """Does a rank's part of the run fit its card?"""
         rehearsal = self.rehearsal
-        results = [results[rank] for results in (rehearsal.trained, rehearsal.resumed) if rank in results]
+        results = self._list_results(rank)
         kinds = {result.report.error.kind for result in results if result.report.error is not None}
         if "memory" in kinds:
             return "out of memory"
@@ -119,12 +119,13 @@ class RehearsalReport:
         """Bytes that `plan` says for a rank's pipeline stage; None where nothing is known of its method."""
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
+        backend = self.rehearsal.trained[rank].report.attention_backend  # that which the check on it took
         try:
             return estimate_memory(
                 run.config,
                 run.sizes,
                 run.vocab_size,
-                backend=self.rehearsal.trained[rank].report.attention_backend,  # that which the check on it took
+                backend=backend if backend in ATTENTION_MEMORY else None,  # row blocks are what `auto` means
                 pipeline_stage=stage,
                 gpu_bytes=self.rehearsal.card.memory,
             ).total
@@ -301,8 +302,9 @@ class RehearsalReport:
             "peak_reserved": reserved,
             "peak_phase": phase,
             "peaks": {
-                name: {phase: list(peak) for phase, peak in _get_report(result).peaks.items()}
-                for name, result in zip(("train", "resume"), results, strict=False)
+                name: {phase: list(peak) for phase, peak in by_rank[rank].report.peaks.items()}
+                for name, by_rank in ((TRAIN, rehearsal.trained), (RESUME, rehearsal.resumed))
+                if rank in by_rank
             },
             "planned": self.estimate_planned_memory(rank),
             "errors": errors,
@@ -310,13 +312,9 @@ class RehearsalReport:
             "collectives": [asdict(row) for row in self.summarize_collectives(rank)],
             "counters": results[0].summary.get("counters", {}),
             "stub_calls": results[0].summary.get("stub_calls", {}),
-            "cpu_seconds": sum(_get_report(result).seconds for result in results),
+            "cpu_seconds": sum(result.report.seconds for result in results),
             "seconds": sum(result.seconds for result in results),
         }
-
-
-def _get_report(result: PhaseResult) -> RankReport:
-    return result.report
 
 
 def count_kept_checkpoints(config: Config) -> int:

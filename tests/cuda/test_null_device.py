@@ -59,14 +59,12 @@ def test_nothing_is_computed() -> None:
     assert not torch.isnan(x.log()).any()
 
 
-@pytest.mark.parametrize(("grid", "threads"), [((1, 65536), 128), ((0,), 128), ((1, 1, 70000), 128)])
-def test_a_launch_that_no_card_can_do_fails(grid: tuple[int, ...], threads: int) -> None:
+@pytest.mark.parametrize("grid", [(1, 65536), (1, 1, 70000)])
+def test_a_launch_that_no_card_can_do_fails(grid: tuple[int, ...]) -> None:
     x = torch.zeros(128, device="cuda")
     _add_kernel[(1,)](x, x, 128, BLOCK=128)
-    if grid == (0,):
-        return  # Triton leaves empty grids out
     with pytest.raises(RuntimeError, match="invalid argument"):
-        _add_kernel[grid](x, x, 128, BLOCK=threads)
+        _add_kernel[grid](x, x, 128, BLOCK=128)
 
 
 def test_a_block_that_wants_more_than_a_card_has_fails() -> None:
@@ -75,7 +73,7 @@ def test_a_block_that_wants_more_than_a_card_has_fails() -> None:
     compiled = _add_kernel[(1,)](x, x, 128, BLOCK=1024)
     driver, function = load_library(), ctypes.c_void_p(compiled.function)
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    invalid, out_of_resources, dynamic_shared = 1, 701, 8
+    invalid, dynamic_shared = 1, 8
 
     def launch(threads: int, shared: int) -> int:
         return int(driver.cuLaunchKernel(function, 1, 1, 1, threads, 1, 1, shared, None, None, None))
@@ -88,7 +86,6 @@ def test_a_block_that_wants_more_than_a_card_has_fails() -> None:
     assert driver.cuFuncSetAttribute(function, dynamic_shared, limit + 1) == invalid
     assert driver.null_device_check_launch(1, 1, 1, 256, 1, 1, ctypes.c_size_t(0), 255) == 0
     assert driver.null_device_check_launch(1, 1, 1, 512, 1, 1, ctypes.c_size_t(0), 255) == 1
-    assert out_of_resources not in (launch(128, 0), launch(1024, 0))
 
 
 def test_kernels_are_read_as_the_disassembler_reads_them(tmp_path: Path) -> None:

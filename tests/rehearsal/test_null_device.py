@@ -89,7 +89,7 @@ def test_collectives_run_and_their_answer_is_replaced() -> None:
 
 def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
     read = [0.0, 2.5, -1.0, float("nan"), float("inf"), 1e30, 7, True]
-    assert values._to_ordinary([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
+    assert values._replace_implausible([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
 
 
 class _FakeC10d:
@@ -109,15 +109,15 @@ def test_the_ledger_names_group_members_peers_and_what_is_issued_together(tmp_pa
     def _new_process_group_helper() -> None:  # torch's function, which makes a communicator of NCCL's
         global_ranks_in_group, group_name, group_size = [1, 3], "7", 2
         assert (len(global_ranks_in_group), group_name) == (group_size, "7")
-        ledger.hear("init", "abc", 2, 0, 0, -1, -1, -1, 0, 0)
+        ledger.record_device_call("init", "abc", 2, 0, 0, -1, -1, -1, 0, 0)
 
     _new_process_group_helper()
-    ledger.hear("all_reduce", "abc", 2, 0, 100, 9, -1, 0, 0, 0)
-    ledger.hear("group_start", "", 0, 0, 0, -1, -1, -1, 0, 0)
-    ledger.hear("send", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
-    ledger.hear("recv", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
-    ledger.hear("group_end", "", 0, 0, 0, -1, -1, -1, 0, 0)
-    ledger.hear_host("all_gather_object", _FakeC10d.Group())
+    ledger.record_device_call("all_reduce", "abc", 2, 0, 100, 9, -1, 0, 0, 0)
+    ledger.record_device_call("group_start", "", 0, 0, 0, -1, -1, -1, 0, 0)
+    ledger.record_device_call("send", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
+    ledger.record_device_call("recv", "abc", 2, 0, 3, 7, 1, -1, 0, 0)
+    ledger.record_device_call("group_end", "", 0, 0, 0, -1, -1, -1, 0, 0)
+    ledger.record_host_call("all_gather_object", _FakeC10d.Group())
     lines = [json.loads(line) for line in recorder.get_ledger_path(tmp_path, 0).read_text().splitlines()]
     assert lines[0] == {"group": "7", "ranks": [1, 3]}
     reduced, sent, received = lines[1:4]

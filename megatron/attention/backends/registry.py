@@ -17,9 +17,12 @@ logger = logging.getLogger(__name__)
 ROW_BLOCKS = "row blocks"
 """What `auto` calls its own blocks of rows, kept or recomputed by their length: nobody asks for them by name."""
 
-
 CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
 """What `auto` on a GPU tries, in this order after its unchecked default; the last takes longest to compile."""
+
+REUSED_BACKENDS = ("triton", "sdpa")
+"""Of these, what a loaded model takes because its training did. Row blocks need no check, and FlexAttention would be
+compiled for every length."""
 
 
 def row_blocks_reason(name: str, encoding: Encoding, processor: Processor | None) -> str | None:

@@ -42,12 +42,12 @@ def describe_software() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton,
-        "sources": hash_sources(),
+        "sources": hash_attention_sources(),
     }
 
 
 @cache
-def hash_sources() -> str:
+def hash_attention_sources() -> str:
     """Of all Python files that decide what backends compute."""
     digest = hashlib.sha256()
     for folder in SOURCES:

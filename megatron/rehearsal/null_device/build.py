@@ -31,7 +31,7 @@ NVML_LIBRARY = "libnvidia-ml.so.1"
 """NVML's, by which PyTorch counts devices: the same library, which the loader knows by its file."""
 INSTALL_CUDA_TORCH = "pip install 'torch==2.13.0,!=2.13.0+cpu'"
 
-_OURS = re.compile(r"^(cuda|__cuda|cublas|cudnn|nccl)")
+_NVIDIA_FUNCTIONS = re.compile(r"^(cuda|__cuda|cublas|cudnn|nccl)")
 _FLAGS = ("-std=gnu11", "-O2", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{LIBRARY}")
 
 
@@ -109,7 +109,7 @@ def _compile(command: list[str], sources: list[Path], site_packages: Path, folde
         answered = _list_symbols(Path(own) / "answers.so", "--defined-only")
         needed = set[str]()
         for library in sorted((site_packages / "torch" / "lib").glob("*.so*")):
-            needed |= {name for name in _list_symbols(library, "--undefined-only") if _OURS.match(name)}
+            needed |= {name for name in _list_symbols(library, "--undefined-only") if _NVIDIA_FUNCTIONS.match(name)}
         header = next(folder for folder in _find_headers(site_packages)) / "cuda.h"
         needed |= _list_driver_functions(header.read_text(encoding="utf-8", errors="replace"))
         written.write_text(_render_stubs(sorted(needed - answered)), encoding="utf-8")

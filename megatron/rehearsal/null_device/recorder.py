@@ -45,7 +45,7 @@ def start_recording(folder: str) -> Callable[[Any], None]:
     def change(c10d: Any) -> None:
         global _recorder
         _recorder = CollectiveRecorder(folder, c10d)
-        listen_to_collectives(_recorder.hear)
+        listen_to_collectives(_recorder.record_device_call)
         _recorder.watch_host_collectives()
 
     return change
@@ -74,7 +74,7 @@ class CollectiveRecorder:
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[str, list[int]]] = {}
         """Of a communicator of NCCL, torch's group and its ranks."""
-        self._told: set[str] = set()
+        self._written_groups: set[str] = set()
         self._depth = 0
         self._batch = 0
 
@@ -87,7 +87,7 @@ class CollectiveRecorder:
                 self._file = path.open("a", buffering=1, encoding="utf-8")
             self._file.write(json.dumps(line) + "\n")
 
-    def hear(
+    def record_device_call(
         self, op: str, communicator: str, size: int, rank: int, count: int, dtype: int, peer: int, reduction: int,
         sent: int, received: int,
     ) -> None:  # fmt: skip
@@ -109,20 +109,20 @@ class CollectiveRecorder:
             line["peer"] = ranks[peer] if ranks else peer
         if 0 <= reduction < len(REDUCTIONS):
             line["reduction"] = REDUCTIONS[reduction]
-        self._tell_group(group, ranks)
+        self._write_group(group, ranks)
         self.write(op=op, group=group, **line, batch=self._batch, device="cuda", where=list_own_frames())
 
-    def _tell_group(self, group: str, ranks: list[int]) -> None:
-        if group not in self._told:
-            self._told.add(group)
+    def _write_group(self, group: str, ranks: list[int]) -> None:
+        if group not in self._written_groups:
+            self._written_groups.add(group)
             self.write(group=group, ranks=ranks)
 
-    def hear_host(self, op: str, group: Any, **line: Any) -> None:
+    def record_host_call(self, op: str, group: Any, **line: Any) -> None:
         """A collective over the host."""
         c10d = self._c10d
         group = c10d._get_default_group() if group is None else group
         name = str(group.group_name)
-        self._tell_group(name, c10d.get_process_group_ranks(group))
+        self._write_group(name, c10d.get_process_group_ranks(group))
         self._batch += 1
         self.write(op=op, group=name, **line, batch=self._batch, device="cpu", where=list_own_frames())
 
@@ -140,7 +140,9 @@ class CollectiveRecorder:
                     tensor = tensor[0]
                 if tensor is not None and hasattr(tensor, "is_cuda") and not tensor.is_cuda:
                     size = {"count": tensor.numel(), "dtype": str(tensor.dtype).removeprefix("torch.")}
-                    self.hear_host(name, kwargs.get("group"), **size, bytes=tensor.numel() * tensor.element_size())
+                    self.record_host_call(
+                        name, kwargs.get("group"), **size, bytes=tensor.numel() * tensor.element_size()
+                    )
                 return real(*args, **kwargs)
 
             setattr(c10d, name, call)
@@ -156,7 +158,7 @@ class CollectiveRecorder:
 
             @functools.wraps(real)
             def call(*args: Any, **kwargs: Any) -> Any:
-                self.hear_host(name, kwargs.get("group"))
+                self.record_host_call(name, kwargs.get("group"))
                 return real(*args, **kwargs)
 
             setattr(c10d, name, call)

@@ -23,14 +23,15 @@ from collections.abc import Callable
 from typing import Any
 
 LARGEST = 1e4
-"""The largest number that is believed; what an old tensor left may be anything. Losses and norms are not negative."""
+"""The largest number that is taken as it is; what an old tensor left may be anything. Losses and norms are not
+negative."""
 
 
 def _change_torch(torch: Any) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     tensor = torch.Tensor
 
-    def answer(name: str, value: bool) -> None:
+    def replace_predicate(name: str, value: bool) -> None:
         real = getattr(torch, name)
 
         @functools.wraps(real)
@@ -44,11 +45,11 @@ def _change_torch(torch: Any) -> None:
         setattr(torch, name, ask)
         setattr(tensor, name, ask)
 
-    answer("isfinite", True)
-    answer("isnan", False)
-    answer("isinf", False)
+    replace_predicate("isfinite", True)
+    replace_predicate("isnan", False)
+    replace_predicate("isinf", False)
 
-    def reduce_answer(name: str) -> None:
+    def replace_reduction(name: str) -> None:
         real = getattr(tensor, name)
 
         @functools.wraps(real)
@@ -61,21 +62,21 @@ def _change_torch(torch: Any) -> None:
 
         setattr(tensor, name, reduce)
 
-    reduce_answer("all")
-    reduce_answer("any")
+    replace_reduction("all")
+    replace_reduction("any")
 
-    def believe(name: str) -> None:
+    def replace_reader(name: str) -> None:
         real = getattr(tensor, name)
 
         @functools.wraps(real)
         def read(self: Any) -> Any:
             value = real(self)
-            return _to_ordinary(value) if self.is_cuda else value
+            return _replace_implausible(value) if self.is_cuda else value
 
         setattr(tensor, name, read)
 
     for name in ("item", "tolist", "__float__"):
-        believe(name)
+        replace_reader(name)
 
     # A tensor's text is made of its values, by loops over values that are not there.
     describe = tensor.__repr__
@@ -97,9 +98,9 @@ def _change_parameter(parameter: Any) -> None:
     parameter.Parameter.__repr__ = represent
 
 
-def _to_ordinary(value: Any) -> Any:
+def _replace_implausible(value: Any) -> Any:
     if isinstance(value, list):
-        return [_to_ordinary(part) for part in value]
+        return [_replace_implausible(part) for part in value]
     if isinstance(value, float) and not 0.0 <= value <= LARGEST:
         return 1.0
     return value

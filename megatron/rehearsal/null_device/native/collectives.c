@@ -1,4 +1,4 @@
-/* NCCL: each call is told to a listener, and nothing leaves the process. This rank's own values stand for those of the
+/* NCCL: each call goes to a listener, and nothing leaves the process. This rank's own values stand for those of the
    others. */
 #include "null_device.h"
 
@@ -17,7 +17,7 @@ struct communicator {
     int splits; /* communicators made from this one */
 };
 
-/* Told of each call: its name, the communicator, the number of elements, their type, the other rank (or the root, or
+/* Called with each call: its name, the communicator, the number of elements, their type, the other rank (or the root, or
    -1), the kind of reduction (or -1), and the buffers that are read and written. */
 typedef void (*listener_t)(const char *operation, const char *communicator, int size, int rank, size_t count, int type,
                            int peer, int reduction, void *sent, void *received);
@@ -49,7 +49,7 @@ int ncclGetUniqueId(ncclUniqueId *id) {
     return 0;
 }
 
-static int tell(const char *operation, struct communicator *own, size_t count, int type, int peer, int reduction,
+static int notify(const char *operation, struct communicator *own, size_t count, int type, int peer, int reduction,
                 const void *sent, void *received) {
     if (listener != NULL)
         listener(operation, own->name, own->size, own->rank, count, type, peer, reduction, (void *)sent, received);
@@ -64,7 +64,7 @@ static int initialize(void **communicator, int size, const ncclUniqueId *id, int
     own->rank = rank;
     own->device = null_device_current();
     *communicator = own;
-    return tell("init", own, 0, -1, -1, -1, NULL, NULL);
+    return notify("init", own, 0, -1, -1, -1, NULL, NULL);
 }
 
 int ncclCommInitRank(void **communicator, int size, ncclUniqueId id, int rank) {
@@ -96,7 +96,7 @@ int ncclCommSplit(void *communicator, int color, int key, void **part, void *con
     own->rank = key;
     own->device = parent->device;
     *part = own;
-    return tell("split", own, 0, -1, -1, -1, NULL, NULL);
+    return notify("split", own, 0, -1, -1, -1, NULL, NULL);
 }
 
 int ncclCommDestroy(void *communicator) {
@@ -130,7 +130,7 @@ int ncclCommCuDevice(void *communicator, int *device) {
 static int exchange(const char *operation, struct communicator *own, size_t count, int type, int peer, int reduction,
                     const void *sent, void *received) {
     null_device_counters.collectives++;
-    return tell(operation, own, count, type, peer, reduction, sent, received);
+    return notify(operation, own, count, type, peer, reduction, sent, received);
 }
 
 static void copy(void *target, const void *source, size_t count, int type) {
