@@ -33,7 +33,11 @@ class AttentionInputs:
     encoding: Encoding
     processor: Processor | None = None
     key_mask: Tensor | None = None
-    """Bool [B, C] or [B, R, C], False for padding and keys of another document."""
+    """Bool [B, C] or [B, R, C], False for padding."""
+    first_keys: Tensor | None = None
+    """int32 [B, R]: the index of the first key of each row's document, which never falls from row to row. Keys before
+    it are outside of the row's sequence, as columns before index 0 are: nothing of the row depends on them, and a
+    processor sees an edge there. For backends and encodings of which `documents.can_mask_documents` says so."""
     window: int | None = None
     """A row sees the last `window` keys only, its own included."""
     heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
@@ -60,6 +64,11 @@ class AttentionInputs:
         if self.window is not None:
             left_context = 0 if self.processor is None else self.processor.left_context
             left = max(query.start - self.window + 1 - left_context - self.key.start, 0)
+        first_keys = self.first_keys
+        if first_keys is not None:
+            first_keys = first_keys[:, start:stop]
+            if first_keys.device.type == "cpu":  # a GPU would have to be waited for
+                left = max(left, int(first_keys[:, 0].min()) - self.key.start)
         mask = self.key_mask
         if mask is not None:
             mask = mask[:, left:right] if mask.dim() == 2 else mask[:, start:stop, left:right]
@@ -71,6 +80,7 @@ class AttentionInputs:
             query=query,
             key=replace(self.key, start=self.key.start + left, length=right - left),
             key_mask=mask,
+            first_keys=first_keys,
         )
 
 

@@ -50,10 +50,12 @@ def compute_table_of_ranges(
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
     """The same inputs with what all blocks of their rows share: the encoding's table, and what the processor makes of
-    the bias alone. The latter is left out where keys are hidden that stand before a row."""
+    the bias alone. The latter is left out where keys are hidden that stand before a row, and where sequences begin at
+    other columns than 0."""
     table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     bias = None if table is None else table.bias
-    all_keys_seen = inputs.key_mask is None and inputs.window is None and inputs.key.start == 0
+    nothing_hidden = inputs.key_mask is None and inputs.first_keys is None and inputs.window is None
+    all_keys_seen = nothing_hidden and inputs.key.start == 0
     contribution = None
     if inputs.processor is not None and bias is not None and all_keys_seen and inputs.query.sampled is None:
         contribution = inputs.processor.bias_contribution(bias)
@@ -87,6 +89,8 @@ def compute_dense_terms(
 def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
     """Bool [B or 1, 1, R, C]: may the row see the key?"""
     visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
+    if inputs.first_keys is not None:
+        visible = visible & (inputs.key.indices(inputs.q.device) >= inputs.first_keys[:, None, :, None])
     if inputs.key_mask is None:
         return visible
     return visible & (inputs.key_mask[:, None, None] if inputs.key_mask.dim() == 2 else inputs.key_mask[:, None])
@@ -120,7 +124,9 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
     if inputs.processor is not None:
         contribution = inputs.bias_contribution
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
-        return inputs.processor(scores, bias, visible, inputs.heads, rows).masked_fill_(~visible, float("-inf"))
+        first_columns = None if inputs.first_keys is None else inputs.first_keys - inputs.key.start
+        logits = inputs.processor(scores, bias, visible, inputs.heads, rows, first_columns)
+        return logits.masked_fill_(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=inputs.q.device).masked_fill_(~visible, float("-inf"))
     return promote_to_float32(scores) + (mask if bias is None else mask + bias)

@@ -30,6 +30,14 @@ def reads_whole_table(backend: AttentionBackend) -> bool:
     return getattr(backend, "reads_whole_table", False)
 
 
+def takes_first_keys(backend: AttentionBackend) -> bool:
+    """Does it compute rows of several documents in one call (`AttentionInputs.first_keys`)?
+
+    A backend says so in its attribute of this name. The others are asked document by document.
+    """
+    return getattr(backend, "takes_first_keys", False)
+
+
 class AttentionBackend(Protocol):
     """A way to compute softmax(logits)·v, the logits being `megatron.attention.reference.compute_logits`."""
 

@@ -70,6 +70,8 @@ class FlexBackend:
         """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"
+        if inputs.first_keys is not None:
+            return "several documents in a row"
         if inputs.query.sampled is not None:
             return "randomized positions"
         if inputs.dropout:

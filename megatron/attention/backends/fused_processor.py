@@ -42,6 +42,8 @@ def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
         return "randomized positions"
     if inputs.key_mask is not None:
         return "padding"
+    if inputs.first_keys is not None:
+        return "several documents in a row"
     if inputs.dropout:
         return "attention_dropout with a score processor"
     if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:

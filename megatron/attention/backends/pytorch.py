@@ -18,12 +18,14 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
 
 MASKED_ROWS = 512
-"""Query rows per call where PyTorch takes who sees whom as a mask (with a window, or where the rows are not all of the
-sequence): in blocks the mask stays linear in T, and no row is computed against keys that come after its block."""
+"""Query rows per call where PyTorch takes who sees whom as a mask (with a window or several documents, or where the rows
+are not all of the sequence): in blocks the mask stays linear in T, and no row is computed against keys that come after its block."""
 
 
 class EagerBackend:
     """The reference: the whole score map is materialised. Memory grows as T²; everything else is tested against it."""
+
+    takes_first_keys = True
 
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
         return None
@@ -39,6 +41,8 @@ class ChunkedBackend:
         block_size: rows of a block.
         recompute: whether the backward pass computes a block's maps again, instead of keeping them.
     """
+
+    takes_first_keys = True
 
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
         self.block_size, self.recompute = block_size, recompute
@@ -84,6 +88,8 @@ def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
 class RowBlockBackend:
     """Blocks of rows over their causal columns, their maps kept for short training sequences, else recomputed."""
 
+    takes_first_keys = True
+
     def __init__(self, block_size: int) -> None:
         self.recomputed = ChunkedBackend(block_size)
         self.kept_with_processor = ChunkedBackend(block_size, recompute=False)
@@ -103,6 +109,8 @@ class SdpaBackend:
     """PyTorch's fused attention, for methods that add nothing to the scores (none, learned, rotary …): flash attention
     where the device has it, memory linear in T."""
 
+    takes_first_keys = True
+
     def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
         if processor is not None:
             return "it cannot process scores"
@@ -111,7 +119,8 @@ class SdpaBackend:
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start
-        if unbounded and inputs.query == inputs.key and inputs.key_mask is None:
+        unbounded = unbounded and inputs.first_keys is None and inputs.key_mask is None
+        if unbounded and inputs.query == inputs.key:
             return torch.nn.functional.scaled_dot_product_attention(
                 inputs.q, inputs.k, inputs.v, dropout_p=inputs.dropout, is_causal=True
             )

@@ -142,6 +142,8 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         return KernelChoice.PYTORCH, "randomized positions"
     if inputs.key_mask is not None:
         return KernelChoice.PYTORCH, "padding"
+    if inputs.first_keys is not None:
+        return KernelChoice.PYTORCH, "several documents in a row"
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""

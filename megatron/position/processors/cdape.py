@@ -5,7 +5,8 @@
 The published module cuts its hidden map at the last column T − 1, so its last k//2 rows depend on T: hidden values to
 the right of column T − 1 are padding there but alive in a longer sequence. Here the key axis is extended by zeros, so
 row i never depends on T; it equals the published module on every other row, and cached decoding equals the full pass.
-The left edge is the published one: columns before 0 are padding for both convolutions.
+The left edge is the published one: columns before 0 are padding for both convolutions. So are those before a row's
+document, where several documents lie in a row.
 
 B batch, H heads, R rows, C key columns, W width, k kernel size, p = k//2.
 """
@@ -150,6 +151,7 @@ class Cdape(Processor):
         visible: Tensor,
         heads: slice = ALL_HEADS,
         bias_contribution: Tensor | None = None,
+        first_columns: Tensor | None = None,
     ) -> Tensor:
         columns, extension = scores.shape[-1], (0, self.left_context)
         hidden = self.hidden(
@@ -164,6 +166,10 @@ class Cdape(Processor):
             # Channels last in shape too: the gradient's sum over the batch is slow otherwise.
             both = hidden.movedim(1, -1) + _cast_saturating(bias_contribution, scores.dtype).movedim(-3, -1)
             hidden = _activate(both, scores.dtype).movedim(-1, 1)
+        if first_columns is not None and self.left_context:
+            # Masked inputs are not enough: Conv2 would see hidden values that are made of the edge's own entries.
+            before = torch.arange(hidden.shape[-1], device=hidden.device) < first_columns[:, None, :, None]
+            hidden = hidden.masked_fill(before, 0)
         processed = _cast_saturating(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         result = promote_to_float32(scores[:, heads]) + promote_to_float32(processed)
         return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
