@@ -28,6 +28,7 @@ from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ffn_hidden_size
+from megatron.options.training import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
@@ -201,6 +202,11 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
+    "warmup": ("lr_warmup_iters", lambda steps: steps is None),
+    **{
+        key: ("lr_decay_style", lambda chosen, style=style: chosen == style)  # type: ignore[misc]
+        for key, style in SCHEDULE_KEYS.items()
+    },
 }
 """Keys that are read with some values of another key alone: that key, and whether a value is one of those."""
 

@@ -36,6 +36,9 @@ ALIASES = (
     Alias("feedforward_size", "intermediate_size"),
     Alias("clip_grad", "gradient_clipping"),
     Alias("lr", "optimizer.params.lr"),
+    Alias("lr_warmup_fraction", "warmup"),
+    # Of GPT-NeoX's pull request 1375, which decays by a cosine.
+    Alias("wsd_decay_ratio", "lr_wsd_decay_fraction", implied={"lr_wsd_decay_style": "cosine"}),
     Alias("optimizer_type", "optimizer.type"),
     Alias("optimizer.params.weight_decay", "weight_decay"),
     Alias("zero_stage", "zero_optimization.stage"),
@@ -87,6 +90,14 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "data_impl": {"infer": "mmap"},
     "optimizer.type": {"adam": "Adam", "adamw": "AdamW"},
+    # Megatron-LM's names, and those of GPT-NeoX's pull request 1194.
+    "lr_decay_style": {
+        "WSD": "wsd",
+        "inverse-square-root": "inverse_sqrt",
+        "infinite_cosine": "infinite",
+        "cosine_cooldown_infinite": "infinite",
+    },
+    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt", "sqrt": "minus_sqrt"},
     "activation": {"swish": "silu"},
     "norm": {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"},
     "launcher": dict.fromkeys(("pdsh", "openmpi", "mpich", "impi", "mvapich"), "auto"),
@@ -108,7 +119,12 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
         "yarn": "use rotary with pos_emb_options.scaling: yarn",
         "kerple_power_original": "it is ALiBi whose slopes are at least 0.01; use alibi, which has no such bound",
     },
-    "lr_decay_style": {"exponential": "use cosine, linear, constant or inverse_sqrt"},
+    "lr_decay_style": {
+        "exponential": "use cosine, linear, constant or inverse_sqrt",
+        **dict.fromkeys(
+            ("infinite_inv_sqrt", "inverse_sqrt_infinite"), "use infinite with lr_cooldown_style: inverse_sqrt"
+        ),
+    },
     "zero_optimization.offload_optimizer.device": {"nvme": "use cpu"},
     "zero_optimization.offload_param.device": {"nvme": "use cpu"},
 }

@@ -80,6 +80,8 @@ class Alias(OneKeyRule):
     """What on and off are here, for a key that is a switch there."""
     offset: int = 0
     """Added to a number."""
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of ours that theirs decides, with their values."""
     is_suggested: ClassVar[bool] = True
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
@@ -92,8 +94,10 @@ class Alias(OneKeyRule):
             setting = replace(setting, value=on_value if value else off_value)
         if self.offset and type(value) is int:
             setting = replace(setting, value=value + self.offset)
-        layers.notes.append(f"{where}: {name} is {self.own_key}{self._describe_offset()} here")
+        meaning = f"{self.own_key}{self._describe_offset()}{self._describe_implied()}"
+        layers.notes.append(f"{where}: {name} is {meaning} here")
         yield from layers.translate_own_key(tuple(self.own_key.split(".")), setting)
+        yield from ((tuple(key.split(".")), value) for key, value in self.implied.items())
 
     def describes_model(self) -> bool:
         return _is_model_key(self.own_key)
@@ -108,7 +112,11 @@ class Alias(OneKeyRule):
         return f" - {self.offset}" if self.offset else ""
 
     def _describe_values(self) -> str:
-        return (", {} or {}".format(*self.switch_values) if self.switch_values else "") + self._describe_offset()
+        switched = ", {} or {}".format(*self.switch_values) if self.switch_values else ""
+        return switched + self._describe_offset() + self._describe_implied()
+
+    def _describe_implied(self) -> str:
+        return "".join(f", with {key}: {format_value(value)}" for key, value in self.implied.items())
 
 
 class MethodOption(NamedTuple):

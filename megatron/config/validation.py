@@ -10,7 +10,7 @@ from megatron.config.schema import Config
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
-from megatron.options.training import find_training_conflicts
+from megatron.options.training import find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
@@ -112,10 +112,8 @@ def _validate_batch(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_schedule(config: Config) -> Iterator[ConfigProblem]:
-    optimizer = config.optimizer
-    params = optimizer.optimizer.params
-    if optimizer.min_lr > params.lr:
-        yield "min_lr", f"min_lr {optimizer.min_lr} is greater than optimizer.params.lr {params.lr}"
+    params = config.optimizer.optimizer.params
+    yield from find_schedule_conflicts(config.optimizer, config.training.train_iters)
     if any(not 0 <= beta < 1 for beta in params.betas):
         yield "optimizer.params.betas", f"optimizer.params.betas are {params.betas}; each must be in [0, 1)"
 

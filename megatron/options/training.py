@@ -6,6 +6,9 @@ from typing import Literal
 from megatron.options.section import MAX_STEPS, ConfigSection, config_field
 
 Precision = Literal["fp32", "bf16", "fp16"]
+DecayStyle = Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd", "infinite"]
+WsdDecayStyle = Literal["minus_sqrt", "linear", "cosine", "exponential"]
+CooldownStyle = Literal["cosine", "inverse_sqrt"]
 
 MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY = (
     "train_micro_batch_size_per_gpu",
@@ -48,13 +51,47 @@ class OptimizerOptions(ConfigSection):
         1.0, "largest global gradient norm; 0 turns clipping off", ge=0, policy="numerics"
     )
     min_lr: float = config_field(0.0, "learning rate at the end of the decay", ge=0, policy="schedule")
-    lr_decay_style: Literal["cosine", "linear", "constant", "inverse_sqrt"] = config_field(
-        "linear", "shape of the decay after warm-up", policy="schedule"
+    lr_decay_style: DecayStyle = config_field(
+        "linear",
+        "shape of the decay after warm-up; wsd stays at the peak until its last steps, infinite at constant_lr "
+        "(docs/training.md)",
+        policy="schedule",
     )
     lr_decay_iters: int | None = config_field(
         None, "step at which min_lr is reached; train_iters if absent", ge=1, le=MAX_STEPS, policy="schedule"
     )
     warmup: float = config_field(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1, policy="schedule")
+    lr_warmup_iters: int | None = config_field(
+        None,
+        "steps of linear warm-up, instead of warmup: they stay when a run is extended",
+        ge=0,
+        le=MAX_STEPS,
+        policy="schedule",
+    )
+    lr_wsd_decay_style: WsdDecayStyle = config_field(
+        "minus_sqrt", "how wsd falls in its last steps; minus_sqrt is 1 − √x", policy="schedule"
+    )
+    lr_wsd_decay_iters: int | None = config_field(
+        None, "last steps of wsd, in which it falls; lr_wsd_decay_fraction if absent", ge=1, le=MAX_STEPS,
+        policy="schedule",
+    )  # fmt: skip
+    lr_wsd_decay_fraction: float = config_field(
+        0.1, "the same as a share of lr_decay_iters", gt=0, le=1, policy="schedule"
+    )
+    constant_lr: float | None = config_field(
+        None, "learning rate that infinite cools down to and stays at", gt=0, policy="schedule"
+    )
+    lr_cooldown_iters: int = config_field(
+        0, "steps in which infinite cools down, after warm-up", ge=0, le=MAX_STEPS, policy="schedule"
+    )
+    lr_cooldown_style: CooldownStyle = config_field("cosine", "how infinite cools down", policy="schedule")
+    lr_anneal_iters: int = config_field(
+        0,
+        "last steps before lr_decay_iters, in which infinite falls to min_lr; 0: it never does",
+        ge=0,
+        le=MAX_STEPS,
+        policy="schedule",
+    )
 
 
 class OffloadOptions(ConfigSection):
@@ -225,6 +262,48 @@ class TrainingOptions(ConfigSection):
         gt=1,
         policy="numerics",
     )
+
+
+SCHEDULE_KEYS: dict[str, DecayStyle] = {
+    **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"), "wsd"),
+    **dict.fromkeys(("constant_lr", "lr_cooldown_iters", "lr_cooldown_style", "lr_anneal_iters"), "infinite"),
+}
+"""Keys of one decay style alone."""
+
+
+def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> Iterator[tuple[str, str]]:
+    """What contradicts each other in a schedule that ends after `train_iters` steps (0: nobody knows yet)."""
+    lr, min_lr, style = optimizer.optimizer.params.lr, optimizer.min_lr, optimizer.lr_decay_style
+    if min_lr > lr:
+        yield "min_lr", f"min_lr {min_lr} is greater than optimizer.params.lr {lr}"
+    steps, warmup = optimizer.lr_decay_iters or train_iters, optimizer.lr_warmup_iters
+    if warmup is None:
+        warmup = round(optimizer.warmup * steps)
+    constant_lr = optimizer.constant_lr
+    if style == "infinite" and constant_lr is None:
+        yield "lr_decay_style", "lr_decay_style infinite needs constant_lr, the learning rate that it stays at"
+    elif style == "infinite" and constant_lr is not None:
+        if not min_lr <= constant_lr <= lr:
+            yield (
+                "constant_lr",
+                f"constant_lr {constant_lr} is not between min_lr {min_lr} and optimizer.params.lr {lr}",
+            )
+        if optimizer.lr_anneal_iters and min_lr == 0:
+            yield "lr_anneal_iters", "min_lr is 0, which an exponential decay (lr_anneal_iters) never reaches; raise it"
+    if not steps:
+        return
+    phases = {"lr_warmup_iters" if optimizer.lr_warmup_iters is not None else "warmup": warmup}
+    if style == "wsd":
+        share = round(optimizer.lr_wsd_decay_fraction * steps)
+        is_share = optimizer.lr_wsd_decay_iters is None
+        phases["lr_wsd_decay_fraction" if is_share else "lr_wsd_decay_iters"] = optimizer.lr_wsd_decay_iters or share
+    if style == "infinite" and optimizer.lr_anneal_iters:
+        phases |= {"lr_cooldown_iters": optimizer.lr_cooldown_iters, "lr_anneal_iters": optimizer.lr_anneal_iters}
+    if len(phases) > 1 and sum(phases.values()) > steps:
+        *_, last = phases
+        end = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
+        parts = " + ".join(f"{name} {size}" for name, size in phases.items())
+        yield last, f"{parts} are more steps than {end} {steps}"
 
 
 def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, str]]:

@@ -40,8 +40,8 @@ from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
 from megatron.training.metrics import find_peak_tflops
 from megatron.training.metrics_log import METRICS_FILE
-from megatron.training.optimizer import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
+from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.utils.errors import FarfieldError
 from megatron.utils.progress import WaitAnnouncer
 

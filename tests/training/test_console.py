@@ -222,7 +222,7 @@ def test_extending_a_finished_run_says_that_the_rate_jumps_and_how_to_avoid_it(c
 
 
 def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
-    from megatron.training.optimizer import LearningRateSchedule, describe_rate_jump
+    from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
 
     old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
     assert "nothing is learned, so give a min_lr too" in (describe_rate_jump(old, new, 100) or "")
