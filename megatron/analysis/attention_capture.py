@@ -73,7 +73,8 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
     mask = inputs.key_mask
     if mask is not None and mask.dim() == 3:
         mask = mask[:, num_skipped:]
-    return replace(inputs, q=inputs.q[:, :, num_skipped:], query=query, key_mask=mask)
+    first_keys = None if inputs.first_keys is None else inputs.first_keys[:, num_skipped:]
+    return replace(inputs, q=inputs.q[:, :, num_skipped:], query=query, key_mask=mask, first_keys=first_keys)
 
 
 def choose_block_size(inputs: AttentionInputs) -> int:

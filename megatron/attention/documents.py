@@ -2,21 +2,27 @@
 
 A row of training data holds several documents, one after another. Kept apart, a token sees its own document only, and
 indices begin at 0 at its first token: so do positions, distances, windows, and the edge that a processor's convolutions
-see. There are two ways to compute this, which give the same.
+see. Queries and keys are turned, and embeddings added, for all tokens at once (`restart_positions`). Attention is
+computed in one of two ways, which give the same:
 
-* Document by document: each is a segment of its row (`segments.py`). Every encoding, processor and backend is then asked
+* document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is asked
   about a document alone, so nothing can differ. Many short documents make many small calls.
-* All at once: a row's queries see the keys from `AttentionInputs.first_keys` on. This is right where the answer of an
-  encoding does not depend on where in the row a document begins: a bias or weight of the distance alone, contextual
-  terms that look between query and key, rotations, embeddings. The latter two are told positions that begin anew.
+* all documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is right where the
+  scores of a query and a key do not depend on where their document begins: a bias or weight of the distance alone, and
+  contextual terms of what lies between the two.
 
-B batch, T tokens of a row.
+B batch, T tokens of the forward pass, P tokens that came before them.
 """
 
+from collections.abc import Iterator, Sequence
+
+import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, takes_first_keys
+from megatron.attention.segments import ALL_SEQUENCES, SampleFunction, Segment, no_sampling
 from megatron.position.encoding import Encoding
+from megatron.position.token_range import SampledPositions, TokenRange
 
 
 def depends_on_document_start(encoding: Encoding) -> bool:
@@ -26,6 +32,78 @@ def depends_on_document_start(encoding: Encoding) -> bool:
 
 
 def can_mask_documents(encoding: Encoding, backend: AttentionBackend, *, randomized: bool) -> bool:
-    """Are all documents of a row computed at once? Randomized positions are drawn for each document's own length, so
-    that distances in a row are not differences of columns."""
+    """Is attention computed for all documents of a row at once? Randomized positions are drawn for each document's own
+    length, so that distances in a row are not differences of columns."""
     return takes_first_keys(backend) and not randomized and not depends_on_document_start(encoding)
+
+
+def check_document_starts(starts: Tensor, batch: int, length: int) -> None:
+    """Refuse what says nothing of `length` tokens so far, or contradicts itself.
+
+    Args:
+        starts: int64 [B, P + T] on the CPU: the column at which each token's document begins.
+
+    Raises:
+        ValueError: says what it should be.
+    """
+    if starts.shape != (batch, length) or starts.dtype != torch.int64 or starts.device.type != "cpu":
+        raise ValueError(
+            f"document_starts is {starts.dtype} {list(starts.shape)} on {starts.device}; it must be int64 "
+            f"[{batch}, {length}] on the CPU"
+        )
+    columns = torch.arange(length)
+    is_first = starts == columns
+    if not bool((is_first | (starts == starts.roll(1, dims=1))).all() and is_first[:, :1].all()):
+        raise ValueError("document_starts must be, of each token, the column of the first token of its document")
+
+
+def split_documents(starts: Tensor, past: int = 0, sample: SampleFunction = no_sampling) -> tuple[Segment, ...]:
+    """A segment for each document that has a token at column P or after; for all rows together where all are divided
+    alike.
+
+    Args:
+        starts: as `check_document_starts` wants them.
+        past: P.
+        sample: of randomized positions.
+    """
+    if bool((starts == starts[:1]).all()):
+        return tuple(_split_row(starts[0], ALL_SEQUENCES, past, sample))
+    rows = [_split_row(row, slice(number, number + 1), past, sample) for number, row in enumerate(starts)]
+    return tuple(segment for row in rows for segment in row)
+
+
+def _split_row(starts: Tensor, sequences: slice, past: int, sample: SampleFunction) -> Iterator[Segment]:
+    begins, counts = starts.unique_consecutive(return_counts=True)
+    for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+        first, end = max(begin, past), begin + count
+        if first < end:
+            tokens = TokenRange(first - begin, end - first, sample(count))
+            yield Segment(tokens, sequences, first_column=first - past, first_key_column=begin)
+
+
+def mask_documents(starts: Tensor, past: int, device: torch.device) -> tuple[Segment, ...]:
+    """All tokens from column P on as one segment, each seeing its own document: arguments as above."""
+    first_keys = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
+    return (Segment(TokenRange(past, starts.shape[1] - past), first_keys=first_keys),)
+
+
+def restart_positions(
+    starts: Tensor, columns: Tensor, device: torch.device, segments: Sequence[Segment] = ()
+) -> TokenRange:
+    """The positions of the tokens at some columns of all sequences, those at one column next to each other: T · B.
+
+    Args:
+        starts: as above.
+        columns: int64 [T] on the CPU.
+        device: where the positions go.
+        segments: those of the whole rows, if their positions are sampled.
+    """
+    indices = torch.arange(starts.shape[1]) - starts
+    positions, limit = indices, int(indices.max()) + 1
+    for segment in segments:
+        if segment.tokens.sampled is not None:
+            first, last = segment.first_key_column, segment.first_key_column + segment.tokens.stop
+            own = segment.tokens.sampled
+            positions[segment.sequences, first:last], limit = own.values[: last - first], own.limit
+    values = positions[:, columns].t().flatten().to(device, non_blocking=True)
+    return TokenRange(0, len(values), SampledPositions(values, limit))

@@ -124,8 +124,10 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
     if inputs.processor is not None:
         contribution = inputs.bias_contribution
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
-        first_columns = None if inputs.first_keys is None else inputs.first_keys - inputs.key.start
-        logits = inputs.processor(scores, bias, visible, inputs.heads, rows, first_columns)
+        # Where a row's logits depend on nothing before its first visible key, the mask says it all.
+        begins_later = inputs.first_keys is not None and inputs.processor.left_context > 0
+        edge = {"first_columns": inputs.first_keys - inputs.key.start} if begins_later else {}
+        logits = inputs.processor(scores, bias, visible, inputs.heads, rows, **edge)
         return logits.masked_fill_(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=inputs.q.device).masked_fill_(~visible, float("-inf"))

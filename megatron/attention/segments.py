@@ -1,9 +1,9 @@
 """Where the tokens of a forward pass stand in their sequences.
 
 Usually all sequences of a batch stand at the same tokens. They do not where some are padded on the left, so that all
-end together, and where ranks share a sequence, each holding two chunks of it. Both are described by segments:
-consecutive tokens of some of the sequences. Rotation, embedding and attention go segment by segment, everything else
-takes the batch as it is.
+end together, where ranks share a sequence, each holding two chunks of it, and where a row holds several documents
+(`documents.py`). All are described by segments: consecutive tokens of some of the sequences. Rotation, embedding and
+attention go segment by segment, everything else takes the batch as it is.
 
 Hiding padding from attention is not enough. A sequence that begins later has other positions (for encodings that know
 absolute ones, and for randomized ones), and CDAPE's convolutions see the edge of the sequence, where a hidden key is
@@ -12,9 +12,9 @@ not the same as none. In its segment a padded sequence begins at index 0, so it 
 B batch, H heads, T tokens of the forward pass, d head dimension.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -34,13 +34,15 @@ class Segment:
 
     tokens: TokenRange
     sequences: Tensor | slice = field(default_factory=lambda: ALL_SEQUENCES)
-    """Which ones: int64 indices, or all."""
+    """Which ones: int64 indices, consecutive ones, or all."""
     first_column: int = 0
     """The column of the forward pass's tokens at which it begins."""
-    num_padding: int = 0
-    """Columns before index 0, in all tokens so far."""
+    first_key_column: int = 0
+    """The column of index 0, in all tokens so far: after padding, or after other documents."""
     key_mask: Tensor | None = None
     """Bool [sequences, tokens so far], False for keys that must not be seen."""
+    first_keys: Tensor | None = None
+    """int32 [sequences, tokens]: the index of the first key of each token's document, where not every one is 0."""
 
     @property
     def context(self) -> TokenRange:
@@ -53,12 +55,29 @@ class Segment:
 
     def select_context(self, x: Tensor, dim: int) -> Tensor:
         """What x, which holds all tokens so far along `dim`, has of those from index 0 to the segment's end."""
-        return _select(x, self.sequences, dim, self.num_padding, self.tokens.stop)
+        return _select(x, self.sequences, dim, self.first_key_column, self.tokens.stop)
+
+    def narrow(self, start: int, length: int, first_column: int) -> "Segment":
+        """Its tokens start … start + length − 1, standing at a column of another forward pass."""
+        tokens = replace(self.tokens, start=self.tokens.start + start, length=length)
+        first_keys = None if self.first_keys is None else self.first_keys[:, start : start + length]
+        return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys)
+
+    def join(self, other: "Segment") -> "Segment | None":
+        """Both as one, if the other's tokens follow on its own."""
+        follows = self.tokens.stop == other.tokens.start
+        follows = follows and self.first_column + self.tokens.length == other.first_column
+        if not (follows and self.sequences is other.sequences and self.first_key_column == other.first_key_column):
+            return None
+        tokens = replace(self.tokens, length=self.tokens.length + other.tokens.length)
+        if self.first_keys is None or other.first_keys is None:
+            return replace(self, tokens=tokens)
+        return replace(self, tokens=tokens, first_keys=torch.cat([self.first_keys, other.first_keys], dim=1))
 
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
     """x itself where that is all of it: the gradient of a slice fills a whole tensor with zeros first."""
-    if isinstance(sequences, Tensor):
+    if isinstance(sequences, Tensor) or sequences != ALL_SEQUENCES:
         x = x[sequences]
     return x if start == 0 and length == x.shape[dim] else x.narrow(dim, start, length)
 
@@ -100,32 +119,30 @@ def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int
     num_skipped = max(length - num_tokens, 0)
     remaining = []
     for segment in segments:
-        tokens = segment.tokens
         cut = max(num_skipped - segment.first_column, 0)
-        if cut < tokens.length:
-            rest = replace(tokens, start=tokens.start + cut, length=tokens.length - cut)
-            remaining.append(replace(segment, tokens=rest, first_column=segment.first_column + cut - num_skipped))
+        if cut < segment.tokens.length:
+            column = segment.first_column + cut - num_skipped
+            remaining.append(segment.narrow(cut, segment.tokens.length - cut, column))
     return tuple(remaining)
 
 
 def select_chunks(segments: Sequence[Segment], chunks: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
     """What the segments have of some columns, (first, number) of each chunk, as if the forward pass had those alone."""
     selected: list[Segment] = []
-    place = 0
-    for first, length in chunks:
-        for segment in segments:
-            tokens = segment.tokens
+    for segment in segments:
+        place = 0
+        for first, length in chunks:
             start = max(first, segment.first_column)
-            stop = min(first + length, segment.first_column + tokens.length)
+            stop = min(first + length, segment.first_column + segment.tokens.length)
+            place += length
             if start >= stop:
                 continue
-            part = replace(tokens, start=tokens.start + start - segment.first_column, length=stop - start)
-            if selected and selected[-1].tokens.stop == part.start:  # a rank's two chunks may be neighbours
-                whole = replace(selected[-1].tokens, length=selected[-1].tokens.length + part.length)
-                selected[-1] = replace(selected[-1], tokens=whole)
+            part = segment.narrow(start - segment.first_column, stop - start, place - length + start - first)
+            joined = selected[-1].join(part) if selected else None  # a rank's two chunks may be neighbours
+            if joined is None:
+                selected.append(part)
             else:
-                selected.append(replace(segment, tokens=part, first_column=place + start - first))
-        place += length
+                selected[-1] = joined
     return tuple(selected)
 
 
@@ -149,16 +166,37 @@ def _build_padded_segments(length: int, mask: Tensor, past: int, sample: SampleF
         yield Segment(tokens, sequences, first, num_left, None if only_right_padding else visible)
 
 
-def add_position_embeddings(hidden: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> Tensor:
-    """Token embeddings [B, T, D] with what the encoding adds to them. Raises ValueError past its last position."""
-    vectors = [encoding.embed(segment.tokens, hidden) for segment in segments]
-    embeddings = [vector[None] for vector in vectors if vector is not None]
+def add_position_embeddings(
+    hidden: Tensor, encoding: Encoding, segments: Sequence[Segment], restarted: TokenRange | None = None
+) -> Tensor:
+    """Token embeddings [B, T, D] with what the encoding adds to them.
+
+    restarted: where positions begin anew with documents, see `documents.restart_positions`.
+
+    Raises ValueError past the encoding's last position.
+    """
+    if restarted is not None:
+        vectors = encoding.embed(restarted, hidden)  # [T · B, D]
+        return hidden if vectors is None else hidden + vectors.unflatten(0, (-1, len(hidden))).transpose(0, 1)
+    segment_vectors = [encoding.embed(segment.tokens, hidden) for segment in segments]
+    embeddings = [vectors[None] for vectors in segment_vectors if vectors is not None]
     return hidden + _scatter_outputs(embeddings, segments, hidden, dim=1) if embeddings else hidden
 
 
-def rotate_segments(q: Tensor, k: Tensor, encoding: Encoding, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Queries [B, H, T, d] and keys [B, g, T, d] turned by their positions: their heads side by side, all at once."""
+def rotate_segments(
+    q: Tensor, k: Tensor, encoding: Encoding, segments: Sequence[Segment], restarted: TokenRange | None = None
+) -> tuple[Tensor, Tensor]:
+    """Queries [B, H, T, d] and keys [B, g, T, d] turned by their positions: their heads side by side, all at once.
+
+    restarted: where positions begin anew with documents, see `documents.restart_positions`.
+    """
     if not type(encoding).overrides_hook("rotate"):
+        return q, k
+    if restarted is not None:
+        # All tokens as those of one sequence, [H + g, T · B, d]: activations lie as [T, B, …].
+        one_row = torch.cat([x.permute(1, 2, 0, 3).flatten(1, 2) for x in (q, k)])
+        turned = encoding.rotate(one_row[None], restarted)[0].unflatten(1, (q.shape[2], q.shape[0]))
+        q, k = turned.permute(2, 0, 1, 3).split([q.shape[1], k.shape[1]], dim=1)
         return q, k
     x = torch.cat([q, k], dim=1)
     rotated = [
@@ -184,35 +222,90 @@ def attend_segments(
         segments: of the forward pass.
         attend: from queries, keys and values of a segment, the keys beginning at index 0.
     """
-    outputs = [
-        attend(rows, segment.select_context(k, 2), segment.select_context(v, 2), segment)
-        for rows, segment in zip(_split_segments(q, segments, 2), segments, strict=True)
-    ]
+    rows = _split_segments(q, segments, 2)
+    keys, values = (_split_contexts(x, segments, 2) for x in (k, v))
+    outputs = [attend(*parts) for parts in zip(rows, keys, values, segments, strict=True)]
     return _scatter_outputs(outputs, segments, q, dim=2)
 
 
 def hide_nothing(segments: Sequence[Segment]) -> bool:
-    """Do they have all sequences, and no key that must not be seen?"""
+    """Is there no padding and no key that must not be seen?"""
     return all(isinstance(segment.sequences, slice) and segment.key_mask is None for segment in segments)
 
 
-def _cover_all(segments: Sequence[Segment], length: int) -> bool:
-    """Do the segments, one after the other, have all tokens of all sequences?"""
-    all_sequences = all(isinstance(segment.sequences, slice) for segment in segments)
-    return all_sequences and sum(segment.tokens.length for segment in segments) == length
+def _group_by_rows(segments: Sequence[Segment], batch: int, length: int) -> dict[tuple[int, int], list[int]] | None:
+    """The numbers of the segments of the same rows, first and last (exclusive) of a batch, if one group after the other
+    has all rows, and its segments, one after the other, all columns; else None."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for number, segment in enumerate(segments):
+        if isinstance(segment.sequences, Tensor):
+            return None
+        first, last, _ = segment.sequences.indices(batch)
+        groups.setdefault((first, last), []).append(number)
+    rows = [0, *(end for _, end in groups)]
+    if rows[-1] != batch or [first for first, _ in groups] != rows[:-1]:
+        return None
+    for numbers in groups.values():
+        lengths = [segments[number].tokens.length for number in numbers]
+        if [segments[number].first_column for number in numbers] != [0, *accumulate(lengths)][:-1]:
+            return None
+        if sum(lengths) != length:
+            return None
+    return groups
+
+
+def _concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
+
+
+def _split_rows(x: Tensor, rows: Collection[tuple[int, int]]) -> Sequence[Tensor]:
+    """Its rows in parts, one after the other; one gradient for all, unlike slices."""
+    return [x] if len(rows) == 1 else x.split([last - first for first, last in rows])
 
 
 def _split_segments(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
     """What x has of the tokens of each segment along `dim`."""
-    if len(segments) > 1 and _cover_all(segments, x.shape[dim]):
-        return x.split([segment.tokens.length for segment in segments], dim)  # one gradient for all, unlike slices
-    return [segment.select_tokens(x, dim) for segment in segments]
+    groups = _group_by_rows(segments, x.shape[0], x.shape[dim]) if len(segments) > 1 else None
+    if groups is None:
+        return [segment.select_tokens(x, dim) for segment in segments]
+    parts: list[Tensor] = []
+    for rows, numbers in zip(_split_rows(x, groups.keys()), groups.values(), strict=True):
+        parts += rows.split([segments[number].tokens.length for number in numbers], dim)
+    order = [number for numbers in groups.values() for number in numbers]
+    return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
+
+
+def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
+    """What x, which holds all tokens so far along `dim`, has of each segment's sequence from index 0 to its end."""
+    starts_elsewhere = any(segment.first_key_column for segment in segments)
+    if not starts_elsewhere or any(isinstance(segment.sequences, Tensor) for segment in segments):
+        return [segment.select_context(x, dim) for segment in segments]
+    # Documents are split off once each, so that their gradients are put together once and not added up.
+    ends: dict[tuple[int, int], dict[int, int]] = {}
+    for segment in segments:
+        first, last, _ = segment.sequences.indices(x.shape[0])  # type: ignore[union-attr]
+        documents, start = ends.setdefault((first, last), {}), segment.first_key_column
+        documents[start] = max(documents.get(start, 0), start + segment.tokens.stop)
+    pieces: dict[tuple[int, int], Tensor] = {}
+    for rows, part in zip(ends, _split_rows(x, ends.keys()), strict=True):
+        edges = sorted({0, x.shape[dim], *ends[rows], *ends[rows].values()})
+        sizes = [stop - start for start, stop in pairwise(edges)]
+        for start, piece in zip(edges, part.split(sizes, dim), strict=False):
+            pieces[rows[0], start] = piece
+    contexts = []
+    for segment in segments:
+        first = segment.sequences.indices(x.shape[0])[0]  # type: ignore[union-attr]
+        piece, length = pieces[first, segment.first_key_column], segment.tokens.stop
+        contexts.append(piece if length == piece.shape[dim] else piece.narrow(dim, 0, length))
+    return contexts
 
 
 def _scatter_outputs(outputs: Sequence[Tensor], segments: Sequence[Segment], like: Tensor, dim: int) -> Tensor:
     """The outputs of all segments at the columns of their tokens along `dim`; zero where there are none."""
-    if _cover_all(segments, like.shape[dim]):
-        return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), dim=dim)
+    groups = _group_by_rows(segments, like.shape[0], like.shape[dim])
+    if groups is not None:
+        rows = [_concatenate([outputs[number] for number in numbers], dim) for numbers in groups.values()]
+        return _concatenate(rows, 0)
     shape = list(outputs[0].shape) if outputs else list(like.shape)
     shape[0], shape[dim] = like.shape[0], like.shape[dim]
     result = (outputs[0] if outputs else like).new_zeros(shape)

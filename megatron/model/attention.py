@@ -46,7 +46,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.token_range import ALL_HEADS, SampledPositions
+from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
 from megatron.utils.errors import UserError
 
 MIN_CAPACITY = 2048
@@ -156,6 +156,8 @@ class AttentionContext:
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
     table: ScoreTerms | None = None
     """Of an encoding that all layers share, where it was computed before them (`PositionedAttention.compute_table`)."""
+    restarted: TokenRange | None = None
+    """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
 
 
 class PositionedAttention(MegatronModule):
@@ -209,7 +211,7 @@ class PositionedAttention(MegatronModule):
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
         # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        q, k = rotate_segments(q, k, self.encoding, context.segments)
+        q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted)
         if context.kv_cache is not None:
             k, v = context.kv_cache.extend(self.layer_index, k, v)
         segments = context.segments
@@ -252,6 +254,7 @@ class PositionedAttention(MegatronModule):
                 encoding=self.encoding,
                 processor=self.processor,
                 key_mask=segment.key_mask,
+                first_keys=segment.first_keys,
                 window=self.window,
                 heads=heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,

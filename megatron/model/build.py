@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.attention.backends.registry import select_backend
+from megatron.attention.documents import can_mask_documents
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
@@ -204,6 +205,9 @@ def _build_gpt(
         groups=groups,
         position=shared,
         randomized=position.randomized_positions,
+        masks_documents=can_mask_documents(
+            methods[0][0], choice.backend, randomized=position.randomized_positions is not None
+        ),
         backend_choice=choice,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
     )

@@ -15,6 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.attention.documents import (
+    check_document_starts,
+    mask_documents,
+    restart_positions,
+    split_documents,
+)
 from megatron.attention.segments import (
     SampleFunction,
     Segment,
@@ -22,6 +28,7 @@ from megatron.attention.segments import (
     build_segments,
     concatenate_ranges,
     no_sampling,
+    select_chunks,
 )
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeline_layer_range
@@ -44,6 +51,7 @@ class GPT(GPTModel):
         groups: those that share the model.
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
+        masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
         backend_choice: by which backend attention is computed, and what there is to say of it.
         Others are megatron-core's.
@@ -55,6 +63,7 @@ class GPT(GPTModel):
         groups: ProcessGroups,
         position: Encoding | None,
         randomized: int | None = None,
+        masks_documents: bool = False,
         checkpoint_layers: int = 0,
         backend_choice: BackendChoice,
         **kwargs: Any,
@@ -63,6 +72,7 @@ class GPT(GPTModel):
         self.groups = groups
         self.position = position
         self.randomized = randomized
+        self.masks_documents = masks_documents
         self.checkpoint_layers = checkpoint_layers
         self.max_logits = MAX_LOGITS
         self.backend_choice = backend_choice
@@ -157,13 +167,42 @@ class GPT(GPTModel):
             [TokenRange(start, size, sampled) for start, size in list_context_chunks(total, context)]
         )
 
-    def _embed(self, tokens: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+    def _lay_out_documents(
+        self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
+    ) -> tuple[tuple[Segment, ...], TokenRange]:
+        """The same of documents that are kept apart, and where their positions begin anew."""
+        context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
+        check_document_starts(starts, batch, past + length * context.size)
+
+        def sample(tokens: int) -> SampledPositions | None:
+            return self._sample_positions(tokens, seed) if kv_cache is None else kv_cache.sampled
+
+        if kv_cache is not None:
+            kv_cache.check_capacity(length)
+        if self.masks_documents:
+            segments = mask_documents(starts, past, device)
+        else:
+            segments = split_documents(starts, past, no_sampling if self.randomized is None else sample)
+        chunks = list_context_chunks(length * context.size, context)
+        columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
+        restarted = restart_positions(starts, columns, device, segments)
+        if context.size > 1:
+            segments = select_chunks(segments, chunks)
+        if self.max_length is not None and restarted.position_limit > self.max_length:
+            raise UserError(
+                f"the model has {self.max_length} positions, but a document of {restarted.position_limit} tokens was "
+                "given"
+            )
+        return segments, restarted
+
+    def _embed(self, tokens: Tensor, segments: tuple[Segment, ...], restarted: TokenRange | None) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
         if self.position is None:
             return hidden
         try:
-            return add_position_embeddings(hidden.transpose(0, 1), self.position, segments).transpose(0, 1)
+            embedded = add_position_embeddings(hidden.transpose(0, 1), self.position, segments, restarted)
+            return embedded.transpose(0, 1)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -175,6 +214,7 @@ class GPT(GPTModel):
         attention_mask: Tensor | None = None,
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Logits, or the loss of each token.
 
@@ -191,6 +231,8 @@ class GPT(GPTModel):
             kv_cache: the tokens that came before, see `new_kv_cache`; these are added to it.
             position_seed: seed of randomized positions; None takes those that belong to a sequence of this length for
                 good.
+            document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
+                begins: documents are kept apart, each giving what it gives alone. None for one document a row.
 
         Returns:
             Without labels logits [B, T or num_logits, V]; with labels the cross entropy in nats, float32
@@ -205,7 +247,7 @@ class GPT(GPTModel):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
         if num_logits is not None and num_logits < 1:
             raise UserError(f"num_logits is {num_logits}; it must be at least 1")
-        hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed)
+        hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed, document_starts)
         if not self.is_last_stage:
             return hidden
         return self._score(hidden, labels if labels is None or num_logits is None else labels[:, -num_logits:])
@@ -217,15 +259,24 @@ class GPT(GPTModel):
         attention_mask: Tensor | None = None,
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
+        document_starts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
-        length = tokens.shape[1 if self.is_first_stage else 0]
-        segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
-        hidden = self._embed(tokens, segments) if self.is_first_stage else tokens  # [T, B, D]
+        length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
+        restarted = None
+        if document_starts is not None and bool(document_starts.any()):
+            if attention_mask is not None:
+                raise RuntimeError("documents that are kept apart come without padding")
+            segments, restarted = self._lay_out_documents(
+                document_starts, batch, length, kv_cache, position_seed, tokens.device
+            )
+        else:
+            segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
+        hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
         # What all layers share is computed before them, and outside of what a backward pass computes again.
         attention: PositionedAttention = self.local_layers[0].self_attention.core_attention
         table = None if self.position is None else attention.compute_table(segments, hidden.device)
-        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, table))
+        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, table, restarted))
         if kv_cache is not None:
             kv_cache.length += length
         return hidden

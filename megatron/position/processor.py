@@ -80,8 +80,9 @@ class Processor(PositionModule):
             heads: the heads whose logits are wanted, h of them; all are read.
             bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], instead
                 of working it out from the bias.
-            first_columns: int [B, R], the column at which each row's document begins, where that is not the first one
-                of all. What is before it is outside of the row's sequence, as columns before 0 are.
+            first_columns: int [B, R], the column at which each row's document begins; given to a processor with a left
+                context where a row holds several. What is before it is outside of the row's sequence, as columns
+                before 0 are.
 
         Returns:
             float32 [B, h, R, C]; values at entries that are not visible mean nothing.

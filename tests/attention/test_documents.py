@@ -4,16 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from position_methods import MAPPED, build, random_qkv
+from models import VOCABULARY, small_gpt
+from position_methods import ALL, MAPPED, build, random_qkv
 from torch import Tensor
 
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
-from megatron.attention.documents import depends_on_document_start
+from megatron.attention.documents import can_mask_documents, depends_on_document_start
 from megatron.attention.inputs import AttentionInputs
+from megatron.model.attention import AttentionContext
+from megatron.model.gpt import GPT
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange
+from megatron.utils.errors import UserError
 
 MASKED = [pair for pair in MAPPED if not depends_on_document_start(build(pair[0], "none")[0])]
 few_shapes = settings(max_examples=5)
@@ -115,3 +119,79 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
 def test_only_what_depends_on_absolute_positions_is_left_out() -> None:
     left_out = {name for name in registry.list_encodings() if depends_on_document_start(build(name, "none")[0])}
     assert left_out == {"fire"}
+
+
+LENGTH = 22
+PACKED = pack([[3, 8, 1, 6, 4], [10, 1, 11], [22]])
+"""Documents of three rows: short ones, some longer than a block of attention's rows, and one that is its whole row."""
+
+
+def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> Tensor:
+    """Logits, read document by document."""
+    parts = [[gpt(tokens[b : b + 1, start : start + length]) for start, length in row] for b, row in enumerate(rows)]
+    return torch.cat([torch.cat(row, dim=1) for row in parts])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("encoding", "processor"), ALL)
+def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
+    """By either way of keeping documents apart: logits and gradients, cached or not, and the last tokens' alone."""
+    gpt = small_gpt(LENGTH, encoding, processor).double()
+    attention = [layer.self_attention.core_attention for layer in gpt.local_layers]
+    for each in attention:
+        each.backend = RowBlockBackend(8) if masked else each.backend
+    if masked and depends_on_document_start(attention[0].encoding):
+        assert not can_mask_documents(attention[0].encoding, attention[0].backend, randomized=False)
+        return
+    gpt.masks_documents = masked
+    tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
+    starts, weights = first_keys_of(PACKED).long(), torch.randn(len(PACKED), LENGTH, VOCABULARY, dtype=torch.float64)
+
+    def with_gradients(logits: Tensor) -> list[Tensor]:
+        gpt.zero_grad()
+        (logits * weights).sum().backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in gpt.parameters()]
+        return [logits.detach(), *gradients]
+
+    alone = with_gradients(read_alone(gpt, tokens, PACKED))
+    for found, expected in zip(with_gradients(gpt(tokens, document_starts=starts)), alone, strict=True):
+        assert_equal_in_float64(found, expected)
+    with torch.inference_mode():
+        assert_equal_in_float64(gpt(tokens, num_logits=9, document_starts=starts), alone[0][:, -9:])
+        cache, outputs = gpt.new_kv_cache(LENGTH), []
+        for start, stop in ((0, 2), (2, 13), (13, 14), (14, LENGTH)):
+            outputs.append(gpt(tokens[:, start:stop], kv_cache=cache, document_starts=starts[:, :stop]))
+        assert_equal_in_float64(torch.cat(outputs, dim=1), alone[0])
+
+
+@pytest.mark.parametrize("encoding", ["rotary", "learned", "fire", "kerple_log"])
+@pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 4}])
+@torch.inference_mode()
+def test_documents_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
+    """Positions are drawn for a document's own length."""
+    gpt = small_gpt(LENGTH, encoding, "cdape", **place).double()
+    tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
+    packed = gpt(tokens, document_starts=first_keys_of(PACKED).long())
+    assert_equal_in_float64(packed, read_alone(gpt, tokens, PACKED))
+
+
+@torch.inference_mode()
+def test_one_document_a_row_is_the_plain_forward_pass() -> None:
+    """To the bit, and by the same segments: nothing is masked, nothing is turned twice."""
+    gpt, tokens = small_gpt(LENGTH, "rotary", "none"), torch.randint(VOCABULARY, (2, LENGTH))
+    seen: list[AttentionContext] = []
+    run_layers = gpt._run_layers
+    gpt._run_layers = lambda hidden, context: (seen.append(context), run_layers(hidden, context))[1]
+    one_each = torch.zeros(2, LENGTH, dtype=torch.int64)
+    assert torch.equal(gpt(tokens, document_starts=one_each), gpt(tokens))
+    assert [(c.restarted, [s.first_keys for s in c.segments]) for c in seen] == 2 * [(None, [None])]
+
+
+def test_a_layout_that_contradicts_itself_is_refused() -> None:
+    gpt, tokens = small_gpt(LENGTH, "none", "none"), torch.zeros(1, 4, dtype=torch.int64)
+    for starts in ([[0, 0, 1, 1]], [[1, 1, 2, 2]], [[0, 1, 0, 3]], [[0, 1, 1]]):
+        with pytest.raises(ValueError, match="document_starts"):
+            gpt(tokens, document_starts=torch.tensor(starts))
+    learned, long = small_gpt(LENGTH, "learned", "none"), torch.zeros(1, 46, dtype=torch.int64)
+    with pytest.raises(UserError, match="a document of 45 tokens"):
+        learned(long, document_starts=torch.tensor([[0, *[1] * 45]]))

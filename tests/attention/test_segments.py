@@ -72,7 +72,7 @@ def test_gradients_come_from_the_tokens_alone() -> None:
 def test_what_is_only_padding_is_nowhere() -> None:
     mask = torch.tensor([[False, False, False], [False, True, True], [True, False, True]])
     whole, alone = build_segments(3, mask)
-    assert (alone.tokens.start, alone.tokens.length, alone.first_column, alone.num_padding) == (0, 2, 1, 1)
+    assert (alone.tokens.start, alone.tokens.length, alone.first_column, alone.first_key_column) == (0, 2, 1, 1)
     assert alone.sequences.tolist() == [1]
     assert alone.key_mask is None
     assert whole.sequences.tolist() == [2]

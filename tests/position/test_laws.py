@@ -55,7 +55,7 @@ def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, process
 class LeakyCdape(Cdape):
     """CDAPE without tril: the published appendix D shows that it cheats."""
 
-    def forward(self, scores, bias, visible, heads=ALL_HEADS, bias_contribution=None, first_columns=None):
+    def forward(self, scores, bias, visible, heads=ALL_HEADS, bias_contribution=None):
         return super().forward(scores, bias, torch.ones_like(visible), heads)
 
 

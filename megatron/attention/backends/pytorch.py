@@ -18,8 +18,9 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
 
 MASKED_ROWS = 512
-"""Query rows per call where PyTorch takes who sees whom as a mask (with a window or several documents, or where the rows
-are not all of the sequence): in blocks the mask stays linear in T, and no row is computed against keys that come after its block."""
+"""Query rows per call where PyTorch takes who sees whom as a mask (with a window or several documents, or where the
+rows are not all of the sequence): in blocks the mask stays linear in T, and no row is computed against keys that come
+after its block."""
 
 
 class EagerBackend:
