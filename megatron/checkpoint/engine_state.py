@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine holds: the float32 masters and Adam's moments of each parameter, and its counters.
+"""What DeepSpeed's engine holds: the float32 masters and the optimizer's moments of each parameter, and its counters.
 
 Whatever the optimizer, a rank steps some consecutive elements of a parameter, a *shard* of it:
 
@@ -20,10 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed.mesh import Axis
+from megatron.model.parameter_groups import Algorithm, get_algorithm
 from megatron.utils.errors import RunError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, by torch's names: the running means of the gradient and of its square."""
+MOMENTS: dict[Algorithm, tuple[str, ...]] = {
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "Muon": ("momentum_buffer",),
+    "Lion": ("exp_avg",),
+}
+"""What an algorithm keeps of each parameter, by torch's names: running means of the gradient, and of its square."""
+COUNTS_STEPS: tuple[Algorithm, ...] = ("AdamW",)
+"""Algorithms whose step depends on how many there were."""
 _LOSS_SCALE_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What moves in DeepSpeed's object for a dynamic loss scale."""
 
@@ -43,8 +50,8 @@ class OptimizerShard:
     master: Tensor
     moments: dict[str, Tensor]
     """By the names in `MOMENTS`."""
-    step: Tensor
-    """Adam's count of steps; shards of one flat tensor share it."""
+    step: Tensor | None
+    """Adam's count of steps; shards of one flat tensor share it. None of an algorithm that counts none."""
 
     @property
     def stop(self) -> int:
@@ -151,7 +158,7 @@ class _Zero3Masters(_UnshardedMasters):
 
 
 _MASTERS_BY_OPTIMIZER: dict[str, type[_UnshardedMasters]] = {
-    "ProjectedAdamW": _UnshardedMasters,
+    **dict.fromkeys(("ProjectedAdamW", "ProjectedLion", "MuonWithAdamW"), _UnshardedMasters),
     "FP16_UnfusedOptimizer": _HalfPrecisionMasters,
     "DeepSpeedZeroOptimizer": _Zero12Masters,
     "FlatZeroOptimizer": _Zero12Masters,  # training/zero_optimizer.py
@@ -172,7 +179,7 @@ def list_optimizer_shards(engine: Any) -> list[OptimizerShard]:
     """All shards that this rank steps, in the order of the model's parameters.
 
     Args:
-        engine: DeepSpeed's. Moments that it has not made yet are made, as AdamW does before its first step.
+        engine: DeepSpeed's. Moments that it has not made yet are made, as the optimizer does before its first step.
 
     Raises:
         RunError: its optimizer is none of those that are known here.
@@ -181,13 +188,14 @@ def list_optimizer_shards(engine: Any) -> list[OptimizerShard]:
     for name, parameter in engine.module.named_parameters():
         if (location := masters.locate(parameter)) is None:
             continue
-        state = _get_moments(engine.basic_optimizer, location.tensor)
+        algorithm = get_algorithm(parameter)
+        state, kinds = _get_moments(engine.basic_optimizer, location.tensor, algorithm), MOMENTS[algorithm]
         master, *moments = (
             tensor.detach().view(-1).narrow(0, location.offset, location.size)
-            for tensor in (location.tensor, *(state[moment] for moment in MOMENTS))
+            for tensor in (location.tensor, *(state[moment] for moment in kinds))
         )
-        moments_by_name = dict(zip(MOMENTS, moments, strict=True))
-        shards.append(OptimizerShard(name, parameter, location.start, master, moments_by_name, state["step"]))
+        moments_by_name = dict(zip(kinds, moments, strict=True))
+        shards.append(OptimizerShard(name, parameter, location.start, master, moments_by_name, state.get("step")))
     return shards
 
 
@@ -202,12 +210,13 @@ def sync_model_weights(engine: Any) -> None:
     _wrap_optimizer(engine).sync_model_weights()
 
 
-def _get_moments(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of one of its tensors, made as torch makes it where there is none."""
+def _get_moments(optimizer: torch.optim.Optimizer, master: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
+    """The optimizer's state of one of its tensors, made as it makes it where there is none."""
     state: dict[str, Tensor] = optimizer.state[master]
     if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)  # as the fused kernel wants it
-        state.update({kind: torch.zeros_like(master.detach()) for kind in MOMENTS})
+        if algorithm in COUNTS_STEPS:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)  # as the fused kernel wants it
+        state.update({kind: torch.zeros_like(master.detach()) for kind in MOMENTS[algorithm]})
     return state
 
 

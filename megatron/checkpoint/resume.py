@@ -195,6 +195,7 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
     if options.finetune:
         notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
         return ResumePlan(StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint)), notes=notes)
+    check_optimizer(config, checkpoint, stored_config)
     is_legacy = (checkpoint / DEEPSPEED_FOLDER).is_dir()
     if not is_legacy and not (checkpoint / manifest.STATES).is_dir():
         raise UserError(
@@ -297,6 +298,16 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
                 f"{key}: this run has {format_value(new.get(key))}, but {checkpoint} was trained with "
                 f"{format_value(old.get(key))}; {what}"
             )
+
+
+def check_optimizer(config: Config, checkpoint: Path, stored: Config) -> None:
+    """Refuse a checkpoint of another optimizer, whose moments mean something else. Raises UserError."""
+    now, before = config.optimizer.optimizer, stored.optimizer.optimizer
+    if now.algorithm != before.algorithm:
+        raise UserError(
+            f"optimizer.type: this run has {now.type}, but {checkpoint} holds the moments of {before.type}; to go on "
+            "with its weights and fresh moments, take finetune=true"
+        )
 
 
 def _describe_changes(config: Config, source: StoredCheckpoint) -> list[str]:

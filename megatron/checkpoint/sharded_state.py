@@ -1,6 +1,6 @@
 """The states of a training, a file for every rank, in a form from which any layout can go on.
 
-    states/rank_00000.safetensors     shards `exp_avg/…` and `exp_avg_sq/…`, and `random/…`
+    states/rank_00000.safetensors     shards `exp_avg/…` and what else `MOMENTS` names, and `random/…`
     parts/rank_00000.safetensors      shards `master/…` and whole buffers `buffer/…`; merged into model.safetensors,
                                       and gone before the checkpoint gets its name
 
@@ -74,7 +74,7 @@ class ShardMetadata:
     strips: int
     """How it was divided, see `ShardSpec`."""
     step: float
-    """Adam's count of steps."""
+    """Adam's count of steps; 0 of an algorithm that counts none."""
 
     @property
     def stop(self) -> int:
@@ -91,7 +91,9 @@ def describe_shards(shards: Iterable[OptimizerShard], tensor: Axis) -> dict[str,
         spec = get_shard_spec(shard.parameter)
         shape = getattr(shard.parameter, "ds_shape", shard.parameter.shape)  # under ZeRO 3 the data are elsewhere
         division = (0, 1, 0, 1) if spec is None else (tensor.index, tensor.size, spec.dim, spec.num_strips)
-        description = ShardMetadata(shard.start, shard.master.numel(), tuple(shape), *division, float(shard.step))
+        description = ShardMetadata(
+            shard.start, shard.master.numel(), tuple(shape), *division, 0.0 if shard.step is None else float(shard.step)
+        )
         metadata[shard.name] = asdict(description)
     return {_METADATA: json.dumps(metadata)}
 
@@ -257,9 +259,10 @@ class Snapshot:
 def _name_tensors(shards: Sequence[OptimizerShard]) -> Iterator[tuple[str, Tensor]]:
     for shard in shards:
         yield f"{_MASTER}/{shard.name}", shard.master
-    for kind in MOMENTS:
+    for kind in dict.fromkeys(kind for kinds in MOMENTS.values() for kind in kinds):
         for shard in shards:
-            yield f"{kind}/{shard.name}", shard.moments[kind]
+            if kind in shard.moments:
+                yield f"{kind}/{shard.name}", shard.moments[kind]
 
 
 def merge_weight_shards(checkpoint: Path, world_size: int, metadata: dict[str, str]) -> FileChecksum:
@@ -316,7 +319,8 @@ class ShardedStateReader:
                     shard.master.copy_(weight.reshape(-1)[shard.start : shard.stop])
                     for kind, moment in shard.moments.items():
                         moment.copy_(moments.read_range(kind, shard.name, spec, mesh.tensor, shard.start, shard.stop))
-                    shard.step.fill_(moments.get_step(shard.name))
+                    if shard.step is not None:
+                        shard.step.fill_(moments.get_step(shard.name))
                 for name, buffer in list_persistent_buffers(engine.module):
                     buffer.copy_(weights.get_tensor(stored_names.get(name, name)))
         except (OSError, SafetensorError) as error:

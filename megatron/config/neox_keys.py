@@ -89,7 +89,7 @@ VALUE_SWITCHES = (ValueSwitch("bias_gelu_fusion", "activation", {"gelu": "gelu_t
 VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "data_impl": {"infer": "mmap"},
-    "optimizer.type": {"adam": "Adam", "adamw": "AdamW"},
+    "optimizer.type": {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "muon": "Muon"},
     # Megatron-LM's names, and those of GPT-NeoX's pull request 1194.
     "lr_decay_style": {
         "WSD": "wsd",
@@ -105,8 +105,8 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 
 UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
     "optimizer.type": dict.fromkeys(
-        ("OneBitAdam", "onebitadam", "CPUAdam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd", "lion"),
-        "only AdamW is offered; use Adam or AdamW",
+        ("OneBitAdam", "onebitadam", "CPUAdam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd"),
+        "use Adam, AdamW, Muon or Lion",
     ),
     "data_impl": dict.fromkeys(("cached", "lazy"), "only memory-mapped .bin/.idx is read; prepare the data again"),
     "tokenizer_type": {
@@ -330,7 +330,7 @@ UNSUPPORTED = (
     Unsupported(
         ("use_mup", "coord_check", "save_base_shapes"), "MuP is not supported; use init_method small_init or wang_init"
     ),
-    Unsupported(("use_bnb_optimizer",), "only AdamW is offered"),
+    Unsupported(("use_bnb_optimizer",), "moments are float32"),
     Unsupported(
         ("zero_optimization.round_robin_gradients",),
         "DeepSpeed would give each parameter another one's float32 master, and checkpoints would hold those",

@@ -118,6 +118,32 @@ def _validate_schedule(config: Config) -> Iterator[ConfigProblem]:
         yield "optimizer.params.betas", f"optimizer.params.betas are {params.betas}; each must be in [0, 1)"
 
 
+def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
+    """An optimizer that a way to divide its states would make wrong, and constants that it does not read."""
+    choice, zero = config.optimizer.optimizer, config.training.zero_optimization
+    for name, types in (("eps", ("Adam", "AdamW", "Muon")), ("momentum", ("Muon",)), ("ns_steps", ("Muon",))):
+        default = type(choice.params).model_fields[name].default
+        if choice.type not in types and (value := getattr(choice.params, name)) != default:
+            yield (
+                f"optimizer.params.{name}",
+                f"optimizer.params.{name} is {value}, which optimizer.type {choice.type} does not read",
+            )
+    if choice.type != "Muon":
+        return
+    if zero.stage == 3:
+        yield (
+            "zero_optimization.stage",
+            "zero_optimization.stage 3: Muon orthogonalises whole matrices, and at this stage no rank has one whole "
+            "when the optimizer steps; use stage 0, 1 or 2",
+        )
+    elif zero.offload_optimizer.device != "none":
+        yield (
+            "zero_optimization.offload_optimizer.device",
+            f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device}: Muon's products of matrices "
+            "would be the CPU's, which takes longer than the rest of the step; use none",
+        )
+
+
 def _validate_data(config: Config) -> Iterator[ConfigProblem]:
     problems = list(find_data_conflicts(config.data))
     yield from problems
@@ -169,6 +195,7 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_batch,
     _validate_training,
     _validate_schedule,
+    _validate_optimizer,
     _validate_data,
     _validate_task,
     _validate_launch,

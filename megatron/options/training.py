@@ -1,7 +1,9 @@
 """Keys that decide how the model is trained: optimizer, schedule, batch, precision, evaluation during training."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from megatron.options.section import MAX_STEPS, ConfigSection, config_field
 
@@ -25,23 +27,56 @@ MAX_SEED = 2**32 - 1
 """numpy's limit."""
 
 
-class AdamParams(ConfigSection):
-    lr: float = config_field(6e-4, "peak learning rate", gt=0, policy="schedule")
+OptimizerAlgorithm = Literal["AdamW", "Muon", "Lion"]
+
+LION_BETAS = [0.9, 0.99]
+"""Of 2302.06675, and GPT-NeoX's default."""
+
+
+class OptimizerParams(ConfigSection):
+    lr: float = config_field(
+        6e-4, "peak learning rate; Muon's is matched to AdamW's, Lion's is a third to a tenth", gt=0, policy="schedule"
+    )
     betas: list[float] = config_field(
-        lambda: [0.9, 0.95], "Adam's decay rates", min_length=2, max_length=2, policy="numerics"
+        lambda: [0.9, 0.95],
+        "decay rates of Adam, or of Lion, whose default is [0.9, 0.99]",
+        min_length=2,
+        max_length=2,
+        policy="numerics",
     )
     eps: float = config_field(1e-8, "Adam's epsilon", gt=0, policy="numerics")
+    momentum: float = config_field(0.95, "decay rate of Muon's momentum", ge=0, lt=1, policy="numerics")
+    ns_steps: int = config_field(5, "Muon's Newton-Schulz iterations", ge=1, le=20, policy="numerics")
 
 
 class OptimizerChoice(ConfigSection):
-    type: Literal["Adam", "AdamW"] = config_field(
-        "Adam", "both mean AdamW (decoupled weight decay), as in GPT-NeoX", policy="numerics"
+    type: Literal["Adam", "AdamW", "Muon", "Lion"] = config_field(
+        "Adam",
+        "Adam and AdamW both mean AdamW (decoupled weight decay), as in GPT-NeoX; Muon: the layers' matrices move by "
+        "their orthogonalised momentum and all else by AdamW; Lion: all by the sign of a momentum",
+        policy="numerics",
     )
-    params: AdamParams = config_field(AdamParams, "learning rate, betas, epsilon")
+    params: OptimizerParams = config_field(OptimizerParams, "learning rate, betas, epsilon, momentum")
+
+    @property
+    def algorithm(self) -> OptimizerAlgorithm:
+        """What `type` means."""
+        return "AdamW" if self.type == "Adam" else self.type
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_betas(cls, values: Any) -> Any:
+        """Lion's own betas, where none are given."""
+        if not isinstance(values, dict) or values.get("type") != "Lion":
+            return values
+        params = values.get("params", {})
+        if isinstance(params, OptimizerParams):
+            params = params.model_dump(exclude_unset=True)
+        return {**values, "params": {"betas": LION_BETAS, **params}} if isinstance(params, dict) else values
 
 
 class OptimizerOptions(ConfigSection):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     optimizer: OptimizerChoice = config_field(OptimizerChoice, "type and its params")
     weight_decay: float = config_field(

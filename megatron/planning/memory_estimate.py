@@ -9,6 +9,10 @@ elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer st
 | 1, 2             | b       | 12 / N                                                                        |
 | 3                | b / N   | 12 / N                                                                        |
 
+Lion keeps one moment instead of two, and Muon one of the layers' matrices: 4 bytes less of each of these. Their step
+makes updates of as much as what they keep one moment of, in float32; Muon's has besides the whole matrices that it
+orthogonalises together (`training/muon.py`), in about four copies.
+
 Gradients come one after the other while activations go (a test sums the tensors of real engines):
 
 | ZeRO                | before the backward | in it          | when they are     | in the step  |
@@ -37,10 +41,13 @@ from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
-from megatron.planning.model_costs import count_layer_parameters, count_rank_parameters
+from megatron.planning.model_costs import count_layer_parameters, count_rank_parameters, list_layer_matrices
 
 RESERVED_FRACTION = 0.1
 """Of a GPU's memory, for what no formula here counts."""
+
+MUON_MATRICES_AT_ONCE = 1 << 25
+"""Elements of matrices that Muon gathers and orthogonalises together, or of one matrix if it has more."""
 
 ALLREDUCE_BUCKET_SIZE = 500_000_000
 """Elements of DeepSpeed's bucket without ZeRO."""
@@ -184,7 +191,7 @@ class _StageMemory:
 
     def estimate(self) -> MemoryEstimate:
         """All moments."""
-        states = _ModelStates(self.config, self.sizes, self.num_parameters)
+        states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
         is_recomputed, num_layers = self.config.model.checkpoint_activations, self.num_layers
         working, kept_maps, working_maps, kept_per_layer = (
             self.workspace, num_layers * self.kept_maps, self.working_maps, self.saved,
@@ -258,7 +265,7 @@ class _StageMemory:
 class _ModelStates:
     """Weights, gradients and optimizer states as ZeRO divides them; the tables above."""
 
-    def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int) -> None:
+    def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int, num_layers: int) -> None:
         training = config.training
         zero, b = training.zero_optimization, BYTES_PER_ELEMENT[training.compute_dtype]
         num_shards, is_half = sizes.data * sizes.context, b < 4
@@ -280,7 +287,18 @@ class _ModelStates:
         bucket_bytes = b * self.bucket * (2 if zero.overlap_comm else 1)
         self.bucket_bytes = bucket_bytes if num_shards > 1 or zero.stage == 3 else 0
         self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
-        self.optimizer = (12 if is_half or zero.stage else 8) * (shard_size if zero.stage else num_parameters)
+        stepped = shard_size if zero.stage else num_parameters
+        algorithm, matrices = config.optimizer.optimizer.algorithm, list_layer_matrices(config.model)
+        one_moment = {
+            "AdamW": 0,
+            "Lion": stepped,
+            "Muon": stepped * num_layers * sum(matrices) // sizes.tensor // num_parameters,
+        }[algorithm]
+        self.optimizer = (12 if is_half or zero.stage else 8) * stepped - 4 * one_moment
+        updates = 4 * one_moment
+        if algorithm == "Muon":
+            together = min(max(MUON_MATRICES_AT_ONCE, *matrices), num_layers * sum(matrices))
+            updates += (8 + 4 * b) * together
         self.partition = 4 * shard_size
         is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
         self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
@@ -314,6 +332,7 @@ class _ModelStates:
             )
             self.step = 4 * min(shard_size, zero.sub_group_size)
             self.reduce_buffers += self.gathered
+        self.step += updates
         if zero.offload_optimizer.device == "cpu":
             # Masters, moments and the step's gradients are in the host's memory.
             self.optimizer = self.step = self.reduce_step = 0

@@ -122,6 +122,14 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
     return processor.count_parameters(model.num_attention_heads, has_bias=plan_encoding(position).facts.adds_bias)
 
 
+def list_layer_matrices(model: ModelOptions) -> tuple[int, ...]:
+    """Elements of the weights of one layer: queries, keys and values; attention's output; both of the feed-forward."""
+    ffn_size = ffn_hidden_size(model)
+    fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
+    rows = (model.hidden_size + 2 * kv_hidden_size(model), model.hidden_size, fc1_size, ffn_size)
+    return tuple(size * model.hidden_size for size in rows)
+
+
 def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
     their sum is not."""
@@ -131,7 +139,7 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     norm_parameters = hidden_size * (2 if model.norm == "layernorm" else 1)
     total_norm_parameters = norm_parameters * (1 if model.gpt_j_residual and model.gpt_j_tied else 2)
     qkv_size = hidden_size + 2 * kv_hidden_size(model)
-    matrices = (qkv_size + hidden_size + fc1_size + ffn_size) * hidden_size
+    matrices = sum(list_layer_matrices(model))
     sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
     replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
         hidden_size if model.use_bias_in_mlp else 0

@@ -23,6 +23,7 @@ from megatron.checkpoint.manifest import STATES, FileChecksum
 from megatron.checkpoint.sharded_state import PARTS, ShardMetadata, get_rank_path
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.sharding import get_shard_spec, is_replica
+from megatron.model.parameter_groups import Algorithm, get_algorithm
 from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros
 from megatron.utils.errors import RunError
 
@@ -41,6 +42,8 @@ class StageParameter:
     strips: int
     is_replica: bool
     """Does an earlier stage hold it too, which writes it?"""
+    algorithm: Algorithm = "AdamW"
+    """By which it is stepped."""
 
     @property
     def numel(self) -> int:
@@ -59,7 +62,9 @@ def write_stage_parameters(path: Path, model: Any) -> None:
         spec = get_shard_spec(parameter)
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO 3 the data are elsewhere
         dim, strips = (None, 1) if spec is None else (spec.dim, spec.num_strips)
-        parameters.append(asdict(StageParameter(name, shape, dim, strips, is_replica(parameter))))
+        parameters.append(
+            asdict(StageParameter(name, shape, dim, strips, is_replica(parameter), get_algorithm(parameter)))
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(parameters), encoding="utf-8")
 
@@ -103,11 +108,14 @@ def complete_checkpoint(
                 parameter.name: parameter.describe_piece(start, stop - start, tensor, sizes.tensor, step)
                 for parameter, start, stop in share
             }
-            names = {kind: [(f"{kind}/{name}", piece.size) for name, piece in pieces.items()]
-                     for kind in ("master", *MOMENTS)}  # fmt: skip
-            _write_zeros(get_rank_path(checkpoint, PARTS, rank), names["master"], {_METADATA: _dump(pieces)})
+            masters = [(f"master/{name}", piece.size) for name, piece in pieces.items()]
+            _write_zeros(get_rank_path(checkpoint, PARTS, rank), masters, {_METADATA: _dump(pieces)})
             path = get_rank_path(checkpoint, STATES, rank)
-            moments = [entry for kind in MOMENTS for entry in names[kind]]
+            moments = [
+                (f"{kind}/{parameter.name}", stop - start)
+                for parameter, start, stop in share
+                for kind in MOMENTS[parameter.algorithm]
+            ]
             checksum = _write_zeros(path, moments, {_METADATA: _dump(pieces), **random})
             entries[path.relative_to(checkpoint).as_posix()] = checksum
     return entries

@@ -24,9 +24,11 @@ from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import is_counted_here
+from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.parameter_groups import parameter_groups
-from megatron.training.optimizer import ProjectedAdamW, build_optimizer
+from megatron.training.optimizer import build_optimizer
 from megatron.training.pipeline import PipelineSchedule
+from megatron.training.projected_optimizers import ProjectedOptimizer
 from megatron.utils.imports import disable_torch_compile
 
 
@@ -54,8 +56,10 @@ class Engine:
         mesh = groups.mesh
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
-        param_groups = parameter_groups(model, config.optimizer.weight_decay)
-        self.inner_optimizer: ProjectedAdamW = build_optimizer(param_groups, config.optimizer)
+        param_groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+        self.inner_optimizer: ProjectedOptimizer = build_optimizer(
+            param_groups, config.optimizer, groups, get_torch_dtype(self.precision)
+        )
         self._options = [
             {k: v for k, v in group.items() if k != "params"} for group in self.inner_optimizer.param_groups
         ]

@@ -1,75 +1,39 @@
-"""The optimizer: AdamW that keeps bounded parameters inside their bounds.
+"""The optimizer that a configuration asks for, and which algorithm steps each of the model's parameters."""
 
-Projected AdamW
----------------
-The kernels of KERPLE are only defined for parameters in an interval (r1 > 0, 0 < exponent ≤ 2). Clamping the model's
-own parameters after a step, as published code does, has no effect in half precision or under ZeRO: the optimizer works
-on float32 master copies and overwrites the model's from them. The base optimizer is what holds the masters under every
-ZeRO stage and precision (as flat partitions, one per parameter group), so the projection belongs here:
-
-    g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would go further out
-    θ ← clip(AdamW(θ, g), low, high)                             for each group that has the keys `low` and `high`
-
-`megatron.model.parameter_groups.parameter_groups` makes one group per pair of bounds. Without the first line Adam's
-moments would remember all the pushes against a bound, and keep the parameter there long after its gradient has turned.
-"""
-
-import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.training import OptimizerOptions
+from megatron.training.muon import MuonWithAdamW
+from megatron.training.projected_optimizers import ProjectedAdamW, ProjectedLion, ProjectedOptimizer
 
 
-class ProjectedAdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov & Hutter 2019) whose groups may have inclusive bounds `low` and `high`."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One AdamW step without pushes against a bound, then the projection onto each group's bounds."""
-        self.mask_outward_gradients()
-        loss = super().step(closure)
-        self.clamp_masters()
-        return loss
-
-    @torch.no_grad()
-    def clamp_masters(self) -> None:
-        """Move every bounded parameter to the nearest value inside its bounds."""
-        for parameter, low, high in self._iter_bounded():
-            parameter.clamp_(low, high)
-
-    @torch.no_grad()
-    def mask_outward_gradients(self) -> None:
-        """Set gradients to 0 where a parameter stands at its bound and the step would push it further out."""
-        for parameter, low, high in self._iter_bounded():
-            if (gradient := parameter.grad) is not None:
-                outward = ((parameter <= low) & (gradient > 0)) | ((parameter >= high) & (gradient < 0))
-                gradient.masked_fill_(outward, 0.0)
-
-    def _iter_bounded(self) -> Iterator[tuple[torch.Tensor, float, float]]:
-        """Every bounded parameter with its bounds."""
-        for group in self.param_groups:
-            low, high = group.get("low", -math.inf), group.get("high", math.inf)
-            if not (math.isinf(low) and math.isinf(high)):
-                yield from ((parameter, low, high) for parameter in group["params"])
-
-    def reset_steps(self) -> None:
-        """Set every parameter's step count back to 0.
-
-        DeepSpeed makes some optimizers take a step with zero gradients to allocate their states (the half-precision
-        ones without ZeRO). The moments stay zero, but Adam's bias correction would begin at step 2.
-        """
-        for state in self.state.values():
-            state["step"].zero_()
-
-
-def build_optimizer(groups: list[dict[str, Any]], options: OptimizerOptions) -> ProjectedAdamW:
-    """The optimizer over parameter groups (with `weight_decay`, and `low` and `high` where there are bounds).
+def build_optimizer(
+    groups: list[dict[str, Any]],
+    options: OptimizerOptions,
+    ranks: ProcessGroups | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> ProjectedOptimizer:
+    """The optimizer over parameter groups (`megatron.model.parameter_groups.parameter_groups`).
 
     Its learning rate is 0 until the loop sets the schedule's, so that no step can happen at a wrong one.
+
+    Args:
+        groups: with `algorithm` and `weight_decay`, and `low` and `high` where there are bounds.
+        options: which, and its constants.
+        ranks: those that share the model and divide its batch; this process alone if None.
+        dtype: in which the model computes.
     """
-    params = options.optimizer.params
+    choice, params = options.optimizer, options.optimizer.params
+    betas = params.betas[0], params.betas[1]
+    if choice.algorithm == "Lion":
+        return ProjectedLion(groups, lr=0.0, betas=betas)
     # The fused kernel (CPU and CUDA) makes one pass over each tensor instead of ten.
-    return ProjectedAdamW(groups, lr=0.0, betas=(params.betas[0], params.betas[1]), eps=params.eps, fused=True)
+    adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": params.eps, "fused": True}
+    if choice.algorithm == "Muon":
+        return MuonWithAdamW(
+            groups, ranks or ProcessGroups(), momentum=params.momentum, ns_steps=params.ns_steps, dtype=dtype, **adam
+        )
+    return ProjectedAdamW(groups, **adam)

@@ -165,7 +165,7 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("num_heads=9", "did you mean num_kv_heads or num_attention_heads"),
         ("model_parallel_size=0", "at least 1"),
         ("context_parallel_size=2.5", "context_parallel_size"),
-        ("optimizer_type=sgd", "use Adam or AdamW"),
+        ("optimizer_type=sgd", "use Adam, AdamW, Muon or Lion"),
     ],
 )
 def test_wrong_values_name_key_value_and_what_is_valid(write, override, message):

@@ -28,17 +28,24 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     return json.loads((folder / "0.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_are_those_of_the_engine(precision: str, stage: int, steps: int, engines: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "stage", "steps", "algorithm"),
+    [
+        *((p, stage, steps, "AdamW") for p in ("fp32", "bf16") for stage in range(4) for steps in (1, 2)),
+        *((p, stage, 1, "Muon") for p in ("fp32", "bf16") for stage in range(3)),
+        *(("bf16", stage, 1, "Lion") for stage in (0, 3)),
+    ],
+)
+def test_states_are_those_of_the_engine(
+    precision: str, stage: int, steps: int, algorithm: str, engines: dict[str, dict[str, float]]
+) -> None:
     config = tiny_config(
         Path(), pos_emb="rotary", hidden_size=128, precision=precision, gradient_accumulation_steps=steps,
-        train_batch_size=None, zero_optimization={"stage": stage},
+        train_batch_size=None, zero_optimization={"stage": stage}, optimizer={"type": algorithm},
     )  # fmt: skip
     estimate, found = (
         estimate_memory(config, ParallelSizes(data=2), VOCABULARY),
-        engines[f"{precision} {stage} {steps}"],
+        engines[f"{precision} {stage} {steps} {algorithm}"],
     )
     parameters = count_parameters(config, VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters

@@ -7,6 +7,7 @@ micro-batch, and before the step.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,11 @@ def main() -> None:
     batch = {name: torch.zeros(1, 16, dtype=torch.int64) for name in ("tokens", "labels")}
     batch["loss_mask"] = torch.ones(1, 16)
 
-    def measured(precision: str, stage: int, steps: int) -> dict[str, float]:
+    def measured(precision: str, stage: int, steps: int, algorithm: str) -> dict[str, float]:
         config = tiny_config(
             Path(), pos_emb="rotary", hidden_size=128, zero_optimization={"stage": stage, **SMALL},
             precision=precision, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps,
-            train_batch_size=2 * steps, num_gpus=2,
+            train_batch_size=2 * steps, num_gpus=2, optimizer={"type": algorithm},
         )  # fmt: skip
         sums = {}
         model = build_model(config.model, config.position, VOCABULARY, seed=1, groups=processes)
@@ -62,7 +63,11 @@ def main() -> None:
         engine.step(1e-3)
         return sums
 
-    cases = [(precision, stage, steps) for precision in ("fp32", "bf16") for stage in range(4) for steps in (1, 2)]
+    cases: list[tuple[Any, ...]] = [
+        *((p, stage, steps, "AdamW") for p in ("fp32", "bf16") for stage in range(4) for steps in (1, 2)),
+        *((p, stage, 1, "Muon") for p in ("fp32", "bf16") for stage in range(3)),
+        *(("bf16", stage, 1, "Lion") for stage in (0, 3)),
+    ]
     found = {" ".join(map(str, case)): measured(*case) for case in cases}
     if rank == 0:
         (folder / "0.json").write_text(json.dumps(found), encoding="utf-8")

@@ -22,7 +22,7 @@ from megatron.model.parameter_groups import parameter_groups
 from megatron.position import registry
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, build_deepspeed_config
-from megatron.training.optimizer import ProjectedAdamW
+from megatron.training.projected_optimizers import ProjectedAdamW
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 STAGES = (0, 1, 2, 3)

@@ -16,6 +16,7 @@ from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_excess
 
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
+MUON = "Muon, cdape(kerple_log), grouped"
 TWO = [
     ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
     ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),
@@ -27,6 +28,9 @@ TWO = [
     ParityCase(CDAPE, Layout(context=2, stage=1), "bf16", STEPS),
     ParityCase("kerple_log per layer", Layout(pipeline=2), steps=STEPS),
     ParityCase("fire", Layout(pipeline=2, stage=1), "bf16", STEPS),
+    ParityCase(MUON, Layout(tensor=2, stage=1), steps=STEPS),
+    ParityCase(MUON, Layout(data=2, stage=2), "bf16", STEPS),
+    ParityCase("Lion, dape(kerple_log)", Layout(data=2, stage=2), steps=STEPS),
 ]
 FOUR = [
     ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
@@ -38,6 +42,7 @@ FOUR = [
     ParityCase("cdape(rotary), grouped", Layout(tensor=2, context=2, stage=2), steps=STEPS),
     ParityCase(CDAPE, Layout(tensor=4, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
+    ParityCase(MUON, Layout(tensor=2, data=2, stage=2), steps=STEPS),
 ]
 CASES = TWO + FOUR
 

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
+from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
-from megatron.training.optimizer import ProjectedAdamW, build_optimizer
+from megatron.training.optimizer import build_optimizer
+from megatron.training.projected_optimizers import ProjectedAdamW
 from tools.rounding import compute_tolerance
 
-OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=0.05, betas=[0.8, 0.9])))
+OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=OptimizerParams(lr=0.05, betas=[0.8, 0.9])))
 
 
 def by_hand(value: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float) -> torch.Tensor:

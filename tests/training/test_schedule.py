@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.options.training import AdamParams, OptimizerChoice, OptimizerOptions
+from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 
 
 def options(**keys: object) -> OptimizerOptions:
-    return OptimizerOptions(optimizer=OptimizerChoice(params=AdamParams(lr=1e-3)), **keys)
+    return OptimizerOptions(optimizer=OptimizerChoice(params=OptimizerParams(lr=1e-3)), **keys)
 
 
 def test_known_values() -> None:

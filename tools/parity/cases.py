@@ -13,6 +13,9 @@ LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
 BATCH = 4
 """Sequences of a step: four micro-batches of one, divided over the data-parallel ranks."""
 
+# Clipping shows a wrong norm in the next step's loss. Adam with so large an epsilon does not blow the rounding of a
+# gradient that is nearly zero up to a whole step.
+OPTIMIZER_PARAMS = {"lr": 1e-2, "eps": 1e-2}
 GROUPED = {
     "num_kv_heads": 2,
     "activation": "gelu_tanh",
@@ -33,7 +36,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "kerple_log, untied": {"pos_emb": "kerple_log", "no_weight_tying": True, "activation": "swiglu"},
     "cdape(rotary), grouped": {"pos_emb": "rotary", "score_processor": "cdape", **GROUPED},
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
-}
+    "Muon, cdape(kerple_log), grouped": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,
+        "optimizer": {"type": "Muon", "params": OPTIMIZER_PARAMS},
+    },
+    # A small step: Lion's is the sign of what rounding may turn where a gradient is nearly zero.
+    "Lion, dape(kerple_log)": {
+        "pos_emb": "kerple_log", "score_processor": "dape", "optimizer": {"type": "Lion", "params": {"lr": 1e-6}},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,16 +105,14 @@ class ParityCase:
                 "init_method_std": 0.1,
                 "make_vocab_size_divisible_by": 64,
                 "attention_chunk_rows": 12,
+                "optimizer": {"params": OPTIMIZER_PARAMS},
                 **METHODS[self.method],
                 "train_iters": self.steps,
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": BATCH // layout.data,
                 "train_batch_size": BATCH,
                 "precision": self.precision,
-                # Clipping shows a wrong norm in the next step's loss. Adam with so large an epsilon does not blow the
-                # rounding of a gradient that is nearly zero up to a whole step.
                 "gradient_clipping": 0.5,
-                "optimizer": {"params": {"lr": 1e-2, "eps": 1e-2}},
                 "zero_optimization": {"stage": layout.stage, "stage3_param_persistence_threshold": 0},
                 "model_parallel_size": layout.tensor,
                 "context_parallel_size": layout.context,
@@ -128,9 +137,12 @@ class ParityCase:
 
 def is_possible(case: ParityCase) -> bool:
     """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself. Tensor ranks share out the
-    heads of keys and values."""
+    heads of keys and values. Muon needs whole matrices."""
     layout = case.layout
-    if METHODS[case.method].get("num_kv_heads", HEADS) % layout.tensor:
+    method = METHODS[case.method]
+    if method.get("num_kv_heads", HEADS) % layout.tensor:
+        return False
+    if layout.stage == 3 and method.get("optimizer", {}).get("type") == "Muon":
         return False
     return case.precision == "fp32" or layout.stage > 0 or layout.tensor * layout.pipeline == 1
 

@@ -1,0 +1,288 @@
+"""Muon and Lion against their papers' formulas, torch's own Muon and plain PyTorch; and, of Muon, that every layout
+orthogonalises whole matrices, and that a run goes on from any layout's checkpoint."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from masters import masters
+from models import build_model
+from safetensors.torch import load_file
+from tiny_runs import VOCABULARY, records, same_weights, tiny_config, train_with_processes, write_corpora
+from torch import Tensor, nn
+
+from megatron.checkpoint import layout
+from megatron.config.schema import Config
+from megatron.config.validation import validate_config
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import Axis, ParallelSizes
+from megatron.distributed.process_groups import init_distributed
+from megatron.model.parameter_groups import HiddenMatrix, list_hidden_matrices, parameter_groups
+from megatron.options.training import OptimizerChoice
+from megatron.training.engine import Engine
+from megatron.training.muon import COEFFICIENTS, list_pieces, orthogonalize
+from megatron.training.projected_optimizers import ProjectedLion
+from megatron.training.trainer import train
+from megatron.utils.errors import UserError
+from tools.rounding import compute_tolerance, count_gpt_sums
+
+GROUPED: dict[str, Any] = {
+    "num_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "activation": "swiglu", "score_processor": "cdape",
+}  # fmt: skip
+STEEPEST = COEFFICIENTS[0] ** 5
+"""How much larger an error of a normalised matrix is after five iterations, at most: their slope at 0."""
+TERMS, SUMS = count_gpt_sums(32, layers=2)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.norm()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    expected = (left * values) @ right
+    error = (orthogonalize(matrix, 5, torch.float32) - expected).abs().max()
+    assert error < compute_tolerance(40, 15) * STEEPEST / 10
+    # torch's iterates in bfloat16, of which each of 15 products rounds the whole.
+    parameter = nn.Parameter(torch.zeros(shape))
+    parameter.grad = matrix
+    torch.optim.Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, adjust_lr_fn="match_rms_adamw").step()
+    ours = -0.2 * math.sqrt(max(shape)) * orthogonalize(matrix, 5, torch.bfloat16).float()
+    assert (parameter.detach() - ours).norm() < 0.05 * ours.norm()
+    assert 0.1 < ours.square().mean().sqrt() < 0.3  # AdamW's, 0.2
+
+
+def test_what_lies_in_one_weight_is_what_the_layer_computes_with() -> None:
+    """Of queries, keys, values, and of both halves of a gated layer: the matrices that `split` gives make them."""
+    config = tiny_config(Path(), **GROUPED)
+    model = build_model(config.model, config.position, VOCABULARY, seed=1)
+    matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)}
+    seen: dict[str, Any] = {}
+    attention, mlp = model.decoder.layers[0].self_attention, model.decoder.layers[0].mlp
+    attention.linear_qkv.register_forward_pre_hook(lambda _, args: seen.update(hidden=args[0]))
+    attention.core_attention.register_forward_pre_hook(lambda _, args: seen.update(qkv=args[:3]))
+    with torch.no_grad():
+        attention.linear_qkv.bias.zero_()
+        model(torch.arange(12)[None])
+        parts = matrices[id(attention.linear_qkv.weight)].split(attention.linear_qkv.weight)
+        for part, made in zip(parts, seen["qkv"], strict=True):
+            torch.testing.assert_close((seen["hidden"] @ part.T).view(made.shape), made)
+        gated = matrices[id(mlp.linear_fc1.weight)]
+        gate, inner = (torch.randn(1, 1, 32) @ part.T for part in gated.split(mlp.linear_fc1.weight))
+        assert [part.shape for part in parts] == [(32, 32), (16, 32), (16, 32)]
+        assert gate.shape == inner.shape == (1, 1, mlp.linear_fc2.weight.shape[1])
+    for matrix in matrices.values():
+        weight = matrix.parameter.detach()
+        assert torch.equal(matrix.join(matrix.split(weight)), weight)
+    assert len(matrices) == 4 * 2
+
+
+def test_pieces_of_all_ranks_are_every_element_once() -> None:
+    matrices = [HiddenMatrix(nn.Parameter(torch.randn(shape)), 1, shape[:1]) for shape in ((3, 5), (7, 2), (4, 4))]
+    whole = torch.cat([matrix.parameter.detach().view(-1) for matrix in matrices])
+    for ranks in (1, 2, 3, 7, 20):
+        size = -(-whole.numel() // ranks)
+        padded = nn.functional.pad(whole, (0, ranks * size - whole.numel()))
+        found = [torch.zeros_like(matrix.parameter).view(-1) for matrix in matrices]
+        holders = [0] * len(matrices)
+        for rank in range(ranks):
+            for index, piece in enumerate(list_pieces(matrices, [padded.split(size)[rank]], Axis(rank, ranks))):
+                if piece.values is not None:
+                    found[index].narrow(0, piece.start, piece.values.numel()).add_(piece.values)
+                    holders[index] += 1
+                assert piece.is_cut or piece.values is None or piece.values.numel() == piece.matrix.parameter.numel()
+        assert all(torch.equal(a, b.parameter.detach().view(-1)) for a, b in zip(found, matrices, strict=True))
+        assert (max(holders) == 1) == (ranks == 1)
+
+
+def choose(algorithm: str, stage: int = 0, **keys: Any) -> Config:
+    params = {"lr": 1e-3, "betas": [0.9, 0.95], **({} if algorithm == "Lion" else {"eps": 1e-2})}
+    return tiny_config(
+        Path(), optimizer={"type": algorithm, "params": params}, zero_optimization={"stage": stage}, weight_decay=0.2,
+        gradient_clipping=0.5, **{**GROUPED, **keys},
+    )  # fmt: skip
+
+
+BATCHES = torch.randint(0, VOCABULARY, (4, 4, 17), generator=torch.Generator().manual_seed(5))
+
+
+def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tensor]:
+    """The weights after a step for each batch: gradients by autograd, the step by the papers' formulas in float64."""
+    params = config.optimizer.optimizer.params
+    muon = config.optimizer.optimizer.type == "Muon"
+    hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if muon else {}
+    decay = {id(p): g["weight_decay"] for g in parameter_groups(model, 0.2) for p in g["params"]}
+    first = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
+    second = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
+    for number, batch in enumerate(BATCHES, start=1):
+        model.zero_grad()
+        model(batch[:, :-1].contiguous(), labels=batch[:, 1:].contiguous()).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for p in model.parameters():
+            g, m, v, w = p.grad.double(), first[id(p)], second[id(p)], p.detach().double()
+            w = w - lr * decay[id(p)] * w
+            b1, b2 = params.betas
+            if id(p) in hidden:
+                m.mul_(0.95).add_(0.05 * g)
+                parts = []
+                for part in hidden[id(p)].split(0.95 * m + 0.05 * g):
+                    left, values, right = torch.linalg.svd(part, full_matrices=False)
+                    values = values / values.norm()
+                    for _ in range(5):
+                        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+                    parts.append(0.2 * math.sqrt(max(part.shape)) * (left * values) @ right)
+                w = w - lr * hidden[id(p)].join(parts)
+            elif muon:
+                m.mul_(b1).add_((1 - b1) * g)
+                v.mul_(b2).add_((1 - b2) * g * g)
+                w = w - lr * (m / (1 - b1**number)) / ((v / (1 - b2**number)).sqrt() + params.eps)
+            else:
+                w = w - lr * (b1 * m + (1 - b1) * g).sign()
+                m.mul_(b2).add_((1 - b2) * g)
+            p.data.copy_(w)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "stage", "zero"),
+    [("Muon", 0, {}), ("Muon", 1, {}), ("Muon", 2, {"overlap_comm": True}), ("Lion", 0, {}), ("Lion", 2, {}),
+     ("Lion", 3, {"offload_optimizer": {"device": "cpu"}})],
+)  # fmt: skip
+def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, zero: dict[str, Any]) -> None:
+    # Lion's step is the sign of what rounding may turn where the gradient is nearly zero, as of a key's bias.
+    biases = {} if algorithm == "Muon" else {"use_bias_in_attn_linear": False}
+    config, lr = choose(algorithm, stage, **biases), 1e-3 if algorithm == "Muon" else 1e-5
+    config = config.replace(zero_optimization={"stage": stage, **zero})
+    expected = step_by_hand(build_model(config.model, config.position, VOCABULARY, seed=1).train(), config, lr)
+    processes = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
+    engine = Engine(config, build_model(config.model, config.position, VOCABULARY, seed=1), processes)
+    engine.model.train()
+    for batch in BATCHES:
+        inputs = {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+        engine.forward_backward([{**inputs, "loss_mask": torch.ones(4, 16)}], 64)
+        engine.step(lr)
+    found = masters(engine.deepspeed)
+    engine.close()
+    # An entry of an orthogonalised matrix is off by at most its slope at zero times what the gradient is off by.
+    rounding = compute_tolerance(TERMS, 2 * SUMS)
+    allowed = 4 * lr * 0.2 * rounding * STEEPEST if algorithm == "Muon" else 4 * compute_tolerance(1, 4)
+    flipped = 0
+    for name, weight in expected.items():
+        error = (found[name] - weight).abs()
+        if algorithm == "Lion":
+            flipped += int((error > allowed).sum())
+        else:
+            assert error.max() < allowed, name
+    assert flipped <= 2, f"{flipped} signs differ"
+
+
+def test_lion_keeps_bounds_and_leaves_them_again() -> None:
+    bounded = nn.Parameter(torch.full((3,), 0.1))
+    optimizer = ProjectedLion(
+        [{"params": [bounded], "weight_decay": 0.0, "low": 0.05, "high": 1.0}], lr=0.02, betas=(0.9, 0.99)
+    )
+    for _ in range(6):
+        bounded.grad = torch.ones(3)
+        optimizer.step()
+    assert torch.equal(bounded.detach(), torch.full((3,), 0.05))
+    for _ in range(20):
+        bounded.grad = -torch.ones(3)
+        optimizer.step()
+    assert bool((bounded > 0.05).all())
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"num_gpus": 1},
+    "data, ZeRO 0": {"train_micro_batch_size_per_gpu": 2},
+    "data, ZeRO 1": {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}},
+    "tensor, ZeRO 2": {"model_parallel_size": 2, "zero_optimization": {"stage": 2}},
+    "pipeline, ZeRO 1": {
+        "pipe_parallel_size": 2, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+    },
+}  # fmt: skip
+PAIRS = [
+    ("one rank", "one rank"), ("one rank", "tensor, ZeRO 2"), ("tensor, ZeRO 2", "data, ZeRO 1"),
+    ("data, ZeRO 1", "one rank"), ("data, ZeRO 0", "pipeline, ZeRO 1"), ("pipeline, ZeRO 1", "data, ZeRO 0"),
+]  # fmt: skip
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2, "eps": 1e-2}}, **GROUPED}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the corpus, the runs of all pairs, and `unbroken`, which one process trained."""
+    where = tmp_path_factory.mktemp("muon")
+    corpus = write_corpora(where / "corpus")
+
+    def train_all(job: str, layouts: dict[str, str], **keys: dict[str, Any]) -> None:
+        configs: dict[int, list[Config]] = {1: [], 2: []}
+        for run, name in layouts.items():
+            chosen = {"num_gpus": 2, **MUON, **LAYOUTS[name], **keys.get(run, keys.get("every", {}))}
+            configs[chosen["num_gpus"]].append(tiny_config(corpus, where / run, **chosen))
+        for config in configs[1]:
+            train(config)
+        assert train_with_processes(where / job, configs[2]) == [None] * len(configs[2])
+
+    train_all("first", {f"begun {name}": name for name in LAYOUTS}, every={"train_iters": 2, "lr_decay_iters": 4})
+    goes_on = {f"{one} to {other}": {"load": str(where / f"begun {one}")} for one, other in PAIRS}
+    train_all("second", {f"{one} to {other}": other for one, other in PAIRS}, **goes_on)
+    train(tiny_config(corpus, where / "unbroken", **MUON))
+    return where
+
+
+def apart_by(run: Path, unbroken: Path) -> float:
+    """The largest difference of a weight from the unbroken run's, in units of what rounding allows."""
+    limit = 4 * 1e-2 * 0.2 * STEEPEST * compute_tolerance(TERMS, 2 * SUMS)
+    mine, wanted = (load_file(layout.resolve_checkpoint_path(each) / layout.WEIGHTS) for each in (run, unbroken))
+    assert mine.keys() == wanted.keys()
+    return max(float((mine[name] - wanted[name]).abs().max()) for name in mine) / limit
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_it_goes_on_in_any_layout(runs: Path, one: str, other: str) -> None:
+    assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
+    assert list(records(runs / f"{one} to {other}")) == [3, 4]
+
+
+def test_in_the_same_layout_it_goes_on_bit_for_bit(runs: Path) -> None:
+    assert same_weights(runs / "one rank to one rank", runs / "unbroken")
+
+
+@pytest.mark.parametrize("wrong", ["halves", "stacked", "no momentum"])
+def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orthogonalising what each of two ranks holds, or queries, keys and values as one matrix, or going on without the
+    momentum, is far beyond rounding."""
+    keys = dict(MUON)
+    if wrong == "no momentum":
+        keys["load"] = str(runs / "begun one rank")
+        monkeypatch.setattr("megatron.checkpoint.sharded_state.ShardReader.read_range", lambda *_: torch.zeros(()))
+    else:
+        parts = {"halves": 2, "stacked": 1}[wrong]
+
+        def list_wrong_matrices(model: nn.Module) -> list[HiddenMatrix]:
+            weights = [matrix.parameter for matrix in list_hidden_matrices(model)]
+            return [HiddenMatrix(weight, 1, (weight.shape[0] // parts,) * parts) for weight in weights]
+
+        monkeypatch.setattr("megatron.model.parameter_groups.list_hidden_matrices", list_wrong_matrices)
+    train(tiny_config(runs / "corpus" / "corpus", tmp_path / "run", **keys))
+    assert apart_by(tmp_path / "run", runs / "unbroken") > 10
+
+
+def test_what_is_not_right_is_refused(runs: Path, tmp_path: Path) -> None:
+    corpus = runs / "corpus" / "corpus"
+    with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* holds the moments of Muon"):
+        train(tiny_config(corpus, tmp_path, load=str(runs / "unbroken"), train_iters=8, **GROUPED))
+    for zero, reason in (
+        ({"stage": 3}, "zero_optimization.stage 3: Muon orthogonalises whole matrices"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "Muon's products of matrices would be the CPU's"),
+    ):
+        (problem,) = (text for _, text in validate_config(tiny_config(corpus, zero_optimization=zero, **MUON)))
+        assert reason in problem
+    lion = {"type": "Lion", "params": {"momentum": 0.9}}
+    (problem,) = (text for _, text in validate_config(tiny_config(corpus, optimizer=lion)))
+    assert problem == "optimizer.params.momentum is 0.9, which optimizer.type Lion does not read"
+    betas = [OptimizerChoice.model_validate({"type": kind}).params.betas for kind in ("AdamW", "Lion")]
+    assert betas == [[0.9, 0.95], [0.9, 0.99]]
