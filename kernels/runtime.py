@@ -99,11 +99,15 @@ def _read_device_properties(device: torch.device) -> DeviceProperties:
     return DeviceProperties(properties.total_memory, properties.multi_processor_count)
 
 
+_NO_CONTEXT = nullcontext()
+
+
 def launch_context(x: Tensor) -> AbstractContextManager[object]:
     """Kernels launch on the current device; make it the tensor's. The interpreter does only what is needed."""
-    if x.device.type == "cuda":
-        return torch.cuda.device(x.device)
-    return fast_interpreter() if is_interpreted() else nullcontext()
+    if x.is_cuda:
+        index = x.get_device()
+        return _NO_CONTEXT if index == torch.cuda.current_device() else torch.cuda.device(index)
+    return fast_interpreter() if is_interpreted() else _NO_CONTEXT
 
 
 def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:

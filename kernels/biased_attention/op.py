@@ -5,7 +5,8 @@ Activation checkpointing works around them; torch.compile does not look into the
 """
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,9 +79,7 @@ def _checked_forward(
     window: int | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_qkv(q, k, v)
-    seen = _check_positions(q, k, offset, window)
-    _check_tables(q, bias, weight, seen)
+    _check_call(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight), offset, window)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0:  # the backward kernels add q·k to bias / scale
         raise ValueError(f"scale {scale}; it must not be 0")
@@ -88,9 +87,37 @@ def _checked_forward(
     return result
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+class _Signature(NamedTuple):
+    """What is asked of a tensor before it is computed with."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _describe(x: Tensor | None) -> _Signature | None:
+    return None if x is None else _Signature(x.shape, x.dtype, x.device)
+
+
+@lru_cache(maxsize=64)
+def _check_call(
+    q: _Signature,
+    k: _Signature,
+    v: _Signature,
+    bias: _Signature | None,
+    weight: _Signature | None,
+    offset: int,
+    window: int | None,
+) -> None:
+    """Refuse what does not fit; once for all layers and steps whose calls are alike, for the host has other things to
+    do."""
+    _check_qkv(q, k, v)
+    _check_tables(q, bias, weight, _count_distances(q, k, offset, window))
+
+
+def _check_qkv(q: _Signature, k: _Signature, v: _Signature) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
+        if len(x.shape) != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [batch, heads, length, head dimension]")
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype}; q, k and v must all be float16, all bfloat16 or all float32")
@@ -107,7 +134,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most 65535")
 
 
-def _check_positions(q: Tensor, k: Tensor, offset: int, window: int | None) -> int:
+def _count_distances(q: _Signature, k: _Signature, offset: int, window: int | None) -> int:
     """How many distances the rows see."""
     if offset < 0:
         raise ValueError(f"offset {offset}; it must not be negative, or rows see no key")
@@ -121,14 +148,14 @@ def _check_positions(q: Tensor, k: Tensor, offset: int, window: int | None) -> i
     return needed
 
 
-def _check_tables(q: Tensor, bias: Tensor | None, weight: Tensor | None, needed: int) -> None:
+def _check_tables(q: _Signature, bias: _Signature | None, weight: _Signature | None, needed: int) -> None:
     heads = q.shape[1]
     for name, table in (("bias", bias), ("weight", weight)):
         if table is None:
             continue
         if table.dtype != torch.float32 or table.device != q.device:
             raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be float32 on {q.device}")
-        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < needed:
+        if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] < needed:
             raise ValueError(f"{name} has shape {list(table.shape)}; it must be [{heads}, at least {needed}]")
     if bias is not None and weight is not None and bias.shape != weight.shape:
         raise ValueError(f"bias {list(bias.shape)} and weight {list(weight.shape)} must have the same shape")
@@ -174,8 +201,8 @@ def _forward(
     bias, weight = _contiguous(bias), _contiguous(weight)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     with launch_context(q):
         sizes = _build_sizes(q, k, bias, weight, offset, window, scale)
         launch(
@@ -211,7 +238,10 @@ def _backward(
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
     tiles = configs.choose_tiles(arch, q.dtype, dim)
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if columns == rows:
+        dq, dk, dv = q.new_empty((3, *q.shape)).unbind()  # the host allocates once
+    else:
+        dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
     groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, bias_needs_grad or weight_needs_grad)
     partial = [
