@@ -70,7 +70,11 @@ def _has_hooks() -> bool:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], constants: dict[str, Any], options: dict[str, Any]
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    options: dict[str, Any],
 ) -> Any:
     """Launch a kernel on the current device and stream; returns what was compiled, as Triton's own launch does.
 

@@ -68,6 +68,7 @@ PARTIAL_SUMS = 1024
 """Programs that keep partial table gradients [N]; enough to fill a GPU several times, and memory stays linear in N."""
 
 
+@cache
 def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles:
     """The tiles for compute capability `arch` (major · 10 + minor), or for the interpreter (None)."""
     if arch is None:

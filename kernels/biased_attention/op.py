@@ -69,6 +69,40 @@ def biased_attention_with_lse(
     return out, lse * math.log(2)
 
 
+def share_table(table: Tensor) -> Tensor:
+    """The same table for many calls, whose gradients are then added up where the kernels keep their partial sums: each
+    call but the first is spared an allocation, a sum over these and an addition, which the host issues."""
+    if not (torch.is_grad_enabled() and table.requires_grad):
+        return table
+    shared: Tensor = outside_graphs(_SharedTable)(table)
+    return shared
+
+
+class _SharedTable(torch.autograd.Function):
+    """A table's place in the graph behind all calls that read it, which leave their partial gradients here."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor) -> Tensor:
+        ctx.partial = None
+        ctx.set_materialize_grads(False)
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        """`grad` is of calls that did not leave theirs here."""
+        partial, ctx.partial = ctx.partial, None
+        if partial is None:
+            return grad
+        total: Tensor = partial.sum((0, 2))
+        return total if grad is None else total + grad
+
+
+def _find_shared(table: Tensor | None) -> Any:
+    """The node of the graph that `share_table` put behind a table; None if it did not."""
+    node = None if table is None else table.grad_fn
+    return node if isinstance(node, _SharedTable._backward_cls) else None
+
+
 def _checked_forward(
     q: Tensor,
     k: Tensor,
@@ -171,13 +205,8 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _build_head_rows(x: Tensor) -> HeadRows:
-    return HeadRows(x, *x.stride()[:3])
-
-
-def _build_sizes(
-    q: Tensor, k: Tensor, bias: Tensor | None, weight: Tensor | None, offset: int, window: int | None, scale: float
-) -> Sizes:
-    return Sizes(scale, q.shape[1], q.shape[2], k.shape[2], _table_size(bias, weight), offset, window or 0)
+    batch, head, row, _ = x.stride()
+    return HeadRows(x, batch, head, row)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -203,12 +232,12 @@ def _forward(
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
     with launch_context(q):
-        sizes = _build_sizes(q, k, bias, weight, offset, window, scale)
         launch(
             _fwd_kernel,
             (cdiv(rows, tile.block_m), batch * heads, 1),
-            (*map(_build_head_rows, (q, k, v)), Tables(bias, weight), out, lse, sizes),
+            (_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight), out, lse, sizes),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
         )
@@ -228,12 +257,17 @@ def _backward(
     offset: int,
     window: int | None,
     scale: float,
-    bias_needs_grad: bool,
-    weight_needs_grad: bool,
+    needs_grad: tuple[bool, bool],
+    shared: tuple[Any, Any] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and the two tables; None for a table that is absent or wants none."""
+    """Gradients of q, k, v and the two tables; None for a table that is absent or wants none.
+
+    Args:
+        needs_grad: does bias, does weight?
+        shared: of both the node that keeps partial gradients (`share_table`), which the table's is then left to.
+    """
     arch = get_arch(q)
-    grad, q, k, v = (_rows_contiguous(x) for x in (grad, q, k, v))
+    grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
@@ -243,19 +277,19 @@ def _backward(
     else:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
-    groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, bias_needs_grad or weight_needs_grad)
-    partial = [
-        torch.zeros(batch, heads, groups, size, dtype=torch.float32, device=q.device) if needs_grad else None
-        for needs_grad in (bias_needs_grad, weight_needs_grad)
-    ]
-    q_rows, k_rows, v_rows, grad_rows = map(_build_head_rows, (q, k, v, grad))
-    tables, sizes = Tables(bias, weight), _build_sizes(q, k, bias, weight, offset, window, scale)
+    groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, needs_grad[0] or needs_grad[1])
+    dbias_sums, bias_is_own = _take_partial(q, groups, size, needs_grad[0], shared[0])
+    dweight_sums, weight_is_own = _take_partial(q, groups, size, needs_grad[1], shared[1])
+    q_rows, k_rows, v_rows = _build_head_rows(q), _build_head_rows(k), _build_head_rows(v)
+    grad_rows, tables = _build_head_rows(grad), Tables(bias, weight)
+    sizes = Sizes(scale, heads, rows, columns, size, offset, window or 0)
+    dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
     with launch_context(q):
         launch(
             _bwd_dq_kernel,
             (groups, batch * heads, 1),
-            (q_rows, k_rows, v_rows, grad_rows, tables, Tables(*partial), out, lse, grad_lse, dq, delta, sizes),
+            (q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta, sizes),
             configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
             tiles.bwd_dq.options,
         )
@@ -266,8 +300,27 @@ def _backward(
             configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
             tiles.bwd_dkdv.options,
         )
-    dbias, dweight = (None if p is None else p.sum((0, 2)) for p in partial)
+    dbias = dbias_sums.sum((0, 2)) if dbias_sums is not None and bias_is_own else None
+    dweight = dweight_sums.sum((0, 2)) if dweight_sums is not None and weight_is_own else None
     return dq, dk, dv, dbias, dweight
+
+
+def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
+    """Where the kernel adds up a table's gradients, and whether it is this call's alone; None if it wants none.
+
+    Returns:
+        float32 [B, H, groups, N].
+    """
+    if not needs_grad:
+        return None, True
+    shape = (q.shape[0], q.shape[1], groups, size)
+    if shared is not None and shared.partial is not None and shared.partial.shape == shape:
+        return shared.partial, False
+    partial = q.new_zeros(shape, dtype=torch.float32)
+    if shared is None or shared.partial is not None:  # calls over other numbers of rows
+        return partial, True
+    shared.partial = partial
+    return partial, False
 
 
 class _BiasedAttention(torch.autograd.Function):
@@ -279,6 +332,7 @@ class _BiasedAttention(torch.autograd.Function):
         bias, weight, ctx.offset, ctx.window, ctx.scale = rest
         output = _forward(q, k, v, bias, weight, ctx.offset, ctx.window, ctx.scale)
         ctx.save_for_backward(q, k, v, bias, weight, *output)
+        ctx.shared = _find_shared(bias), _find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
@@ -287,11 +341,10 @@ class _BiasedAttention(torch.autograd.Function):
         q, k, v, bias, weight, out, lse = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
-        bias_needs_grad = bias is not None and ctx.needs_input_grad[3]
-        weight_needs_grad = weight is not None and ctx.needs_input_grad[4]
+        needs_grad = (bias is not None and ctx.needs_input_grad[3], weight is not None and ctx.needs_input_grad[4])
         gradients = _backward(
             *(grad, grad_lse, q, k, v, bias, weight, out, lse),
-            *(ctx.offset, ctx.window, ctx.scale, bias_needs_grad, weight_needs_grad),
+            *(ctx.offset, ctx.window, ctx.scale, needs_grad, ctx.shared),
         )
         return (*gradients, None, None, None)
 

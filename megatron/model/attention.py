@@ -197,7 +197,9 @@ class PositionedAttention(MegatronModule):
         if not reads_whole_table(self.backend):
             return None
         ranges = [(segment.tokens, segment.context) for segment in segments]
-        return compute_table_of_ranges(self.encoding, ranges, device)
+        table = compute_table_of_ranges(self.encoding, ranges, device)
+        share = getattr(self.backend, "share_table", None) if self._shared else None
+        return table if table is None or share is None else share(table)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object

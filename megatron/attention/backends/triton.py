@@ -92,6 +92,13 @@ class TritonBackend:
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table)[0] in (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR)
 
+    @staticmethod
+    def share_table(table: ScoreTerms) -> ScoreTerms:
+        """A table that many calls read, their gradients added up together."""
+        from kernels.biased_attention.op import share_table
+
+        return ScoreTerms(*(None if term is None else share_table(term) for term in table))
+
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()
@@ -182,7 +189,9 @@ def _fire_unsupported_reason(encoding: Encoding) -> str | None:
 def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tensor:
     from kernels.biased_attention.op import biased_attention
 
-    bias, weight = (None if t is None else select_heads(t, inputs.heads) for t in table)
+    bias, weight = table
+    bias = None if bias is None else select_heads(bias, inputs.heads)
+    weight = None if weight is None else select_heads(weight, inputs.heads)
     offset = inputs.query.start - inputs.key.start
     return biased_attention(inputs.q, inputs.k, inputs.v, bias, weight, offset=offset, window=inputs.window)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.biased_attention import configs, reference
-from kernels.biased_attention.op import biased_attention, biased_attention_with_lse
+from kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight")
@@ -313,6 +313,38 @@ def _call(device: str, **changes: object) -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str, device: str) -> None:
     with pytest.raises(ValueError, match=message):
         _call(device, **changes)
+
+
+def test_a_table_that_calls_share_gets_the_sum_of_their_gradients(device: str) -> None:
+    """Calls alike add to one place; those over other rows, and what is no call, come to it; a graph goes back twice."""
+    alike, other = Case(2, 2, 33, 33, 16, weight=True), Case(2, 2, 70, 70, 16, weight=True)
+    tables = [_leaf(x) for x in other.inputs(torch.float32, device)[3:]]
+    cases = [alike, other, alike, other, alike]
+    inputs = [[_leaf(x) for x in case.inputs(torch.float32, device, seed)[:3]] for seed, case in enumerate(cases)]
+
+    def differentiate(share: Callable[[Tensor], Tensor], repeats: int) -> list[Tensor]:
+        bias, weight = (share(table) for table in tables)  # type: ignore[arg-type]
+        outputs = [biased_attention(*qkv, bias, weight) for qkv in inputs]  # type: ignore[arg-type]
+        outputs.append(bias * weight)
+        loss = sum(output.square().sum() for output in outputs)
+        for _ in range(repeats):
+            loss.backward(retain_graph=True)  # type: ignore[union-attr]
+        leaves = [*tables, *(x for qkv in inputs for x in qkv)]
+        gradients = [x.grad for x in leaves]  # type: ignore[union-attr]
+        for x in leaves:
+            x.grad = None  # type: ignore[union-attr]
+        return gradients  # type: ignore[return-value]
+
+    expected = differentiate(lambda table: table, 1)
+    for repeats in (1, 2):
+        found = differentiate(share_table, repeats)
+        for number, (own, whole) in enumerate(zip(expected, found, strict=True)):
+            if number < len(tables):
+                torch.testing.assert_close(whole, repeats * own)
+            else:
+                torch.testing.assert_close(whole, repeats * own, rtol=0, atol=0)
+    with torch.no_grad():
+        assert share_table(tables[0]) is tables[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
