@@ -5,7 +5,7 @@ Every backend either calls this or is tested to equal it.
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension, N distances.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.encoding import Encoding, ScoreTerms, join_heads
 from megatron.position.numerics import promote_to_float32, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances
+
+MAX_ENTRIES_TOGETHER = 1 << 24
+"""Of the tables of all layers that are computed at once: 64 MiB."""
 
 
 def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
@@ -43,9 +46,28 @@ def compute_table_of_ranges(
     """The same for several ranges of rows and columns together."""
     if not type(encoding).overrides_hook("table"):
         return None
-    count = max(count_distances(*pair) for pair in ranges)
+    return encoding.table(_get_distances(max(count_distances(*pair) for pair in ranges), device))
+
+
+def _get_distances(count: int, device: torch.device | str | None) -> Tensor:
     on_gpu = isinstance(device, torch.device) and device.type == "cuda"
-    return encoding.table(_keep_distances(count, device) if on_gpu else arange_distances(count, device))
+    return _keep_distances(count, device) if on_gpu else arange_distances(count, device)
+
+
+def compute_tables_of_layers(
+    encodings: Sequence[Encoding], ranges: Iterable[tuple[TokenRange, TokenRange]], device: torch.device | str | None
+) -> list[ScoreTerms] | None:
+    """The same of the layers' own encodings, all at once; None where their heads are not independent, or where all
+    tables together are large, of which one layer needs but its own at a time."""
+    first = encodings[0]
+    count = max(count_distances(*pair) for pair in ranges)
+    is_large = len(encodings) * first.dims.num_heads * count > MAX_ENTRIES_TOGETHER
+    if is_large or not (type(first).overrides_hook("table") and first.has_independent_heads):
+        return None
+    joined = join_heads(encodings).table(_get_distances(count, device))
+    terms = (None if term is None else term.split(first.dims.num_heads) for term in joined)
+    bias, weight = ([None] * len(encodings) if term is None else term for term in terms)
+    return [ScoreTerms(*pair) for pair in zip(bias, weight, strict=True)]
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:

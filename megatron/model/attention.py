@@ -21,8 +21,8 @@ T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of the
 own (h, unless queries are grouped), d head dimension.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_table_of_ranges
+from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers
 from megatron.attention.segments import (
     Segment,
     attend_segments,
@@ -154,8 +154,8 @@ class AttentionContext:
     kv_cache: KVCache | None = None
     num_logits: int | None = None
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
-    table: ScoreTerms | None = None
-    """Of an encoding that all layers share, where it was computed before them (`PositionedAttention.compute_table`)."""
+    tables: Mapping[int, ScoreTerms] = field(default_factory=dict)
+    """The encodings' tables by the layers' indices, where they were computed before the layers (`compute_tables`)."""
     restarted: TokenRange | None = None
     """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
 
@@ -192,14 +192,17 @@ class PositionedAttention(MegatronModule):
         """This layer's position encoding."""
         return self._shared[0] if self.position is None else self.position
 
+    @property
+    def is_encoding_shared(self) -> bool:
+        """Does the encoding belong to the whole model?"""
+        return self.position is None
+
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
         """The encoding's table over all distances of a forward pass, if the backend reads that whole."""
         if not reads_whole_table(self.backend):
             return None
         ranges = [(segment.tokens, segment.context) for segment in segments]
-        table = compute_table_of_ranges(self.encoding, ranges, device)
-        share = getattr(self.backend, "share_table", None) if self._shared else None
-        return table if table is None or share is None else share(table)
+        return compute_table_of_ranges(self.encoding, ranges, device)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object
@@ -231,7 +234,11 @@ class PositionedAttention(MegatronModule):
             q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        attend = partial(self._attend, heads=heads, table=context.table or self.compute_table(segments, q.device))
+        attend = partial(
+            self._attend,
+            heads=heads,
+            table=context.tables.get(self.layer_index) or self.compute_table(segments, q.device),
+        )
         output = attend_segments(q, k, v, segments, attend)
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
@@ -263,3 +270,22 @@ class PositionedAttention(MegatronModule):
                 table=table,
             )
         )
+
+
+def compute_tables(
+    attentions: Sequence[PositionedAttention], segments: Sequence[Segment], device: torch.device
+) -> dict[int, ScoreTerms]:
+    """The tables of layers that compute attention alike, by their indices, as far as they are had together: one for all
+    where they share an encoding, else all at once where heads are independent. The backend must read whole tables."""
+    first = attentions[0]
+    if first.is_encoding_shared:
+        table = first.compute_table(segments, device)
+        if table is None:
+            return {}
+        share = getattr(first.backend, "share_table", None)
+        return dict.fromkeys((each.layer_index for each in attentions), table if share is None else share(table))
+    if not reads_whole_table(first.backend):
+        return {}
+    ranges = [(segment.tokens, segment.context) for segment in segments]
+    tables = compute_tables_of_layers([each.encoding for each in attentions], ranges, device)
+    return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}

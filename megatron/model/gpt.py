@@ -34,7 +34,7 @@ from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
-from megatron.model.attention import AttentionContext, KVCache, PositionedAttention
+from megatron.model.attention import AttentionContext, KVCache, PositionedAttention, compute_tables
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
@@ -273,10 +273,10 @@ class GPT(GPTModel):
         else:
             segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
-        # What all layers share is computed before them, and outside of what a backward pass computes again.
-        attention: PositionedAttention = self.local_layers[0].self_attention.core_attention
-        table = None if self.position is None else attention.compute_table(segments, hidden.device)
-        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, table, restarted))
+        # What the layers have in common is computed before them, and outside of what a backward pass computes again.
+        attentions = [layer.self_attention.core_attention for layer in self.local_layers]
+        tables = compute_tables(attentions, segments, hidden.device)
+        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, tables, restarted))
         if kv_cache is not None:
             kv_cache.length += length
         return hidden

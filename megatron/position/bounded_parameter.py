@@ -17,7 +17,7 @@ only ever read through the call of the module that owns them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,21 @@ class BoundedParameter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.value.shape)}, low={self.low}, high={self.high}"
+
+
+class JoinedParameter:
+    """The same parameter of several modules as one, joined along its first dimension; to be called as it is."""
+
+    def __init__(self, parameters: Sequence[BoundedParameter]) -> None:
+        self.parameters = parameters
+
+    def __call__(self) -> Tensor:
+        first = self.parameters[0]
+        is_divided = hasattr(first.value, "ds_id")  # by ZeRO-3, which gathers around calls
+        if is_divided or any((p.low, p.high) != (first.low, first.high) for p in self.parameters):
+            return torch.cat([parameter() for parameter in self.parameters])
+        value = promote_to_float32(torch.cat([parameter.value for parameter in self.parameters]))
+        return value if math.isinf(first.low) and math.isinf(first.high) else _Clamp.apply(value, first.low, first.high)
 
 
 def init_uniform(low: float, high: float) -> Callable[[Tensor], object]:

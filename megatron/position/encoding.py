@@ -14,11 +14,14 @@ Positions are exact: integer spans, and float32 distances whatever the compute t
 only up to 256, float16 up to 2048). Tables and everything computed from parameters are float32.
 """
 
+from collections.abc import Sequence
+from copy import copy
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from megatron.position.base import PositionModule
+from megatron.position.bounded_parameter import JoinedParameter
 from megatron.position.facts import HOOKS, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail, unknown_tail
 from megatron.position.token_range import TokenRange
@@ -48,6 +51,10 @@ class Encoding(PositionModule):
     """Does `table` or `dense` give a bias?"""
     multiplies_scores: ClassVar[bool] = False
     """Does `table` or `dense` give a weight?"""
+
+    has_independent_heads: ClassVar[bool] = False
+    """Are all parameters `BoundedParameter`s of its own, [H], and a head's row of the table a function of its entries
+    alone, for any number of heads? Then the tables of all layers are computed as one (`join_heads`)."""
 
     has_position_table: ClassVar[bool] = False
     """Has it a table of `dims.max_length` positions, and knows none beyond? Then `max_length` says how many."""
@@ -114,3 +121,19 @@ class Encoding(PositionModule):
         if not isinstance(self.cost, EncodingCost):
             return 0.0
         return 2.0 * self.dims.num_heads * self.dims.head_dim * self.cost.num_products(self.option_values, num_keys)
+
+
+def join_heads(encodings: Sequence[Encoding]) -> Encoding:
+    """An encoding whose heads are those of several encodings of one class, one after the other. It has their own
+    parameters and is for its table alone, which takes few operations where those of all would take many.
+
+    Args:
+        encodings: with independent heads.
+    """
+    joined = copy(encodings[0])
+    parameters = {name: [encoding._modules[name] for encoding in encodings] for name in joined._modules}
+    joined.__dict__["_modules"] = {
+        name: JoinedParameter(each)  # type: ignore[arg-type]
+        for name, each in parameters.items()
+    }
+    return joined

@@ -266,11 +266,15 @@ def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.Monk
     ],
 )
 def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, recompute: bool, device: str) -> None:
+    # Two layers read one table, or each its own of those that are computed together.
+    layers, per_layer = (2, processor == "cdape") if encoding == "kerple_log" else (1, False)
     options = ModelOptions(
-        num_layers=1, hidden_size=48, num_attention_heads=3, seq_length=12, checkpoint_activations=recompute,
+        num_layers=layers, hidden_size=48, num_attention_heads=3, seq_length=12, checkpoint_activations=recompute,
         make_vocab_size_divisible_by=8, init_method_std=0.2,
     )  # fmt: skip
-    position = PositionOptions(pos_emb=encoding, pos_emb_options=options_of(encoding), score_processor=processor)
+    position = PositionOptions(
+        pos_emb=encoding, pos_emb_options=options_of(encoding), score_processor=processor, pos_emb_per_layer=per_layer
+    )
     x, labels = torch.randint(30, (2, 2, 12)).to(device)
     found = []
     for backend in ("eager", "triton"):

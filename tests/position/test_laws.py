@@ -13,7 +13,14 @@ from torch import Tensor
 
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import arange_distances, compute_attention, compute_logits, compute_table
+from megatron.attention.reference import (
+    arange_distances,
+    compute_attention,
+    compute_logits,
+    compute_table,
+    compute_table_of_ranges,
+    compute_tables_of_layers,
+)
 from megatron.position import registry
 from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
@@ -328,6 +335,32 @@ def test_gradients_are_finite_where_the_distance_is_zero(name: str) -> None:
     for term in terms:
         term[:, 0].sum().backward(retain_graph=True)
     assert all(p.grad.isfinite().all() for p in e.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in LEARNED_TABLES if build(name, "none")[0].has_independent_heads])
+def test_tables_of_all_layers_at_once_are_those_of_each(name: str) -> None:
+    encodings = [build(name, "none")[0] for _ in range(3)]
+    with torch.no_grad():
+        for layer, encoding in enumerate(encodings):
+            for parameter in encoding.parameters():  # of all layers others, some outside of their bounds
+                parameter.copy_(torch.rand_like(parameter) * 3 - 0.5 + layer)
+    ranges = [(TokenRange(0, 20), TokenRange(0, 20)), (TokenRange(20, 13), TokenRange(0, 33))]
+    together = compute_tables_of_layers(encodings, ranges, None)
+    assert together is not None
+    assert len(together) == len(encodings)
+    for encoding, terms in zip(encodings, together, strict=True):
+        alone = compute_table_of_ranges(encoding, ranges)
+        parameters = list(encoding.parameters())
+        for term, own in zip(terms, alone or (), strict=True):
+            assert (term is None) == (own is None)
+            if term is not None:
+                assert torch.equal(term, own)
+                upstream = torch.randn_like(own)
+                found = torch.autograd.grad(term, parameters, upstream, retain_graph=True, allow_unused=True)
+                for one, expected in zip(
+                    found, torch.autograd.grad(own, parameters, upstream, allow_unused=True), strict=True
+                ):
+                    assert (one is None or not one.any()) if expected is None else torch.allclose(one, expected)
 
 
 @pytest.mark.parametrize("encoding", registry.list_encodings())

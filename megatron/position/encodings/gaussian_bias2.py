@@ -17,6 +17,7 @@ class GaussianBias2(Encoding):
         "For comparison: it does not extrapolate (perplexity 58 at 512 tokens, 10,829 at 8,192 on "
         "OpenWebText2; KERPLE, table 6). The Gaussian serves better as a weight (KERPLE, appendix A.3)."
     )
+    has_independent_heads = True
     adds_bias = True
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=1)
 

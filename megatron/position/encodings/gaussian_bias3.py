@@ -18,6 +18,7 @@ class GaussianBias3(Encoding):
         "For comparison: perplexity explodes past the training length (26 at 512 tokens, 189,216 at 8,192 on "
         "OpenWebText2; KERPLE, table 6)."
     )
+    has_independent_heads = True
     adds_bias = True
     cost = EncodingCost(num_parameters=lambda dims, options: 3 * dims.num_heads, num_saved_tables=3)
 

@@ -16,6 +16,7 @@ class GaussianWeight1(Encoding):
         "For comparison: perplexity grows slowly with length but is high from the start (33.8 at 512 tokens, where "
         "kerple_log has 23.9, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
+    has_independent_heads = True
     multiplies_scores = True
     cost = EncodingCost(num_parameters=lambda dims, options: dims.num_heads, num_saved_tables=1)
 

@@ -17,6 +17,7 @@ class GaussianWeight2(Encoding):
         "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), not as "
         "well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
+    has_independent_heads = True
     multiplies_scores = True
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=3)
 

@@ -18,6 +18,7 @@ class KerpleBiasWeight(Encoding):
         "For comparison: more parameters and lower speed than kerple_log without an advantage in extrapolation "
         "(KERPLE, sections 4 and 5.3)."
     )
+    has_independent_heads = True
     adds_bias = True
     multiplies_scores = True
     cost = EncodingCost(num_parameters=lambda dims, options: 4 * dims.num_heads, num_saved_tables=5)

@@ -20,6 +20,7 @@ class KerpleLog(Encoding):
         "perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with cdape it falls."
     )
     other_names = ("kerple_logarithmic",)
+    has_independent_heads = True
     adds_bias = True
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=2)
 

@@ -21,6 +21,7 @@ class KerpleLog3(Encoding):
         "For comparison: its perplexity is slightly lower than kerple_log's and its speed is lower too, so there is no "
         "clear advantage (KERPLE, sections 4 and 5.3)."
     )
+    has_independent_heads = True
     adds_bias = True
     cost = EncodingCost(num_parameters=lambda dims, options: 3 * dims.num_heads, num_saved_tables=4)
 

@@ -19,6 +19,7 @@ class KerplePower(Encoding):
         "(KERPLE, section 5.4)."
     )
     other_names = ("kerple_pow",)
+    has_independent_heads = True
     adds_bias = True
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=2)
 
