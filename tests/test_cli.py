@@ -296,6 +296,11 @@ def test_versions_come_without_importing_what_they_are_of(tmp_path):
 
 
 def test_gpt_neox_habits(tmp_path, inside):
+    data = tmp_path / "data" / "python"
+    data.mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        for suffix in ("bin", "idx"):
+            (data / f"{split}_text_document.{suffix}").touch()
     done = inside("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^seed: 7$", done.stdout, re.MULTILINE)
@@ -315,6 +320,13 @@ def test_dry_run_says_what_would_be_refused(tmp_path, inside):
     done = inside("train", "162M", "--dry-run", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` leaves nothing that looks right
     assert done.stderr.startswith("error: no data to train on")
+    keys = ("train_data_paths=[text]", "pos_emb=none", "precision=bf16", "device=cpu", "save=null")
+    done, trained = (inside("train", "162M", *keys, *flags, cwd=tmp_path) for flags in (["--dry-run"], []))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: command line: train_data_paths: no dataset text: text.bin and text.idx are missing"
+    )
+    assert done.stderr.splitlines()[-1] == trained.stderr.splitlines()[-1]
 
 
 def test_several_problems_are_several_lines(tmp_path, inside):

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -320,6 +321,15 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
         assert torch.compile(abs) is abs
         assert torch.compile(mode="reduce-overhead")(abs) is abs
     assert torch.compile is usual
+
+
+def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
+    """Where the CUDA build of torch finds a toolkit and no GPU, its cpp_extension warns of that when it is imported."""
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    with disable_torch_compile():
+        logger.warning("No CUDA runtime is found")
+    logger.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
 
 
 def test_kernels_is_this_projects() -> None:

@@ -11,7 +11,7 @@ from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
 from megatron.options.training import find_schedule_conflicts, find_training_conflicts
-from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
+from megatron.position.catalog import MethodFacts, MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
@@ -89,6 +89,46 @@ def _has_position_table(name: str) -> bool:
         return name in list_encodings() and read_encoding_facts(name).has_position_table
     except MethodFileError:
         return False
+
+
+def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
+    """A backend that is named and cannot compute the method, as far as the method's file says so."""
+    backend, position = config.model.attention_backend, config.position
+    if position.pos_emb not in list_encodings():
+        return
+    try:
+        facts = read_encoding_facts(position.pos_emb)
+    except MethodFileError:  # refused elsewhere
+        return
+    reason = find_backend_problem(backend, facts, has_processor=position.score_processor != "none")
+    if reason is not None:
+        method = f"pos_emb {position.pos_emb}"
+        if position.score_processor != "none":
+            method += f" with score_processor {position.score_processor}"
+        yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
+
+
+def find_backend_problem(backend: str, facts: MethodFacts, *, has_processor: bool) -> str | None:
+    """Why a backend cannot compute an encoding, with or without a score processor: what of its `unsupported_reason`
+    follows from the method's file alone (a test compares them). None: nothing that is known without torch."""
+    match backend:
+        case "sdpa" | "flex" if has_processor:
+            return "it cannot process scores"
+        case "sdpa" if facts.changes_scores:
+            return "it cannot add a position bias to the scores"
+        case "flex" if facts.hooks & {"dense", "contextual"} or facts.multiplies_scores or not facts.adds_bias:
+            return "it is for a bias of the distance alone"
+        case "native" if not has_processor:
+            return "it is for score processors"
+        case "triton" | "native" if "contextual" in facts.hooks:
+            return "it cannot add contextual terms"
+        case "native" if "dense" in facts.hooks:
+            return "it cannot compute a bias that is not a function of the distance"
+        case "triton" if has_processor and "dense" not in facts.hooks and facts.multiplies_scores:
+            return "it cannot multiply the scores before a processor"
+        case "native" if facts.multiplies_scores:
+            return "it cannot multiply the scores before a processor"
+    return None
 
 
 def _validate_batch(config: Config) -> Iterator[ConfigProblem]:
@@ -192,6 +232,7 @@ def _validate_run(config: Config) -> Iterator[ConfigProblem]:
 VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_model,
     _validate_position,
+    _validate_attention_backend,
     _validate_batch,
     _validate_training,
     _validate_schedule,

@@ -61,7 +61,9 @@ def launch_training(
             resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info, dry_run=dry_run)
         if dry_run:
             if is_main:
-                _check_position(loaded)  # nothing is printed of what is refused: it may be meant for a file
+                _check_here(
+                    loaded, has_data=hosts is None
+                )  # nothing is printed of what is refused: it may be meant for a file
                 print(resolved.config.to_yaml(), end="")
                 print_notes((*resolved.notes, *suggest_rehearsal(resolved)))
             return 0
@@ -95,10 +97,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     resolved = resolve_remote_run(loaded.config)
     job = slurm.build_training_job(loaded.config)
     slurm.check_submission(loaded.config)
-    _check_position(loaded)
-    with loaded.locate_errors():
-        local_launcher.check_data_files(loaded.config)
-        local_launcher.check_run_folder(loaded.config)
+    _check_here(loaded)
     print_notes((*resolved.notes, *(suggest_rehearsal(resolved) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
@@ -108,10 +107,17 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     return 0
 
 
-def _check_position(loaded: LoadedConfig) -> None:
-    from megatron.model.build import check_position_options  # torch takes seconds
+def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:
+    """Refuse what a run would refuse of its data, its folder and its method, without making anything.
 
+    has_data: are the data read on this machine? Over ssh, each machine looks for its own.
+    """
     with loaded.locate_errors():
+        if has_data:
+            local_launcher.check_data_files(loaded.config)
+        local_launcher.check_run_folder(loaded.config)
+        from megatron.model.build import check_position_options  # torch takes seconds
+
         check_position_options(loaded.config.model, loaded.config.position)
 
 

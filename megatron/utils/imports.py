@@ -8,10 +8,12 @@ does the same with the functions of an optimizer that is not offered here, so `m
 in the same way.
 
 Both warn while they are imported that packages are missing which nothing here needs (Apex, Transformer Engine). A log
-that begins so reads as a broken installation, and they are not shown.
+that begins so reads as a broken installation, and they are not shown. Nor is what torch's `cpp_extension`, which both
+import, logs where a CUDA build of torch finds no GPU: nothing here builds with its compiler.
 """
 
 import importlib.util
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from typing import Any
 
 from megatron.utils.errors import UserError
 
+_EXTENSION_LOGGER = logging.getLogger("torch.utils.cpp_extension")
 REQUIREMENTS_FILE = "requirements-eval.txt"
 """In the project's root; it pins them."""
 
@@ -41,12 +44,15 @@ def disable_torch_compile() -> Iterator[None]:
     import torch  # not at the top: `require_package` is asked before torch is there
 
     usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
+    level = _EXTENSION_LOGGER.level
+    _EXTENSION_LOGGER.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.compile = usual
+        _EXTENSION_LOGGER.setLevel(level)
 
 
 def _return_unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -14,9 +14,11 @@ from kernels.cdape_attention import configs, op
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DeviceProperties
 from megatron.attention.backends import flex, triton
+from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.evidence import RECORD_FILE
 from megatron.config.load import load_config
+from megatron.config.validation import find_backend_problem
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.planning import attention_memory
@@ -25,7 +27,7 @@ from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
 from megatron.planning.step_time import Cluster
 from megatron.position import registry
-from megatron.position.catalog import list_encodings, list_processors
+from megatron.position.catalog import list_encodings, list_processors, read_encoding_facts
 from megatron.position.facts import AttentionDims
 
 
@@ -59,6 +61,12 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
         wanted = {key for key, backend in backends.items() if backend.unsupported_reason(encoding, processor) is None}
         found = list_backends(plan_encoding(position), plan_processor(position), dims.head_dim)
         assert set(found) == {"auto", "chunked", "eager", *wanted}, name
+        # What is refused before torch is imported, of those and of our C code.
+        reasons = {key: backend.unsupported_reason(encoding, processor) for key, backend in backends.items()}
+        reasons["native"] = NativeBackend.combination_unsupported_reason(encoding, processor)
+        facts, has_processor = read_encoding_facts(name), processor is not None
+        known = {key: find_backend_problem(key, facts, has_processor=has_processor) for key in reasons}
+        assert known == reasons, name
 
 
 @pytest.mark.parametrize(("heads", "gib"), product((12, 32), (16, 40, 80)))
