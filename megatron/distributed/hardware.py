@@ -136,10 +136,10 @@ class GpuSpec:
 
 GPUS = {
     "B200": GpuSpec(2250.0, 75.0, 177.0, 900),
+    "GH200": GpuSpec(989.0, 67.0, 94.5, 450),
     "H200": GpuSpec(989.0, 67.0, 139.0, 450),
     "H100 PCIe": GpuSpec(756.0, 51.0, 79.1, 64),
     "H100 NVL": GpuSpec(835.0, 60.0, 92.5, 300),
-    "GH200": GpuSpec(989.0, 67.0, 94.5, 450),
     "H100": GpuSpec(989.0, 67.0, 79.1, 450),
     "A100": GpuSpec(312.0, 19.5, 39.4, 300),
     "A800": GpuSpec(312.0, 19.5, 79.1, 200),
@@ -169,21 +169,36 @@ def find_gpu_spec(name: str) -> GpuSpec | None:
 
 
 def list_gpu_names() -> list[str]:
-    """What `get_gpu_spec` takes."""
-    return [name.lower().replace(" ", "-") for name in sorted([*GPUS, *MEMORY_SIZES])]
+    """The GPUs above as `--gpu` has them, those of several sizes once for each."""
+    sized = {name.split()[0] for name in MEMORY_SIZES}
+    return [name.lower().replace(" ", "-") for name in sorted([*(GPUS.keys() - sized), *MEMORY_SIZES])]
 
 
-def get_gpu_spec(text: str) -> GpuSpec:
-    """The GPU of a name that a person wrote: a100-40gb, A100_40GB, h100, "RTX 4090".
+def resolve_gpu_name(text: str) -> str:
+    """The name of `list_gpu_names` that a person meant: a100-40gb, A100_40GB, a100-40, "RTX 4090". Of several sizes the
+    smallest is meant where none is said: a100.
 
     Raises:
         UserError: it is not known; names those that are.
     """
+    wanted, names = _normalize_name(text), list_gpu_names()
+    for name in names:
+        if wanted in (_normalize_name(name), _normalize_name(name).removesuffix("gb")):
+            return name
+    sizes = [name for name in MEMORY_SIZES if _normalize_name(name.split()[0]) == wanted]
+    if sizes:
+        return min(sizes, key=MEMORY_SIZES.__getitem__).lower().replace(" ", "-")
+    raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}")
+
+
+def get_gpu_spec(text: str) -> GpuSpec:
+    """The GPU of a name that a person wrote. Raises UserError as `resolve_gpu_name`."""
+    wanted = resolve_gpu_name(text)
     for name in (*MEMORY_SIZES, *GPUS):
-        if _normalize_name(name) == _normalize_name(text):
+        if _normalize_name(name) == _normalize_name(wanted):
             gpu = GPUS[name if name in GPUS else name.split()[0]]
             return replace(gpu, gib=MEMORY_SIZES.get(name, gpu.gib))
-    raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), list_gpu_names())}")
+    raise AssertionError(f"{wanted} is named and not listed")
 
 
 def _normalize_name(name: str) -> str:

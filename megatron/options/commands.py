@@ -119,7 +119,9 @@ class RehearseOptions(ConfigSection):
     """Whose GPUs are played, and which ranks of the run are executed."""
 
     gpus: int | None = config_field(None, "GPUs in all; as the configuration says if absent", ge=1, le=8192)
-    gpu: str = config_field("a100-40gb", "which: a100-40gb, a100-80gb, a800, h100, h100-pcie, h200")
+    gpu: str = config_field(
+        "a100-40gb", "which: a100-40gb, a100-80gb, h100, … (of those that `plan` knows, compute capability 8.0 and 9.0)"
+    )
     gpus_per_node: int | None = config_field(
         None, "GPUs of one machine; the configuration's num_gpus, or 8, if absent", ge=1, le=1024
     )

@@ -32,11 +32,11 @@ def problem(*overrides: str) -> str:
         (["score_processor=dape", "score_processor_options.kernel_size=3"], "dape has no option 'kernel_size'"),
         (
             ["pos_emb=alibi", "attention_backend=sdpa"],
-            "'sdpa': it cannot add a position bias to the scores (pos_emb al",
+            "'sdpa': it cannot add a position bias to the scores",
         ),
         (["pos_emb=none", "score_processor=cdape", "attention_backend=sdpa"], "'sdpa': it cannot process scores"),
         (["pos_emb=fire", "attention_backend=flex"], "'flex': it is for a bias of the distance alone"),
-        (["pos_emb=cope", "attention_backend=triton"], "'triton': it cannot add contextual terms (pos_emb cope); use"),
+        (["pos_emb=cope", "attention_backend=triton"], "contextual terms (pos_emb cope); use auto, eager"),
         (["score_processor_options.width=3"], "score_processor none has no option 'width'"),
         (["pos_emb=learned", "max_position_embeddings=16"], "seq_length 17 is longer than the learned table"),
         (["min_lr=1e-3", "lr=1e-4"], "min_lr 0.001 is greater than optimizer.params.lr 0.0001"),

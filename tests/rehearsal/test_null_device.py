@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from kernels.jit_build import CompileError
+from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
 from megatron.rehearsal.null_device import build, recorder, values
 from megatron.rehearsal.null_device.cards import CARDS, get_card
 from megatron.utils.errors import UserError
@@ -17,18 +19,39 @@ from megatron.utils.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def test_cards_are_found_as_people_write_them() -> None:
+def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
     for text in ("a100-80", "A100_80GB", "a100-80gb"):
         assert get_card(text).memory == int(79.1 * 2**30)
     assert get_card("a100-40").memory < get_card("a100-80").memory < get_card("h200").memory
     assert {card.architecture for card in CARDS} == {"sm_80", "sm_90"}
+    assert {card.name for card in CARDS} <= set(list_gpu_names())
+    planned = {*list_gpu_names(), "a100", "a100-40", "A100_80GB", "H100"}
+    for text in (card.name for card in CARDS):
+        card = get_card(text)
+        assert (card.memory, find_gpu_spec(card.device_name)) == (
+            int(get_gpu_spec(text).gib * 2**30),
+            get_gpu_spec(text.removesuffix("-80gb").removesuffix("-40gb")),
+        )
+    refused = set()
+    for text in planned:
+        get_gpu_spec(text)
+        with suppress(UserError):
+            refused.add(text)
+            get_card(text)
+            refused.remove(text)
+    assert planned - refused == {*(card.name for card in CARDS), "a100", "a100-40", "A100_80GB", "H100"}
+    with pytest.raises(
+        UserError, match=r"^--gpu t4 can be planned for but not rehearsed on, .* or 9\.0: a100-40gb, .*"
+    ):
+        get_card("t4")
 
 
 def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"^--gpu a100-81 cannot be rehearsed on; did you mean a100-80gb\?.*h200$"):
-        get_card("a100-81")
-    with pytest.raises(UserError, match=r"^--gpu a100 may be a100-40gb or a100-80gb$"):
-        get_card("a100")
+    for find in (get_card, get_gpu_spec):
+        with pytest.raises(
+            UserError, match=r"^--gpu a100-81 is not known; did you mean a100-80gb\? choose from .*h200.*$"
+        ):
+            find("a100-81")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the build for CPUs is what this is about")

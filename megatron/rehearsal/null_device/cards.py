@@ -6,9 +6,8 @@ Capability"; multiprocessors and L2 caches those of the data sheets. Memory is `
 
 from dataclasses import dataclass
 
-from megatron.distributed.hardware import get_gpu_spec
+from megatron.distributed.hardware import get_gpu_spec, resolve_gpu_name
 from megatron.utils.errors import UserError
-from megatron.utils.suggestions import format_choices
 
 GIB = 2**30
 
@@ -52,27 +51,27 @@ CARDS = (
     _ampere("a100-40gb", "NVIDIA A100-SXM4-40GB"),
     _ampere("a100-80gb", "NVIDIA A100-SXM4-80GB"),
     _ampere("a800", "NVIDIA A800-SXM4-80GB"),
+    _hopper("gh200", "NVIDIA GH200 480GB"),
     _hopper("h100", "NVIDIA H100 80GB HBM3"),
+    _hopper("h100-nvl", "NVIDIA H100 NVL"),
     _hopper("h100-pcie", "NVIDIA H100 PCIe", 114),
     _hopper("h200", "NVIDIA H200"),
+    _hopper("h800", "NVIDIA H800"),
 )
+"""Those of the GPUs that are known by name (`distributed/hardware.py`) for which the kernels are compiled and tested:
+compute capability 8.0 and 9.0."""
 
 
 def get_card(text: str) -> Card:
-    """The card of a name that a person wrote: a100-80, A100_80GB, h100.
+    """The card of a name that a person wrote, as `resolve_gpu_name` reads it: a100-80, A100_80GB, h100.
 
     Raises:
-        UserError: it is not known; names those that are.
+        UserError: it is not known, or it can be planned for and not be rehearsed on; names those that can.
     """
-    wanted = _normalize(text)
-    for card in CARDS:
-        if wanted in (_normalize(card.name), _normalize(card.name).removesuffix("gb")):
-            return card
-    if alike := [card.name for card in CARDS if _normalize(card.name).startswith(wanted)]:
-        raise UserError(f"--gpu {text} may be {' or '.join(alike)}")
-    choices = format_choices(text.lower(), [card.name for card in CARDS])
-    raise UserError(f"--gpu {text} cannot be rehearsed on; {choices}")
-
-
-def _normalize(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    name, names = resolve_gpu_name(text), [card.name for card in CARDS]
+    if name not in names:
+        raise UserError(
+            f"--gpu {text} can be planned for but not rehearsed on, which takes cards of compute capability 8.0 or "
+            f"9.0: {', '.join(names)}"
+        )
+    return CARDS[names.index(name)]
