@@ -129,7 +129,7 @@ def test_help_comes_without_torch(tmp_path):
 
 MISTAKES = {
     ("train", "no_such_file"): "no_such_file: no such configuration file",
-    ("train", "125M", "num_layrs=3"): "unknown key 'num_layrs'; did you mean num_layers?",
+    ("train", "125M", "num_layrs=3"): "unknown key 'num_layrs'; did you mean num_layers",
     ("train", "125M", "hidden_size=7"): "hidden_size",
     ("train", "125M", "precision=bf16"): "no data to train on",
     ("train", "162M", "local_setup", "device=cuda", "num_gpus=99"): "is not train_micro_batch_size_per_gpu 32 ×",
@@ -313,7 +313,10 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
     (tmp_path / "config.yml").write_text(first.stdout)
     second = inside("train", str(tmp_path / "config.yml"), "--dry-run", cwd=corpus)
     assert second.stdout == first.stdout
-    assert second.stderr == ""
+    notes = second.stderr.splitlines()
+    assert notes[0] == "note: parameters:"
+    assert notes[2].split() == ["note:", "decayed", "AdamW", "0.1", "9,216"]
+    assert not any("replaced" in note for note in notes)
 
 
 def test_dry_run_says_what_would_be_refused(tmp_path, inside):

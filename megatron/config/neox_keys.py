@@ -172,8 +172,6 @@ _FEATURE_KEYS = (
     "expert_interval", "moe_top_k", "moe_loss_coeff", "moe_train_capacity_factor", "moe_eval_capacity_factor",
     "moe_min_capacity", "moe_token_dropping", "moe_use_residual", "moe_expert_parallel_size", "moe_type", "moe_glu",
     "moe_lbl_in_fp32", "moe_jitter_eps", "create_moe_param_group", "enable_expert_tensor_parallelism",
-    "mup_init_scale", "mup_attn_temp", "mup_output_temp", "mup_embedding_mult", "mup_rp_embedding_mult",
-    "mup_width_scale", "base_shapes_file",
     "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
     "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style", "weighted_sampler_alpha",
     "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "memory_profiling_path",
@@ -293,6 +291,10 @@ IGNORED = (
     Ignored(("rotary_save_freqs_buffer",), "rotary frequencies are computed, never stored"),
     Ignored(_RUNTIME_KEYS, _RUNTIME),
     Ignored(_FEATURE_KEYS, _ELSEWHERE),
+    Ignored(
+        ("base_shapes_file", "mup_width_scale"),
+        "mup_base_hidden_size, mup_base_num_attention_heads and mup_base_num_layers say the base model's shapes",
+    ),
     Ignored(_GENERATION_KEYS, _GENERATION),
     Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
@@ -328,7 +330,8 @@ UNSUPPORTED = (
     Unsupported(("moe_num_experts",), _MOE, (None, 0, 1)),
     Unsupported(("use_tutel",), _MOE),
     Unsupported(
-        ("use_mup", "coord_check", "save_base_shapes"), "MuP is not supported; use init_method small_init or wang_init"
+        ("coord_check", "save_base_shapes"),
+        "mup_base_hidden_size and its like say the base shapes; tools/mup/coordinate_check.py draws the check",
     ),
     Unsupported(("use_bnb_optimizer",), "moments are float32"),
     Unsupported(

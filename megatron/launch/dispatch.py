@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.config.load import LoadedConfig
+from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
     LaunchContext,
@@ -65,7 +66,7 @@ def launch_training(
                     loaded, has_data=hosts is None
                 )  # nothing is printed of what is refused: it may be meant for a file
                 print(resolved.config.to_yaml(), end="")
-                print_notes((*resolved.notes, *suggest_rehearsal(resolved)))
+                print_notes((*resolved.notes, *_describe_groups(loaded), *suggest_rehearsal(resolved)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
@@ -105,6 +106,18 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     for line in slurm.describe_submission(job, slurm.submit_job(job)):
         print(line)
     return 0
+
+
+def _describe_groups(loaded: LoadedConfig) -> tuple[str, ...]:
+    """Which algorithm steps each parameter. Where the data are elsewhere, the vocabulary is taken for the smallest."""
+    from megatron.training.optimizer import describe_parameter_groups  # torch takes seconds
+
+    try:
+        vocab_size, title = read_vocabulary(loaded.config.data).size, "parameters:"
+    except FarfieldError:
+        vocab_size, title = 1, "parameters (the vocabulary is not known here, so of the smallest):"
+    with loaded.locate_errors():
+        return (title, *describe_parameter_groups(loaded.config, vocab_size))
 
 
 def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:

@@ -89,6 +89,8 @@ class LayerAttention:
     processor: Processor | None
     window: int | None
     backend: AttentionBackend
+    query_multiplier: float = 1.0
+    """On queries, whose products with keys the backend divides by √d (`megatron/model/mup.py`)."""
 
 
 class KVCache:
@@ -181,6 +183,7 @@ class PositionedAttention(MegatronModule):
         self.processor = layer_attention.processor
         self.window = layer_attention.window
         self.backend = layer_attention.backend
+        self.query_multiplier = layer_attention.query_multiplier
         self.layer_index = layer_index
         self.groups = groups
         self.heads = tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
@@ -214,6 +217,8 @@ class PositionedAttention(MegatronModule):
         GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
+        if self.query_multiplier != 1.0:
+            query = query * self.query_multiplier
         # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted)

@@ -27,6 +27,8 @@ from megatron.model.megatron_core import (
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
+from megatron.model.mup import MupScaling, get_multipliers
+from megatron.model.parameter_groups import list_roles
 from megatron.model.position_modules import (
     build_attention_dims,
     build_encoding_from_options,
@@ -69,6 +71,7 @@ def _build_position_modules(
     """The encoding and the processor of one layer."""
     encoding = shared if shared is not None else build_encoding_from_options(position, dims)
     _check_randomized(position, encoding)
+    _check_mup(model, position, encoding)
     if shared is None and type(encoding).overrides_hook("embed"):
         raise UserError(
             f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer",
@@ -93,6 +96,38 @@ def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
         )
 
 
+def _check_mup(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
+    mup = MupScaling.from_options(model)
+    if mup is None:
+        return
+    if model.mup_rp_embedding_mult != 1.0 and not type(encoding).overrides_hook("embed"):
+        raise UserError(
+            f"mup_rp_embedding_mult: {model.mup_rp_embedding_mult:g}, but pos_emb {position.pos_emb} adds nothing to "
+            "the token embeddings",
+            "mup_rp_embedding_mult",
+        )
+    if mup.width != mup.heads and type(encoding).overrides_hook("contextual"):
+        raise UserError(
+            f"pos_emb {position.pos_emb}: its products with queries and keys have no rule for a head size that is not "
+            "the base model's; keep it, and let num_attention_heads grow with hidden_size",
+            "mup_base_num_attention_heads",
+        )
+
+
+def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
+    """From the base model's deviations, by which weights were drawn, to muP's."""
+    if gpt.mup is None:
+        return
+    own = {id(p) for module in gpt.modules() if isinstance(module, Encoding | Processor) for p in module.parameters()}
+    with torch.no_grad():
+        for parameter, role in list_roles(gpt):
+            factor = gpt.mup.get_init_scale(role)
+            if id(parameter) not in own and role in ("embedding", "hidden"):
+                factor *= model.mup_init_scale
+            if factor != 1.0:
+                parameter.mul_(factor)
+
+
 def _register_gradient_sums(encoding: Encoding | None, processor: Processor | None, groups: ProcessGroups) -> None:
     """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
     if encoding is not None and not type(encoding).overrides_hook("embed"):
@@ -109,7 +144,11 @@ def _layer_spec(
     spec.module = (
         GPTLayer if layer_index in pipeline_layer_range(model.num_layers, groups.mesh.pipeline) else OffStageLayer
     )
-    spec.params = {"parallel": model.gpt_j_residual, "tied_norm": model.gpt_j_tied}
+    spec.params = {
+        "parallel": model.gpt_j_residual,
+        "tied_norm": model.gpt_j_tied,
+        "multiplier": get_multipliers(model).residual,
+    }
     if model.gpt_j_residual and model.gpt_j_tied:
         spec.submodules.pre_mlp_layernorm = IdentityOp
 
@@ -187,15 +226,16 @@ def _build_gpt(
     choice: BackendChoice,
 ) -> GPT:
     layers = []
+    mup, multipliers = MupScaling.from_options(model), get_multipliers(model)
     for layer, (encoding, processor) in enumerate(methods):
         layer_attention = LayerAttention(
-            encoding, shared is not None, processor, position.attention_window, choice.backend
+            encoding, shared is not None, processor, position.attention_window, choice.backend, multipliers.query
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
         _register_gradient_sums(encoding if shared is None else None, processor, groups)
     _register_gradient_sums(shared, None, groups)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
-    return GPT(
+    gpt = GPT(
         config=transformer_config(model, dtype, groups.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
         vocab_size=padded_vocab_size(model, vocab_size),
@@ -209,8 +249,11 @@ def _build_gpt(
             methods[0][0], choice.backend, randomized=position.randomized_positions is not None
         ),
         backend_choice=choice,
+        mup=mup,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
     )
+    _scale_initial_weights(gpt, model)
+    return gpt
 
 
 Init = Callable[[Tensor], Tensor]
@@ -246,8 +289,12 @@ ACTIVATIONS = {
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> TransformerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
+    mup = MupScaling.from_options(model)
+    layers = model.num_layers if mup is None else mup.base_layers
+    width = model.mup_base_hidden_size or model.hidden_size  # muP goes on from the base model's deviations
+
     def init(name):  # type: ignore[no-untyped-def]
-        return init_method(name, std=model.init_method_std, num_layers=model.num_layers, hidden_size=model.hidden_size)
+        return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
 
     return TransformerConfig(
         num_layers=model.num_layers,

@@ -38,6 +38,7 @@ from megatron.model.attention import AttentionContext, KVCache, PositionedAttent
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
+from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
@@ -52,6 +53,7 @@ class GPT(GPTModel):
         position: the encoding shared by all layers, or None if every layer has its own.
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
         masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
+        mup: how its sizes stand to those of its base model; None without muP.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
         backend_choice: by which backend attention is computed, and what there is to say of it.
         Others are megatron-core's.
@@ -64,6 +66,7 @@ class GPT(GPTModel):
         position: Encoding | None,
         randomized: int | None = None,
         masks_documents: bool = False,
+        mup: MupScaling | None = None,
         checkpoint_layers: int = 0,
         backend_choice: BackendChoice,
         **kwargs: Any,
@@ -73,6 +76,7 @@ class GPT(GPTModel):
         self.position = position
         self.randomized = randomized
         self.masks_documents = masks_documents
+        self.mup, self.multipliers = mup, Multipliers() if mup is None else mup.multipliers
         self.checkpoint_layers = checkpoint_layers
         self.max_logits = MAX_LOGITS
         self.backend_choice = backend_choice
@@ -198,11 +202,14 @@ class GPT(GPTModel):
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...], restarted: TokenRange | None) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
+        ours = self.multipliers.position_embedding
+        if (factor := self.multipliers.embedding / ours) != 1.0:
+            hidden = hidden * factor
         if self.position is None:
             return hidden
         try:
             embedded = add_position_embeddings(hidden.transpose(0, 1), self.position, segments, restarted)
-            return embedded.transpose(0, 1)
+            return (embedded if ours == 1.0 else embedded * ours).transpose(0, 1)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -285,6 +292,8 @@ class GPT(GPTModel):
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
+        if self.multipliers.logits != 1.0:
+            hidden = hidden * self.multipliers.logits
         if labels is None:
             return rearrange(gather_vocabulary(self._logits(hidden), self.groups), "t b v -> b t v")
         vocabulary = self.vocab_size // self.groups.mesh.tensor.size

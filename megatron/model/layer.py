@@ -111,22 +111,27 @@ class FeedForward(MLP):
 class GPTLayer(TransformerLayer):
     """One layer of the GPT; hidden states are [T, B, D].
 
-    Built by megatron-core from the layer spec; `parallel` and `tied_norm` come from the spec's params.
+    Built by megatron-core from the layer spec; `parallel`, `tied_norm` and `multiplier` (on what either branch adds,
+    `megatron/model/mup.py`) come from the spec's params.
     """
 
-    def __init__(self, *args: Any, parallel: bool = False, tied_norm: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, parallel: bool = False, tied_norm: bool = False, multiplier: float = 1.0, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.parallel, self.tied_norm = parallel, tied_norm
+        self.parallel, self.tied_norm, self.multiplier = parallel, tied_norm, multiplier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called: megatron-core's layer looks for CUDA graphs first."""
         return nn.Module.__call__(self, *args, **kwargs)
 
     def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-        """residual + dropout(output + bias)"""
+        """residual + multiplier · dropout(output + bias)"""
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias
+        if self.multiplier != 1.0:
+            output = output * self.multiplier
         if self.training and self.hidden_dropout > 0:
             output = F.dropout(output, self.hidden_dropout)
         return residual + output

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.layer import BiasedSelfAttention, FeedForward
+from megatron.model.mup import MupScaling, Role, StepScales
+from megatron.position.base import PositionModule
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
@@ -70,54 +72,73 @@ def get_algorithm(parameter: nn.Parameter) -> Algorithm:
     return algorithm
 
 
+def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
+    """Of each parameter its row of muP's table (`megatron/model/mup.py`), in the order of the model's parameters."""
+    roles: dict[int, Role] = {id(matrix.parameter): "hidden" for matrix in list_hidden_matrices(model)}
+    for name, module in model.named_modules():
+        if isinstance(module, Encoding) and type(module).only_adds_embeddings():
+            roles.update((id(parameter), "embedding") for parameter in module.parameters())
+        if isinstance(module, PositionModule):
+            roles.update((id(parameter), over) for parameter, over in module.list_growing_sums())
+        if name in _ROLES_OF_MODULES:
+            roles.update((id(parameter), _ROLES_OF_MODULES[name]) for parameter in module.parameters())
+    return [(parameter, roles.get(id(parameter), "layer")) for parameter in model.parameters()]
+
+
+_ROLES_OF_MODULES: dict[str, Role] = {
+    "embedding": "embedding",
+    "output_layer": "embedding",
+    "decoder.final_layernorm": "last norm",
+}
+
+
 def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW") -> list[dict[str, Any]]:
-    """Parameter groups for the optimizer; empty groups are left out.
+    """Parameter groups for the optimizer.
 
     Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and
     everything a position encoding owns. Each pair of bounds gets a group of its own, with keys `low` and `high`:
     ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group. With Muon the
-    layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW steps all others.
+    layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW steps all others. With
+    muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its decay is scaled.
 
     Each group has its `algorithm`, with which its parameters are marked (`get_algorithm`).
     """
-    matrices = list_hidden_matrices(model) if algorithm == "Muon" else []
-    hidden = {id(matrix.parameter) for matrix in matrices}
+    matrices = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if algorithm == "Muon" else {}
     bounds = {
         id(module.value): (module.low, module.high)
         for module in model.modules()
         if isinstance(module, BoundedParameter)
     }
     positional = {id(p) for module in model.modules() if isinstance(module, Encoding) for p in module.parameters()}
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    bounded: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    mup: MupScaling | None = getattr(model, "mup", None)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for parameter, role in list_roles(model):
         low, high = bounds.get(id(parameter), (float("-inf"), float("inf")))
-        if id(parameter) in hidden:
-            continue
-        if (low, high) != (float("-inf"), float("inf")):
-            bounded.setdefault((low, high), []).append(parameter)
-        elif id(parameter) in positional or parameter.dim() < 2:
-            plain.append(parameter)
-        else:
-            decayed.append(parameter)
-    rest: Algorithm = "AdamW" if algorithm == "Muon" else algorithm
-    groups: list[dict[str, Any]] = [
-        {
-            "name": "hidden matrices", "params": [matrix.parameter for matrix in matrices], "algorithm": "Muon",
-            "weight_decay": weight_decay, "matrices": matrices,
-        },
-        {"name": "decayed", "params": decayed, "algorithm": rest, "weight_decay": weight_decay},
-        {"name": "not decayed", "params": plain, "algorithm": rest, "weight_decay": 0.0},
-    ]  # fmt: skip
-    for (low, high), parameters in sorted(bounded.items()):
-        bounded_group = {"name": f"in [{low:g}, {high:g}]", "params": parameters, "algorithm": rest}
-        groups.append({**bounded_group, "weight_decay": 0.0, "low": low, "high": high})
-    groups = [group for group in groups if group["params"]]
-    for group in groups:
-        for parameter in group["params"]:
-            parameter.optimizer_algorithm = group["algorithm"]
-    return groups
+        is_bounded = (low, high) != (float("-inf"), float("inf"))
+        is_decayed = not is_bounded and id(parameter) not in positional and parameter.dim() >= 2
+        by_muon = id(parameter) in matrices
+        scales = StepScales() if mup is None else mup.get_step_scales(role, by_muon=by_muon)
+        # In this order, which decides where ZeRO puts each: matrices of Muon's, decayed, not decayed, then by bounds.
+        place = (0,) if by_muon else (1,) if is_decayed else (3, low, high) if is_bounded else (2,)
+        key = (place, scales.lr, scales.eps, scales.weight_decay if is_decayed else 0.0)
+        group = groups.get(key)
+        if group is None:
+            name = "hidden matrices" if by_muon else "decayed" if is_decayed else "not decayed"
+            group = groups[key] = {
+                "name": f"in [{low:g}, {high:g}]" if is_bounded else name,
+                "params": [],
+                "algorithm": "Muon" if by_muon else "AdamW" if algorithm == "Muon" else algorithm,
+                "weight_decay": weight_decay * scales.weight_decay if is_decayed else 0.0,
+                "lr_scale": scales.lr,
+                "eps_scale": scales.eps,
+                **({"low": low, "high": high} if is_bounded else {}),
+                **({"matrices": []} if by_muon else {}),
+            }
+        group["params"].append(parameter)
+        if by_muon:
+            group["matrices"].append(matrices[id(parameter)])
+        parameter.optimizer_algorithm = group["algorithm"]  # type: ignore[attr-defined]
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
 def clamp_bounded_parameters(model: nn.Module) -> None:

@@ -90,6 +90,42 @@ class ModelOptions(ConfigSection):
     init_method_std: float = config_field(
         0.02, "standard deviation of normal and scaled_normal", gt=0, policy="initialization"
     )
+    use_mup: bool = config_field(
+        False,
+        "scale initialisation, learning rates and the forward pass with the width, and the depth, over those of a base "
+        "model, so that what is tuned there serves here: muP and CompleteP (docs/optimizers.md)",
+        policy="architecture",
+    )
+    mup_base_hidden_size: int | None = config_field(
+        None, "hidden_size of muP's base model", ge=1, le=MAX_SIZE, policy="architecture"
+    )
+    mup_base_num_attention_heads: int | None = config_field(
+        None,
+        "attention heads of the base model; as many as have this model's head size if absent",
+        ge=1,
+        le=MAX_SIZE,
+        policy="architecture",
+    )
+    mup_base_num_layers: int | None = config_field(
+        None, "layers of the base model (CompleteP); if absent nothing is scaled with the depth", ge=1, le=MAX_SIZE,
+        policy="architecture",
+    )  # fmt: skip
+    mup_depth_alpha: float = config_field(
+        1.0,
+        "with mup_base_num_layers: residual branches are multiplied by (layers / base layers) to minus this power",
+        ge=0.5,
+        le=1,
+        policy="architecture",
+    )
+    mup_init_scale: float = config_field(1.0, "muP: factor on all initial weights", gt=0, policy="initialization")
+    mup_attn_temp: float = config_field(
+        1.0, "muP: divides attention scores, whose scale is √(base head size) / head size", gt=0, policy="architecture"
+    )
+    mup_output_temp: float = config_field(1.0, "muP: divides logits", gt=0, policy="architecture")
+    mup_embedding_mult: float = config_field(1.0, "muP: factor on token embeddings", gt=0, policy="architecture")
+    mup_rp_embedding_mult: float = config_field(
+        1.0, "muP: factor on position embeddings (learned, sinusoidal)", gt=0, policy="architecture"
+    )
     hidden_dropout: float = config_field(0.0, "dropout on the residual branches", ge=0, lt=1, policy="numerics")
     attention_dropout: float = config_field(0.0, "dropout on attention probabilities", ge=0, lt=1, policy="numerics")
     make_vocab_size_divisible_by: int = config_field(
@@ -238,9 +274,41 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
             "checkpoint_num_layers",
             f"checkpoint_num_layers {model.checkpoint_num_layers} is more than num_layers {model.num_layers}",
         )
+    yield from _find_mup_conflicts(model)
     if position.randomized_positions is not None and position.randomized_positions < length:
         limit = position.randomized_positions
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
+
+
+def _find_mup_conflicts(model: ModelOptions) -> Iterator[tuple[str, str]]:
+    if not model.use_mup:
+        for name, field in ModelOptions.model_fields.items():
+            if name.startswith("mup_") and (value := getattr(model, name)) != field.default:
+                yield name, f"{name} is {value}, which has no effect without use_mup: true"
+        return
+    if model.mup_base_hidden_size is None:
+        yield "use_mup", "use_mup: true needs mup_base_hidden_size, the width that was tuned"
+        return
+    width, head = model.mup_base_hidden_size, model.hidden_size // model.num_attention_heads
+    heads = model.mup_base_num_attention_heads
+    if heads is None and width % head:
+        yield (
+            "mup_base_hidden_size",
+            f"mup_base_hidden_size {width} is not divisible by this model's head size, {head}; give "
+            "mup_base_num_attention_heads too",
+        )
+    if heads is not None and width % heads:
+        yield (
+            "mup_base_num_attention_heads",
+            f"mup_base_hidden_size {width} is not divisible by mup_base_num_attention_heads {heads}",
+        )
+    for name in ("init_method", "output_layer_init_method"):
+        if (method := getattr(model, name)).startswith("xavier"):
+            yield (
+                name,
+                f"{name} {method}: its deviation follows from a matrix's own shape, where muP's follows from the base "
+                "model's; use normal, scaled_normal, small_init or wang_init",
+            )
 
 
 def find_indivisible_sizes(

@@ -1,7 +1,7 @@
 """What encodings and processors have in common: they describe themselves, and their options are read off their code."""
 
 import inspect
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -97,6 +97,11 @@ class PositionModule(nn.Module):
     def initialization_options(cls) -> set[str]:
         """Options that say where parameters start, on which a trained model no longer depends."""
         return {name for name in cls.options() if name == "std" or name.endswith(INITIALIZATION_SUFFIXES)}
+
+    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        """Weights that sum over all hidden units or all heads, and over which: in a wider model these sums have more
+        terms, so muP scales their start values and rates (`megatron/model/mup.py`)."""
+        return []
 
     def kernel_parameters(self) -> KernelParameters | None:
         """Its parameters in a form that kernels fuse; None if only its code says what it computes."""

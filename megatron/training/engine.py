@@ -26,7 +26,7 @@ from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.parameter_groups import parameter_groups
-from megatron.training.optimizer import build_optimizer
+from megatron.training.optimizer import build_optimizer, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer
 from megatron.utils.imports import disable_torch_compile
@@ -57,6 +57,8 @@ class Engine:
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
         param_groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+        self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
+        """Which group of the optimizer's each parameter is in that this rank is the first to hold."""
         self.inner_optimizer: ProjectedOptimizer = build_optimizer(
             param_groups, config.optimizer, groups, get_torch_dtype(self.precision)
         )
@@ -158,7 +160,7 @@ class Engine:
     def step(self, lr: float) -> None:
         """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         if self.is_plain_optimizer:
             self._step_plain_optimizer()
             return

@@ -1,10 +1,20 @@
 """The optimizer that a configuration asks for, and which algorithm steps each of the model's parameters."""
 
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.config.schema import Config
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.process_groups import ProcessGroups, single_process
+from megatron.distributed.sharding import full_numel, is_replica
+from megatron.model.build import build_model
+from megatron.model.parameter_groups import parameter_groups
 from megatron.options.training import OptimizerOptions
 from megatron.training.muon import MuonWithAdamW
 from megatron.training.projected_optimizers import ProjectedAdamW, ProjectedLion, ProjectedOptimizer
@@ -31,9 +41,96 @@ def build_optimizer(
     if choice.algorithm == "Lion":
         return ProjectedLion(groups, lr=0.0, betas=betas)
     # The fused kernel (CPU and CUDA) makes one pass over each tensor instead of ten.
+    for group in groups:
+        group["eps"] = params.eps * group.get("eps_scale", 1.0)
     adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": params.eps, "fused": True}
     if choice.algorithm == "Muon":
         return MuonWithAdamW(
             groups, ranks or ProcessGroups(), momentum=params.momentum, ns_steps=params.ns_steps, dtype=dtype, **adam
         )
     return ProjectedAdamW(groups, **adam)
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """The weights of one name, in all layers, that are in one group of the optimizer's."""
+
+    group: str
+    algorithm: str
+    lr_scale: float
+    eps_scale: float
+    weight_decay: float
+    name: str
+    """Layers' numbers are `*`."""
+    count: int
+    elements: int
+    """Of all of them, over all ranks."""
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """What all weights of its group have in common."""
+        return (self.group, self.algorithm, self.lr_scale, self.eps_scale, self.weight_decay)
+
+
+def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mesh: Mesh) -> list[GroupedWeights]:
+    """Which group each parameter is in: of those that this rank is the first to hold. Before ZeRO divides them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return merge_grouped_weights(
+        GroupedWeights(
+            group["name"], group["algorithm"], group["lr_scale"], group["eps_scale"], group["weight_decay"],
+            re.sub(r"\.\d+\.", ".*.", names[id(parameter)]), 1, full_numel(parameter, mesh),
+        )
+        for group in groups
+        for parameter in group["params"]
+        if not is_replica(parameter)
+    )  # fmt: skip
+
+
+def merge_grouped_weights(entries: Iterable[GroupedWeights]) -> list[GroupedWeights]:
+    """Those of the same name and group as one, each group's together."""
+    merged: dict[tuple[object, ...], GroupedWeights] = {}
+    for entry in entries:
+        key = (*entry.settings, entry.name)
+        old = merged.get(key)
+        if old is not None:
+            entry = replace(entry, count=old.count + entry.count, elements=old.elements + entry.elements)
+        merged[key] = entry
+    order = list(dict.fromkeys(entry.settings for entry in merged.values()))
+    return sorted(merged.values(), key=lambda entry: order.index(entry.settings))
+
+
+_INDENTED: dict[str, Any] = {
+    "initial_indent": "    ", "subsequent_indent": "      ", "break_long_words": False, "break_on_hyphens": False,
+}  # fmt: skip
+
+
+def format_parameter_groups(weights: Sequence[GroupedWeights]) -> list[str]:
+    """A table for people: a line per group, and below it its weights."""
+    scaled = any((entry.lr_scale, entry.eps_scale) != (1.0, 1.0) for entry in weights)
+    head = ["group", "optimizer", *(["lr ×", "eps ×"] if scaled else []), "weight decay", "parameters"]
+    rows: list[list[str]] = []
+    lines: list[list[str]] = []
+    for settings in dict.fromkeys(entry.settings for entry in weights):
+        members = [entry for entry in weights if entry.settings == settings]
+        first, total = members[0], sum(entry.elements for entry in members)
+        scales = [f"{first.lr_scale:.4g}", f"{first.eps_scale:.4g}"] if scaled else []
+        rows.append([first.group, first.algorithm, *scales, f"{first.weight_decay:.4g}", f"{total:,}"])
+        by_prefix: dict[str, list[str]] = {}
+        for entry in members:
+            prefix, found, rest = entry.name.partition(".*.")
+            by_prefix.setdefault(f"{entry.count} × {prefix}.*: " if found else "", []).append(rest if found else prefix)
+        texts = [prefix + ", ".join(names) for prefix, names in by_prefix.items()]
+        lines.append([line for text in texts for line in textwrap.wrap(text, 108, **_INDENTED)])
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows])
+    first_line, *formatted = ["  ".join(cells).rstrip() for cells in padded]
+    return [first_line, *(line for row, names in zip(formatted, lines, strict=True) for line in (row, *names))]
+
+
+def describe_parameter_groups(config: Config, vocab_size: int) -> list[str]:
+    """The table of a configuration's model, which is built without memory."""
+    ranks = single_process()
+    # Without a check of backends: none computes.
+    model = build_model(config.model, config.position, vocab_size, groups=ranks, device="meta", backend="eager")
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+    return format_parameter_groups(list_grouped_weights(groups, model, ranks.mesh))

@@ -40,10 +40,15 @@ from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
 from megatron.training.metrics import find_peak_tflops
 from megatron.training.metrics_log import METRICS_FILE
+from megatron.training.optimizer import format_parameter_groups, merge_grouped_weights
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
+from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError
 from megatron.utils.progress import WaitAnnouncer
+
+PARAMETER_GROUPS = "parameter_groups.txt"
+"""In the run's folder: which group of the optimizer's each parameter is in."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +316,7 @@ def restore_training_run(run: TrainingRun) -> None:
         run.engine.restore_options()
         for note in resume.restore_rng(groups):
             run.console.log(note)
+    table = _collect_parameter_groups(run)
     if not groups.is_main:
         return
     if (folder := config.checkpoint.save) is not None:
@@ -328,9 +334,20 @@ def restore_training_run(run: TrainingRun) -> None:
             again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
             if (line := save_config(again, folder)) is not None:
                 run.console.log(line)
+            write_text_atomically(Path(folder) / PARAMETER_GROUPS, table)
         if (record := run.backend_choice.record) is not None:
             record.write(Path(folder))
     run.reporters = build_reporters(config, resume.trainer_state.step)
+
+
+def _collect_parameter_groups(run: TrainingRun) -> str:
+    """The table of the optimizer's groups over all pipeline stages. All processes must call this."""
+    mesh, own = run.groups.mesh, run.engine.grouped_weights
+    if mesh.pipeline.size > 1:
+        is_first = mesh.tensor.index == mesh.dp_cp.index == 0
+        stages = run.groups.gather_objects(own if is_first else [])
+        own = merge_grouped_weights(entry for stage in stages for entry in stage)
+    return "\n".join(format_parameter_groups(own)) + "\n"
 
 
 def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:

@@ -115,7 +115,7 @@ def test_two_names_of_a_key_that_agree(write):
 def test_all_problems_at_once_each_with_its_place(write):
     write(bad="num_layrs: 3\nnorm: layrnorm\ntrain_iters: 1e5\nhidden_dropout: 2\nweight_decay: true\n")
     found = problems(["base", "bad"], ["seed=x"])
-    assert found[0] == "bad.yml:1: unknown key 'num_layrs'; did you mean num_layers?"
+    assert found[0].startswith("bad.yml:1: unknown key 'num_layrs'; did you mean num_layers")
     expected = [
         r"^bad\.yml:2: norm is layrnorm; did you mean layernorm\? choose from layernorm, rmsnorm",
         r"^bad\.yml:3: train_iters is 100000.0; it must be a whole number, written 100000$",

@@ -31,6 +31,8 @@ TWO = [
     ParityCase(MUON, Layout(tensor=2, stage=1), steps=STEPS),
     ParityCase(MUON, Layout(data=2, stage=2), "bf16", STEPS),
     ParityCase("Lion, dape(kerple_log)", Layout(data=2, stage=2), steps=STEPS),
+    ParityCase("muP, cdape(kerple_log)", Layout(pipeline=2, stage=1), steps=STEPS),
+    ParityCase("muP, cdape(kerple_log)", Layout(tensor=2, stage=2), steps=STEPS),
 ]
 FOUR = [
     ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),

@@ -40,6 +40,10 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,
         "optimizer": {"type": "Muon", "params": OPTIMIZER_PARAMS},
     },
+    "muP, cdape(kerple_log)": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", "use_mup": True, "mup_base_hidden_size": 8,
+        "mup_base_num_layers": 2,
+    },
     # A small step: Lion's is the sign of what rounding may turn where a gradient is nearly zero.
     "Lion, dape(kerple_log)": {
         "pos_emb": "kerple_log", "score_processor": "dape", "optimizer": {"type": "Lion", "params": {"lr": 1e-6}},

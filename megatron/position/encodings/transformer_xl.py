@@ -4,6 +4,8 @@ Each of the two products has a learned vector (u, v) of its own, which is added 
 (q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -67,6 +69,9 @@ class TransformerXL(Encoding):
         self.v = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
         self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, std)
         self._table: Tensor | None = None
+
+    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        return [(self.project.weight, "hidden")]
 
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:
         """R_0 … R_{count−1}, [count, D]. Made anew where more are asked for: a step of decoding asks for one more than

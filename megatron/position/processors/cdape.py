@@ -12,6 +12,7 @@ B batch, H heads, R rows, C key columns, W width, k kernel size, p = k//2.
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +124,9 @@ class Cdape(Processor):
 
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
+
+    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        return [(self.hidden.weight, "heads")]
 
     def kernel_parameters(self) -> ConvolutionParameters:
         (weight1, bias1), (weight2, bias2) = self.hidden(None), self.output(None)

@@ -1,0 +1,134 @@
+"""muP and CompleteP: what a model multiplies, how it is initialised and how it is stepped, over a base model.
+
+Sources: Yang et al. 2022 (2203.03466, table 8) for the width, Dey et al. 2025 (2505.01618, table 1) for the depth and
+for AdamW's epsilon and weight decay, Yang et al. 2023 (2310.17813, condition 1) for Muon's rates. With
+
+    m = hidden_size / base,    h = heads / base heads,    l = layers / base layers,    α = mup_depth_alpha
+
+                              initial deviation   learning rate        weight decay   Adam's ε
+    embedding, output matrix  base's              1                    1              1 / m
+    matrices of layers        base's / √m         1/m · l^(α−1)        m              1 / (m·l^α)
+      by Muon                 the same            1/√m · l^(α−1)       √m
+    norms, biases of layers   base's              l^(α−1)              -              1 / (m·l^α)
+    the last norm             base's              1                    -              1 / m
+    encodings, processors     base's              l^(α−1)              1 or none      1 / (m·l^α)
+      that sum over heads     base's / √h         1/h · l^(α−1)        h              1 / (m·l^α)
+
+and the forward pass multiplies
+
+    token embeddings          mup_embedding_mult
+    scores q·k                √(base head size) / (head size · mup_attn_temp), instead of 1/√(head size)
+    residual branches         l^(−α)
+    logits                    1 / (m · mup_output_temp)
+
+At the base model's own shapes all of it is 1. "Base's" deviation is what init_method gives at the base's width and
+depth. Weight decay is λ·lr in a step, so that its factor undoes that of the rate.
+
+Encodings and processors
+------------------------
+KERPLE's r1 and r2, T5's table and their like are numbers per head, of size 1 at every width: the bias that they make is
+added to scores of size 1, and to move it by a fraction they move by that fraction. Adam's step is its rate whatever
+the gradient's size, so the rate is the base's. The gradient of one head's number falls as the heads' share in the
+output, 1/h, and so does ε.
+
+A score processor's first convolution sums over the heads' scores and biases (fan-in heads·k, or twice as much) into a
+fixed number W of channels, and its second goes from these back to all heads. The first is to the heads what an output
+matrix is to the hidden units: from many to few. If its weights were of size 1/√h, as torch's start values are, each
+step would move the scores of all heads together in the direction of these weights, and their sum by √h. So they are of
+size 1/h (base's deviation, which has 1/√h in it, over √h) and move by 1/h. The second is like an embedding, from few to
+many: its fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden
+units: it is a layer's matrix.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.options.model import ModelOptions
+
+Role = Literal["embedding", "hidden", "heads", "layer", "last norm"]
+"""A parameter's row of the table: `hidden` sums over hidden units, `heads` over heads, `layer` is the layers' rest."""
+
+
+@dataclass(frozen=True)
+class StepScales:
+    """Factors on what an optimizer steps a parameter with."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """What the forward pass multiplies; all 1 without muP."""
+
+    embedding: float = 1.0
+    position_embedding: float = 1.0
+    query: float = 1.0
+    """On queries, of which the backends divide the products with keys by √(head size)."""
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class MupScaling:
+    """A model's sizes over its base model's."""
+
+    model: ModelOptions
+    width: float
+    heads: float
+    depth: float
+
+    @staticmethod
+    def from_options(model: ModelOptions) -> "MupScaling | None":
+        """Of a configuration; None without muP."""
+        if not model.use_mup:
+            return None
+        assert model.mup_base_hidden_size is not None, "find_model_conflicts refuses it"
+        head_size = model.hidden_size // model.num_attention_heads
+        base_heads = model.mup_base_num_attention_heads or model.mup_base_hidden_size // head_size
+        return MupScaling(
+            model,
+            width=model.hidden_size / model.mup_base_hidden_size,
+            heads=model.num_attention_heads / base_heads,
+            depth=model.num_layers / (model.mup_base_num_layers or model.num_layers),
+        )
+
+    @property
+    def base_layers(self) -> int:
+        """Layers of the base model."""
+        return self.model.mup_base_num_layers or self.model.num_layers
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Of the forward pass."""
+        model, alpha = self.model, self.model.mup_depth_alpha
+        return Multipliers(
+            embedding=model.mup_embedding_mult,
+            position_embedding=model.mup_rp_embedding_mult,
+            query=math.sqrt(self.heads / self.width) / model.mup_attn_temp,
+            residual=self.depth**-alpha,
+            logits=1 / (self.width * model.mup_output_temp),
+        )
+
+    def get_init_scale(self, role: Role) -> float:
+        """The factor on the deviation that a parameter of this role has by itself: init_method's at the base's shapes,
+        or an encoding's or processor's own."""
+        return 1 / math.sqrt({"hidden": self.width, "heads": self.heads}.get(role, 1.0))
+
+    def get_step_scales(self, role: Role, *, by_muon: bool = False) -> StepScales:
+        """Of a parameter of this role."""
+        alpha = self.model.mup_depth_alpha
+        if role in ("embedding", "last norm"):
+            return StepScales(eps=1 / self.width)
+        growth = {"hidden": math.sqrt(self.width) if by_muon else self.width, "heads": self.heads}.get(role, 1.0)
+        return StepScales(
+            lr=self.depth ** (alpha - 1) / growth, weight_decay=growth, eps=1 / (self.width * self.depth**alpha)
+        )
+
+
+def get_multipliers(model: ModelOptions) -> Multipliers:
+    """What a configuration's forward pass multiplies."""
+    scaling = MupScaling.from_options(model)
+    return Multipliers() if scaling is None else scaling.multipliers
