@@ -14,11 +14,12 @@ gates. Torch is imported once there are tensors: tables are read, and refused, b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.config.schema import Config
 from megatron.conversion.hf_config import HFConfigReader
+from megatron.model.mup import get_multipliers
 from megatron.options.model import has_qkv_bias, num_kv_heads
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class ModelFamily:
     """Where its class in transformers computes something else than we do, in words."""
     find_other_conflict: Callable[[Config], str | None] = lambda config: None
     """Further reasons why a configuration is none of this family."""
+    has_multipliers: bool = False
+    """Can it multiply embeddings, scores, branches and logits, as muP does?"""
 
     def unsupported_reason(self, config: Config) -> str | None:
         """Why a configuration of ours is none of this family, in words; None if it is one, exactly."""
@@ -182,6 +185,10 @@ class ModelFamily:
             if options[key] not in values:
                 choices = " or ".join(_format_value(value) for value in values)
                 return f"{key} is {_format_value(options[key])}; {self.architecture} has {choices}"
+        if not self.has_multipliers:
+            for name, factor in asdict(get_multipliers(config.model)).items():
+                if factor != 1.0:
+                    return f"use_mup is true and multiplies by {factor:.4g} ({name}); {self.architecture} cannot"
         return self.find_other_conflict(config)
 
     def to_hf_config(self, config: Config, num_embeddings: int, **extra_keys: Any) -> dict[str, Any]:

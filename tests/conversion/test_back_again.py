@@ -108,6 +108,11 @@ def test_no_native_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "other", case.config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"gpt_neox: norm is rmsnorm; .*, llama: activation is gelu"):
         export_model(run, tmp_path / "native", native=True)
+    keys = {**NATIVE["GPT2LMHeadModel"], "use_mup": True, "mup_base_hidden_size": 12, "mup_base_num_attention_heads": 3}
+    case = ExportCase("muP", keys)
+    run = write_run(tmp_path / "mup", case.config(), build_gpt(case, 257))
+    with pytest.raises(UserError, match=r"gpt2: use_mup is true and multiplies by 0\.7071 \(query\); GPT2LMHeadModel"):
+        export_model(run, tmp_path / "native", native=True)
     assert not (tmp_path / "native").exists()
 
 

@@ -82,6 +82,12 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
     yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
     yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})
+    mup = {
+        "use_mup": True, "mup_base_hidden_size": 8, "mup_base_num_attention_heads": 2, "mup_base_num_layers": 1,
+        "mup_depth_alpha": 0.75, "mup_embedding_mult": 3.0, "mup_attn_temp": 0.5, "mup_output_temp": 0.25,
+    }  # fmt: skip
+    yield ExportCase("muP", {**with_cdape, **mup})
+    yield ExportCase("muP, position embeddings", {"pos_emb": "learned", **mup, "mup_rp_embedding_mult": 0.5})
     for activation in ("gelu_tanh", "relu", "silu", "geglu"):
         yield ExportCase(activation, {"pos_emb": "alibi", "activation": activation})
 

@@ -30,6 +30,9 @@ class FarfieldConfig(PretrainedConfig):
         hidden_dropout, attention_dropout: in training.
         attention_rows: query rows that are computed at a time, for memory; the result does not depend on it.
         initializer_range: standard deviation of fresh weights.
+        embedding_multiplier, position_embedding_multiplier, query_multiplier, residual_multiplier, logits_multiplier:
+            factors on token embeddings, on position embeddings, on queries, on what a layer adds, and on logits (muP).
+        mup: the keys of the training from which they follow.
     """
 
     model_type = "farfield"
@@ -64,6 +67,12 @@ class FarfieldConfig(PretrainedConfig):
         attention_dropout: float = 0.0,
         attention_rows: int = 128,
         initializer_range: float = 0.02,
+        embedding_multiplier: float = 1.0,
+        position_embedding_multiplier: float = 1.0,
+        query_multiplier: float = 1.0,
+        residual_multiplier: float = 1.0,
+        logits_multiplier: float = 1.0,
+        mup: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -93,6 +102,12 @@ class FarfieldConfig(PretrainedConfig):
         self.attention_dropout = attention_dropout
         self.attention_rows = attention_rows
         self.initializer_range = initializer_range
+        self.embedding_multiplier = embedding_multiplier
+        self.position_embedding_multiplier = position_embedding_multiplier
+        self.query_multiplier = query_multiplier
+        self.residual_multiplier = residual_multiplier
+        self.logits_multiplier = logits_multiplier
+        self.mup = mup
         self.max_position_embeddings = train_length
         self.use_cache = kwargs.pop("use_cache", randomized_positions is None)
         kwargs.pop("max_position_embeddings", None)

@@ -93,6 +93,7 @@ class FarfieldAttention(nn.Module):
         )
         q = grouped_qkv[:, :, :, : self.queries_per_key].flatten(2, 3).transpose(1, 2)
         k, v = (grouped_qkv[:, :, :, index].transpose(1, 2) for index in (-2, -1))
+        q = q * self.config.query_multiplier
         q, k = rotate_segments(q, k, encoding, segments)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
@@ -139,7 +140,7 @@ class FarfieldLayer(GradientCheckpointingLayer):
     def __init__(self, config: FarfieldConfig, layer_idx: int, shared: Encoding | None) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
-        self.dropout = config.hidden_dropout
+        self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
         self.attention_norm = build_norm(config)
         self.attention = FarfieldAttention(config, layer_idx, shared)
         self.mlp_norm = None if config.tied_norm else build_norm(config)
@@ -155,7 +156,7 @@ class FarfieldLayer(GradientCheckpointingLayer):
         return residual + self._apply_dropout(self.mlp(normed))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        return F.dropout(x * self.multiplier, self.dropout, self.training)
 
 
 class FarfieldPreTrainedModel(PreTrainedModel):
@@ -241,8 +242,10 @@ class FarfieldModel(FarfieldPreTrainedModel):
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         segments = self._build_segments(x, attention_mask, int(past_length), position_ids, cache_position)
         x = F.dropout(x, self.config.hidden_dropout, self.training)
+        x = x * (self.config.embedding_multiplier / self.config.position_embedding_multiplier)
         if self.position is not None:
             x = add_position_embeddings(x, self.position, segments)
+        x = x * self.config.position_embedding_multiplier
         hidden_states = []
         for layer in self.layers:
             hidden_states.append(x)
@@ -341,7 +344,7 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
         hidden = (
             outputs.last_hidden_state if isinstance(logit_slice, int) else outputs.last_hidden_state[:, logit_slice]
         )
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden * self.config.logits_multiplier)
         loss = None
         if labels is not None:
             loss_kwargs = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}

@@ -5,6 +5,7 @@ explains the keys.
 """
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, get_args
 
 from megatron.config.schema import Config
@@ -20,6 +21,7 @@ from megatron.conversion.model_family import (
     map_layers,
     map_linear_layers,
 )
+from megatron.model.mup import Multipliers, get_multipliers
 from megatron.options.model import ModelOptions, ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
 
 AUTO_MAP = {
@@ -27,6 +29,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_farfield.FarfieldModel",
     "AutoModelForCausalLM": "modeling_farfield.FarfieldForCausalLM",
 }
+MUP_KEYS = tuple(name for name in ModelOptions.model_fields if name.startswith("mup_") and name != "mup_init_scale")
 CHECKSUMS_FILE = "checksums.json"
 """In an export's folder: sizes and checksums of the files of weights, as of a checkpoint (`checkpoint/manifest.py`)."""
 
@@ -68,6 +71,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "score_processor_options": hf_config.get("score_processor_options", {}),
         "attention_window": hf_config.get("attention_window"),
         "randomized_positions": hf_config.get("randomized_positions"),
+        **_read_multipliers(hf_config),
     }
 
 
@@ -111,7 +115,27 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "attention_dropout": model.attention_dropout,
         "attention_rows": model.attention_chunk_rows,
         "initializer_range": model.init_method_std,
+        **_write_multipliers(model),
     }
+
+
+def _write_multipliers(model: ModelOptions) -> dict[str, Any]:
+    """muP's factors, and our keys from which they follow; nothing without muP."""
+    if not model.use_mup:
+        return {}
+    factors = {f"{name}_multiplier": factor for name, factor in asdict(get_multipliers(model)).items()}
+    return {**factors, "mup": {key: getattr(model, key) for key in MUP_KEYS}}
+
+
+def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
+    for name in asdict(Multipliers()):
+        hf_config.get(f"{name}_multiplier")  # follow from the keys
+    keys = hf_config.get("mup", None)
+    if keys is None:
+        return {}
+    if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
+        raise hf_config.value_error("mup", f"it has the keys {', '.join(MUP_KEYS)}")
+    return {"use_mup": True, **keys}
 
 
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
@@ -171,4 +195,5 @@ FARFIELD = ModelFamily(
     to_hf_keys=_to_hf_keys,
     weight_mappings=_weight_mappings,
     auto_map=AUTO_MAP,
+    has_multipliers=True,
 )
