@@ -29,6 +29,7 @@ from megatron.model.parameter_groups import parameter_groups
 from megatron.training.optimizer import build_optimizer, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer
+from megatron.utils.errors import UserError
 from megatron.utils.imports import disable_torch_compile
 
 
@@ -76,6 +77,8 @@ class Engine:
         self.inner_optimizer.reset_steps()
         if can_flatten(self.deepspeed.optimizer):
             flatten_optimizer(self.deepspeed.optimizer, groups)
+        elif self.stage in (1, 2) and type(self.deepspeed.optimizer).__name__ == "DeepSpeedZeroOptimizer":
+            self._refuse_unequal_groups(len(param_groups))
         if self.stage == 0 and mesh.dp_cp.size == 1:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
@@ -89,6 +92,14 @@ class Engine:
         """The global gradient norm of the last step, before clipping; infinite if the step was skipped."""
         self.skipped = False
         """Did the last step leave the weights as they were, because its gradients were not finite?"""
+
+    def _refuse_unequal_groups(self, count: int) -> None:
+        """DeepSpeed's own optimizer sums the norm of one group after the other over pipeline stages."""
+        if self.groups.mesh.pipeline.size > 1 and len(set(self.groups.gather_objects(count))) > 1:
+            raise UserError(
+                "zero_optimization: pipeline stages have different groups of parameters here (Muon, use_mup), which "
+                "DeepSpeed cannot do with overlap_comm, offload_optimizer or without contiguous_gradients; leave these"
+            )
 
     @property
     def model(self) -> nn.Module:

@@ -63,6 +63,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
     _bucket: list[nn.Parameter]
     _bucket_numel: int
     _partitions: list[Tensor] | None
+    _num_norms: int
 
     def _prepare(self, groups: ProcessGroups) -> None:
         """What there is to know before the first step."""
@@ -78,6 +79,10 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
                 self._slices[parameter] = _Slice(group, start, offset, size, is_counted_here(parameter, groups.mesh))
         self._bucket, self._bucket_numel = [], 0
         self._partitions = None
+        # Of groups. Pipeline stages may have different ones: only the last has a last norm.
+        self._num_norms = len(self.params_in_partition)
+        if groups.mesh.pipeline.size > 1:
+            self._num_norms = int(groups.all_reduce_max(self._num_norms))
         # Between micro-batches ZeRO 2 keeps sums in the type that it is told; else masters want float32 at once.
         is_summing = self.partition_gradients and self.gradient_accumulation_steps > 1
         self._partition_dtype = self.gradient_accumulation_dtype if is_summing else torch.float32
@@ -188,10 +193,11 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             if part.is_counted:
                 pieces.append(partitions[part.group].narrow(0, part.offset, part.size))
                 numbers[part.group] += 1
-        squares = torch.zeros(len(partitions), dtype=torch.float32, device=self.device)
+        squares = torch.zeros(self._num_norms, dtype=torch.float32, device=self.device)
         if pieces:
             norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).pow(2)
             sums = [group.sum() for group in norms.split(numbers)]
+            sums += [torch.zeros_like(sums[0])] * (self._num_norms - len(sums))
             squares = torch.stack(sums).float()
         all_reduce_sum_(squares, self._groups, "context", "data")
         all_reduce_sum_(squares, self._groups, "tensor", "pipeline")
