@@ -309,6 +309,24 @@ def test_only_one_part_asks_which_process_this_is() -> None:
     assert _asks_who_it_is(Path(__file__).with_name("support") / "tensor_parallel_rank.py") == ["torch.distributed"]
 
 
+def test_no_command_trains_otherwise_than_a_run() -> None:
+    """Hooks of training and of saves are built by a rehearsal's process alone, which runs on nothing but the null
+    device."""
+    names = ("TrainingHooks", "SaveHooks")
+    builders = set()
+    for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "deepy.py"]:
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        changed = [node.func for node in calls if node.args or node.keywords]  # without any, they change nothing
+        if any(isinstance(function, ast.Name) and function.id in names for function in changed):
+            builders.add(path.relative_to(ROOT).as_posix())
+    assert builders == {"megatron/rehearsal/rank_process.py"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.rehearsal.rank_process", "job"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: a rank is rehearsed on the null device alone: ")
+
+
 def test_the_mesh_is_arithmetic_alone() -> None:
     """So that a layout can be refused before torch is imported."""
     code = "import sys; from megatron.distributed import hardware, launcher_environment, mesh; "

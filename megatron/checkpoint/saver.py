@@ -27,10 +27,29 @@ from typing import Any
 from megatron.checkpoint import layout, manifest, sharded_state
 from megatron.checkpoint.manifest import FileChecksum
 from megatron.checkpoint.sharded_state import PinnedStagingBuffers, Snapshot
+from megatron.checkpoint.tensor_files import OpenFile, open_plain_file
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
+
+Entries = dict[str, FileChecksum]
+"""What a manifest says of files, by their names in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class SaveHooks:
+    """What a caller from Python has done in the saves of a process; as it stands, a plain save. No key sets it."""
+
+    build_staging_buffers: Callable[[], PinnedStagingBuffers] = PinnedStagingBuffers
+    """Where a rank's states are copied to."""
+    open_file: OpenFile = open_plain_file
+    """Opens the files of tensors that are written."""
+    complete: Callable[[Path, int, Entries], Entries] = lambda folder, step, entries: entries
+    """Called in the first process, in the thread that publishes, before anything is merged: with the folder that is not
+    published yet, the step, and the entries of the ranks' files. Returns the entries of all files of states."""
+    on_published: Callable[[Path], None] = lambda checkpoint: None
+    """Called there when the checkpoint has its name."""
 
 
 @dataclass
@@ -39,7 +58,7 @@ class _PendingSave:
 
     final: Path
     state: TrainerState
-    job: "Future[dict[str, FileChecksum]] | None"
+    job: "Future[Entries] | None"
     """What this rank's thread does; None if it has nothing to do."""
     publishing: bool = False
 
@@ -47,7 +66,7 @@ class _PendingSave:
     def temporary(self) -> Path:
         return self.final.with_name(f".{self.final.name}.tmp")
 
-    def get_outcome(self) -> tuple[str | None, dict[str, FileChecksum]]:
+    def get_outcome(self) -> tuple[str | None, Entries]:
         """The error that this rank's thread met, and what it wrote. Waits for it."""
         try:
             return None, self.job.result() if self.job is not None else {}
@@ -66,9 +85,12 @@ class Saver:
     groups: ProcessGroups
     last_checkpoint: Path | None = None
     """The last checkpoint that is whole: of this run, or the one that it resumed from."""
+    hooks: SaveHooks = field(default_factory=SaveHooks)
     _save: _PendingSave | None = None
-    _copies: PinnedStagingBuffers = field(default_factory=PinnedStagingBuffers)
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
+
+    def __post_init__(self) -> None:
+        self._copies = self.hooks.build_staging_buffers()
 
     @property
     def pending_step(self) -> int | None:
@@ -109,7 +131,7 @@ class Saver:
             save.job = Future()
             save.job.set_exception(RunError(f"its states cannot be copied ({describe_cause(error)})"))
         else:
-            save.job = self._threads.submit(snapshot.write, save.temporary)
+            save.job = self._threads.submit(snapshot.write, save.temporary, self.hooks.open_file)
 
     def advance(self) -> None:
         """Go on with the pending save, whose phase all ranks have done (or are waited for).
@@ -146,9 +168,12 @@ class Saver:
         """End the thread, after what it is doing."""
         self._threads.shutdown()
 
-    def _publish(self, run: Path, save: _PendingSave, entries: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        folder, options = save.temporary, self.config.checkpoint
-        weights = sharded_state.merge_weight_shards(folder, self.groups.world_size, {"step": str(save.state.step)})
+    def _publish(self, run: Path, save: _PendingSave, entries: Entries) -> Entries:
+        folder, options, step = save.temporary, self.config.checkpoint, save.state.step
+        entries = self.hooks.complete(folder, step, entries)
+        weights = sharded_state.merge_weight_shards(
+            folder, self.groups.world_size, {"step": str(step)}, self.hooks.open_file
+        )
         self.config.save(folder / layout.CONFIG)
         save.state.write(folder)
         small = manifest.compute_checksums(folder, [folder / layout.CONFIG, folder / layout.PROGRESS])
@@ -156,6 +181,7 @@ class Saver:
         os.replace(folder, save.final)
         manifest.sync_folder(save.final.parent)
         layout.prune_checkpoints(run, options.keep_last_n_checkpoints, options.extra_save_iters)
+        self.hooks.on_published(save.final)
         return {}
 
 

@@ -38,7 +38,7 @@ from megatron.checkpoint.engine_state import (
 from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.manifest import STATES, FileChecksum
 from megatron.checkpoint.stored_config import map_to_stored_names, migrate_weight_name
-from megatron.checkpoint.tensor_files import TensorSpec, write_tensor_stream, write_tensors
+from megatron.checkpoint.tensor_files import OpenFile, TensorSpec, open_plain_file, write_tensor_stream, write_tensors
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
@@ -238,7 +238,7 @@ class Snapshot:
                 for name, buffer in list_persistent_buffers(engine.module)
             }
 
-    def write(self, checkpoint: Path) -> dict[str, FileChecksum]:
+    def write(self, checkpoint: Path, open_file: OpenFile = open_plain_file) -> dict[str, FileChecksum]:
         """Write the rank's files; returns what is to be said of those that stay.
 
         Raises:
@@ -250,9 +250,10 @@ class Snapshot:
                 raise RunError(f"{name.removeprefix(f'{_MASTER}/')} is not finite")
         for kind in (PARTS, STATES):
             (checkpoint / kind).mkdir(parents=True, exist_ok=True)
-        write_tensors(get_rank_path(checkpoint, PARTS, self._rank), self._masters | self._buffers, self._metadata)
+        parts = get_rank_path(checkpoint, PARTS, self._rank)
+        write_tensors(parts, self._masters | self._buffers, self._metadata, open_file)
         path = get_rank_path(checkpoint, STATES, self._rank)
-        entry = write_tensors(path, self._moments | self._random, self._metadata | self._random_metadata)
+        entry = write_tensors(path, self._moments | self._random, self._metadata | self._random_metadata, open_file)
         return {path.relative_to(checkpoint).as_posix(): entry}
 
 
@@ -265,7 +266,9 @@ def _name_tensors(shards: Sequence[OptimizerShard]) -> Iterator[tuple[str, Tenso
                 yield f"{kind}/{shard.name}", shard.moments[kind]
 
 
-def merge_weight_shards(checkpoint: Path, world_size: int, metadata: dict[str, str]) -> FileChecksum:
+def merge_weight_shards(
+    checkpoint: Path, world_size: int, metadata: dict[str, str], open_file: OpenFile = open_plain_file
+) -> FileChecksum:
     """Make model.safetensors of what all ranks wrote, one weight at a time, and remove their parts.
 
     Raises OSError, RunError: the disk refuses.
@@ -281,7 +284,7 @@ def merge_weight_shards(checkpoint: Path, world_size: int, metadata: dict[str, s
                         buffers.setdefault(key.removeprefix(f"{_BUFFER}/"), file.get_tensor(key))
         specs |= {name: TensorSpec.from_tensor(buffer) for name, buffer in buffers.items()}
         tensors = (buffers[name] if name in buffers else masters.read_tensor(_MASTER, name) for name in specs)
-        entry = write_tensor_stream(checkpoint / WEIGHTS, specs, tensors, metadata)
+        entry = write_tensor_stream(checkpoint / WEIGHTS, specs, tensors, metadata, open_file)
     shutil.rmtree(checkpoint / PARTS)
     return entry
 

@@ -13,7 +13,7 @@ import math
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ _DTYPE_NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _BLOCK = 1 << 24
+
+OpenFile = Callable[[Path], Any]
+"""Opens a file that is written from its beginning to its end, in place of what is there: `write`, `flush`, `fileno`."""
+
+
+def open_plain_file(path: Path) -> Any:
+    """A file as Python has them."""
+    return open(path, "wb")
 
 
 @dataclass(frozen=True)
@@ -47,15 +55,20 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileChecksum:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], open_file: OpenFile = open_plain_file
+) -> FileChecksum:
     """Write tensors that are all in memory. See `write_tensor_stream`."""
-    return write_tensor_stream(
-        path, {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}, tensors.values(), metadata
-    )
+    specs = {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}
+    return write_tensor_stream(path, specs, tensors.values(), metadata, open_file)
 
 
 def write_tensor_stream(
-    path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    path: Path,
+    specs: Mapping[str, TensorSpec],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+    open_file: OpenFile = open_plain_file,
 ) -> FileChecksum:
     """Write a file and bring it to the disk; writing and computing let other threads run.
 
@@ -64,6 +77,7 @@ def write_tensor_stream(
         specs: of the tensors, by name.
         tensors: in host memory, in the order of `specs`.
         metadata: text to keep in the header.
+        open_file: opens the file.
 
     Returns:
         The file's size and checksum.
@@ -81,7 +95,7 @@ def write_tensor_stream(
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     checksum, size = 0, 0
-    with open(path, "wb") as file:
+    with open_file(path) as file:
 
         def put(block: bytes | memoryview) -> None:
             nonlocal checksum, size

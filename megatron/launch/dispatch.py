@@ -1,8 +1,11 @@
 """Where a training runs: as a rank that somebody started, on this machine, on others over ssh, or as a SLURM job."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.load import LoadedConfig
 from megatron.data.load_tokenizer import read_vocabulary
@@ -17,6 +20,9 @@ from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import TrainingHooks
 
 PrintNotes = Callable[[Iterable[str]], object]
 
@@ -34,7 +40,12 @@ def uses_ssh(launch: LaunchOptions) -> bool:
 
 
 def launch_training(
-    load_config: Callable[[bool], LoadedConfig], print_notes: PrintNotes, *, dry_run: bool = False
+    load_config: Callable[[bool], LoadedConfig],
+    print_notes: PrintNotes,
+    *,
+    dry_run: bool = False,
+    hardware: LocalHardware | None = None,
+    hooks: TrainingHooks | None = None,
 ) -> int:
     """Train as a configuration says, wherever it says.
 
@@ -42,6 +53,8 @@ def launch_training(
         load_config: reads the configuration; True: without its notes, which another rank prints.
         print_notes: prints lines beside the results.
         dry_run: print the resolved configuration, or the batch script, and do nothing else.
+        hardware: of this machine; what is found there if absent.
+        hooks: of a caller from Python, for a process that is a rank itself.
 
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
@@ -59,7 +72,8 @@ def launch_training(
             resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
         else:
             rank_info = None if launch_context is None else launch_context.rank_info
-            resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info, dry_run=dry_run)
+            hardware = hardware or LocalHardware.detect()
+            resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
         if dry_run:
             if is_main:
                 _check_here(
@@ -73,7 +87,7 @@ def launch_training(
         with loaded.locate_errors():
             if hosts is not None:
                 return ssh_launcher.train_over_ssh(config, hosts)
-            return local_launcher.train_on_this_machine(resolved, launch_context)
+            return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
@@ -30,15 +31,21 @@ from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
+if TYPE_CHECKING:
+    from megatron.training.trainer import TrainingHooks
+
 LOG_FILE = "log.txt"
 
 
-def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext | None = None) -> int:
+def train_on_this_machine(
+    resolved: ResolvedRun, launch_context: LaunchContext | None = None, hooks: TrainingHooks | None = None
+) -> int:
     """Train a run that was resolved for this machine, with one process or several.
 
     Args:
         resolved: what to train.
         launch_context: what a launcher said, if it started this process as one of several.
+        hooks: of a caller from Python, for this process alone.
 
     Returns:
         0, or 128 + n if signal n ended the run early (it saved a checkpoint first).
@@ -62,13 +69,14 @@ def train_on_this_machine(resolved: ResolvedRun, launch_context: LaunchContext |
             with _set_environment(
                 {"OMP_NUM_THREADS": threads, **launch_context.to_environment(config.launch.master_port)}
             ):
-                return worker.run_rank(config, log, rank_info)
+                return worker.run_rank(config, log, rank_info, hooks=hooks)
         port = config.launch.master_port or find_free_port()
         if world_size > 1:
+            assert hooks is None, "they would not reach the processes that are started here"
             rank_infos = [RankInfo(rank, world_size, rank) for rank in range(world_size)]
             return run_ranks(config, log, rank_infos, ADDRESS, port)
         with _set_environment(rank_info.to_environment(ADDRESS, port)):
-            return worker.run_rank(config, log, rank_info)
+            return worker.run_rank(config, log, rank_info, hooks=hooks)
 
 
 def check_data_files(config: Config) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.load import read_config
 from megatron.config.schema import Config
@@ -22,9 +23,16 @@ from megatron.utils.errors import FarfieldError, HangError, RunError
 from megatron.utils.output import GuardedStream
 from megatron.utils.signals import end_with_parent
 
+if TYPE_CHECKING:
+    from megatron.training.trainer import TrainingHooks
+
 
 def run_rank(
-    config: Config, log: Path, rank_info: RankInfo, on_hang: Callable[[HangError, bool], None] | None = None
+    config: Config,
+    log: Path,
+    rank_info: RankInfo,
+    on_hang: Callable[[HangError, bool], None] | None = None,
+    hooks: TrainingHooks | None = None,
 ) -> int:
     """Train as one rank; every rank writes to the same log.
 
@@ -34,6 +42,7 @@ def run_rank(
         rank_info: which rank.
         on_hang: ends this process when a rank hangs; its second argument says whether this rank is the one to report
             it.
+        hooks: of a caller from Python.
 
     Returns:
         0, or 128 + n if signal n ended the run early.
@@ -50,13 +59,18 @@ def run_rank(
         os._exit(error.exit_code)
 
     try:
-        return _train(config, log, rank_info, on_hang or exit_process, user_errors)
+        return _train(config, log, rank_info, on_hang or exit_process, user_errors, hooks)
     finally:
         os.close(user_errors)
 
 
 def _train(
-    config: Config, log: Path, rank_info: RankInfo, on_hang: Callable[[HangError, bool], None], user_errors: int
+    config: Config,
+    log: Path,
+    rank_info: RankInfo,
+    on_hang: Callable[[HangError, bool], None],
+    user_errors: int,
+    hooks: TrainingHooks | None,
 ) -> int:
     with run_console(log, silent=rank_info.rank > 0) as console, log_traceback(log):
         output = GuardedStream(console.file)
@@ -66,9 +80,8 @@ def _train(
         from megatron.training.trainer import train_resolved
 
         try:
-            result = train_resolved(
-                config, rank_info, console if rank_info.rank == 0 else None, on_hang, stderr_fd=user_errors
-            )
+            shown = console if rank_info.rank == 0 else None
+            result = train_resolved(config, rank_info, shown, on_hang, stderr_fd=user_errors, hooks=hooks)
         except BaseException:
             abandon_groups()
             raise

@@ -63,6 +63,8 @@ class AttentionTarget:
     """Tokens of the longest sequence."""
     resumed_run: Path | None = None
     """The folder of the run that is gone on with, whose choice is kept."""
+    kept_backend: str | None = None
+    """What is kept if it is right, before what that run chose: the backend of a process that ran before this one."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def _choose_by_check(
     kept = (
         recorded.backend if recorded is not None and recorded.evidence.key["card"] == found[0][0].key["card"] else None
     )
+    kept = target.kept_backend or kept
     chosen, lines = settle_choice([each for each, _ in found], default, kept, is_known=is_known)
     record = CheckRecord(chosen, lines[0], found[0][0])
     return BackendChoice(candidates[chosen], chosen, tuple(lines), record)

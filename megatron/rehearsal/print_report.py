@@ -16,7 +16,7 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     """Print everything: memory, ledger, kernels, disk, time, coverage."""
     rehearsal = report.rehearsal
     run, card = rehearsal.run, rehearsal.card
-    parameters = next((r.report.parameters for r in rehearsal.trained.values() if r.report.parameters), None)
+    parameters = next((t.result.parameters for t in rehearsal.trained.values() if t.result.parameters), None)
     size = "" if parameters is None else f"{format_count(parameters)} parameters, "
     style = STYLES[report.verdict]
     console.print(
@@ -43,11 +43,11 @@ def print_report(report: RehearsalReport, console: Console) -> None:
 def _build_memory_table(report: RehearsalReport) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("rank", justify="right")
-    table.add_column("role")
+    table.add_column("coordinates")
     table.add_column("stands for", justify="right")
     for name in ("peak GiB", "reserved", "of card", "plan GiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst in")
+    table.add_column("peak in phase")
     table.add_column("verdict", no_wrap=True)
     rehearsal = report.rehearsal
     for role in rehearsal.roles:
@@ -58,7 +58,7 @@ def _build_memory_table(report: RehearsalReport) -> Table:
         count = len(role.stands_for)
         table.add_row(
             str(role.rank),
-            role.describe(rehearsal.run.sizes),
+            role.describe_coordinates(rehearsal.run.sizes),
             f"{count} rank{'' if count == 1 else 's'}",
             f"{allocated / GIB:.2f}",
             f"{reserved / GIB:.2f}",
@@ -71,21 +71,21 @@ def _build_memory_table(report: RehearsalReport) -> Table:
 
 
 def _print_errors(report: RehearsalReport, console: Console) -> None:
-    for phase, rank, error in report.rehearsal.find_errors():
+    for action, rank, error in report.rehearsal.find_errors():
         place = f" in {error.phase}" if error.phase else ""
-        console.print(f"  rank {rank}, {phase}{place}: {escape(error.message)}")
+        console.print(f"  rank {rank}, {action}{place}: {escape(error.message)}")
         for line in error.where[:3]:
             console.print(f"    {escape(line)}", style="dim")
 
 
 def _print_ledger(report: RehearsalReport, console: Console) -> None:
     rehearsal = report.rehearsal
-    finished = [result for result in rehearsal.trained.values() if result.report.error is None]
-    calls = sum(len(result.ledger.calls) for result in finished)
+    finished = [trace for trace in rehearsal.trained.values() if trace.result.error is None]
+    calls = sum(len(trace.ledger.calls) for trace in finished)
     if rehearsal.mismatches:
         console.print(f"[bold red]ranks do not agree[/] on what they exchange ({calls:,} calls of those that ran)")
-        for phase, mismatch in rehearsal.mismatches:
-            console.print(f"  {phase}: {escape(mismatch.describe(rehearsal.run.sizes))}")
+        for action, mismatch in rehearsal.mismatches:
+            console.print(f"  {action}: {escape(mismatch.describe(rehearsal.run.sizes))}")
     elif len(finished) == 1:
         others = "" if rehearsal.world_size == 1 else " and stands for others, so nothing was compared"
         console.print(f"[bold]collectives[/] of one rank, which ran{others} ({calls:,} calls)")
@@ -100,7 +100,7 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
         )
     if not finished:
         return
-    first = finished[0].report.rank if 0 not in rehearsal.trained else 0
+    first = finished[0].result.rank if 0 not in rehearsal.trained else 0
     rows = report.summarize_collectives(first)
     if not rows:
         return

@@ -1,28 +1,33 @@
-"""One rank of a rehearsal: a process on the null device that runs `train` as any rank does, and leaves a report.
+"""One rank of a rehearsal: a process on the null device that runs `train` as any rank does, and leaves what came of it.
 
 `python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. What is
-changed in it, beside what the null device changes, is: weights have no values (`unset_weights`), files of checkpoints
+different in it, beside what the null device changes, is: weights have no values (`unset_weights`), files of checkpoints
 no zeros (`sparse_files`); the first rank waits before it publishes a checkpoint until the other ranks that are
-rehearsed have written their parts, and then makes up those of the rest (`missing_ranks`).
+rehearsed have written their parts, and then makes up those of the rest (`missing_ranks`). Training and saving offer
+hooks for this (`TrainingHooks`, `SaveHooks`), which no command and no key sets.
 """
 
 import json
 import linecache
 import logging
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING
 
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError, describe_error, is_out_of_memory
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.saver import Entries
+    from megatron.distributed.mesh import ParallelSizes
+    from megatron.training.trainer import TrainingHooks
+    from megatron.training.training_run import TrainingRun
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
@@ -36,25 +41,28 @@ class RankJob:
     """Of the rehearsal."""
     config: str
     """The configuration's file."""
-    phase: str
+    action: str
     """train or resume."""
     rank: int
+    devices: int
+    """Of the node."""
     waits: bool = False
     """Does it wait for others before it publishes the checkpoint?"""
 
     @property
-    def report(self) -> Path:
-        return Path(self.folder) / f"{self.phase}-{self.rank}.json"
+    def result(self) -> Path:
+        """There when it has ended: a `RankResult`."""
+        return Path(self.folder) / f"{self.action}-{self.rank}.json"
 
     @property
     def waiting(self) -> Path:
         """There while it waits."""
-        return Path(self.folder) / f"{self.phase}-{self.rank}.waiting"
+        return Path(self.folder) / f"{self.action}-{self.rank}.waiting"
 
     @property
     def released(self) -> Path:
         """There when it need wait no longer."""
-        return Path(self.folder) / f"{self.phase}-{self.rank}.released"
+        return Path(self.folder) / f"{self.action}-{self.rank}.released"
 
 
 @dataclass
@@ -65,13 +73,13 @@ class RankError:
     """user, memory, host memory, run or unexpected."""
     message: str
     phase: str = ""
-    """What the run was doing, with its step."""
+    """The phase of the run that it ended in (`Watchdog.enter_phase`), with its step."""
     where: tuple[str, ...] = ()
     """Our lines, the innermost first: file:line function: source."""
 
 
 @dataclass
-class RankReport:
+class RankResult:
     """What a rank did."""
 
     rank: int
@@ -101,12 +109,12 @@ class RankReport:
         return max((reserved for _, reserved in self.peaks.values()), default=0)
 
     @staticmethod
-    def read(path: Path) -> "RankReport":
+    def read(path: Path) -> "RankResult":
         """What a process wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         error = values.pop("error")
         peaks = {phase: tuple(peak) for phase, peak in values.pop("peaks").items()}
-        return RankReport(**values, peaks=peaks, error=None if error is None else RankError(**error))
+        return RankResult(**values, peaks=peaks, error=None if error is None else RankError(**error))
 
 
 class PhaseMemory:
@@ -134,30 +142,37 @@ class PhaseMemory:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run_rank_job(job: RankJob) -> RankReport:
-    """Run the command that a rank runs; whatever comes of it is in the report."""
+def run_rank_job(job: RankJob) -> RankResult:
+    """Run the command that a rank runs; whatever comes of it is in the result."""
     from megatron.config.load import load_config
-    from megatron.distributed import hardware
+    from megatron.distributed.hardware import LocalHardware, count_cores
     from megatron.launch.dispatch import launch_training
+    from megatron.rehearsal.unset_weights import without_weight_values
 
-    report, memory = RankReport(job.rank), PhaseMemory()
-    hardware.DEVICE_FOLDER = Path(os.devnull)  # so that the null device's are counted, and no others
-    with ExitStack() as changes:
-        changes.enter_context(_collect_warnings(report.warnings))
+    result = RankResult(job.rank)
+    rehearsal = RankRehearsal(job, result)
+    memory = rehearsal.memory
+    # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
+    hardware = LocalHardware(job.devices, count_cores(), memory=None)
+    with _collect_warnings(result.warnings), without_weight_values():
         try:
-            _change_run(changes, job, report, memory)
-            launch_training(lambda silent: load_config([job.config]), lambda notes: None)
+            launch_training(
+                lambda silent: load_config([job.config]),
+                lambda notes: None,
+                hardware=hardware,
+                hooks=rehearsal.build_hooks(),
+            )
         except BaseException as error:
-            report.error = describe_rank_error(error, f"{memory.phase} of step {memory.step}")
-            with open(f"{job.report}.traceback", "w", encoding="utf-8") as file:
+            result.error = describe_rank_error(error, f"{memory.phase} of step {memory.step}")
+            with open(f"{job.result}.traceback", "w", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
     memory.collect()
-    report.peaks, report.seconds = memory.peaks, time.process_time()
-    return report
+    result.peaks, result.seconds = memory.peaks, time.process_time()
+    return result
 
 
 def describe_rank_error(error: BaseException, phase: str) -> RankError:
-    """An error as a report has it: of what lies behind it the first that says more."""
+    """An error as a result has it: of what lies behind it the first that says more."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -213,112 +228,100 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-def _change_run(changes: ExitStack, job: RankJob, report: RankReport, memory: PhaseMemory) -> None:
-    """What a rehearsed rank does otherwise than a real one."""
-    from megatron.checkpoint import saver, sharded_state
-    from megatron.distributed.hardware import LocalHardware
-    from megatron.model import backend_choice
-    from megatron.rehearsal.missing_ranks import write_stage_parameters
-    from megatron.rehearsal.sparse_files import sparse_checkpoints
-    from megatron.rehearsal.unset_weights import without_weight_values
-    from megatron.training import trainer
-    from megatron.training.watchdog import Watchdog
+class RankRehearsal:
+    """What a rehearsed rank does beside training, by the hooks that training offers (`hooks`).
 
-    # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
-    hardware = replace(LocalHardware.detect(), memory=None)
-    changes.enter_context(mock.patch.object(LocalHardware, "detect", staticmethod(lambda: hardware)))
-    changes.enter_context(without_weight_values())
-    changes.enter_context(sparse_checkpoints())
+    Args:
+        job: what this process is to do.
+        result: gets what comes of it.
+    """
 
-    def enter_phase(self: Watchdog, phase: str, step: int) -> None:
-        memory.enter(phase, step)
-        real_enter_phase(self, phase, step)
+    def __init__(self, job: RankJob, result: RankResult) -> None:
+        self.memory = PhaseMemory()
+        self._job, self._result = job, result
+        self._sizes: ParallelSizes | None = None
+        self._parts_bytes = 0
 
-    def build_training_run(*arguments: Any, **options: Any) -> Any:
-        run = real_build(*arguments, **options)
-        model: Any = run.engine.model
-        report.parameters, report.row_blocks_reason = run.parameters, model.row_blocks_reason
-        report.attention_backend = model.backend_choice.name
-        report.rank_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        return run
+    def build_hooks(self) -> "TrainingHooks":
+        """The hooks of this rank's training."""
+        from megatron.checkpoint.saver import SaveHooks
+        from megatron.rehearsal.sparse_files import SparseFile
+        from megatron.rehearsal.unset_weights import ZeroStagingBuffers
+        from megatron.training.trainer import TrainingHooks
 
-    def begin_snapshot(self: Any, engine: Any, mesh: Any, copies: Any) -> None:
-        write_stage_parameters(_get_stage_path(job, mesh.pipeline.index), engine.module)
-        real_snapshot(self, engine, mesh, copies)
-
-    def publish(self: Any, run: Path, save: Any, entries: dict[str, Any]) -> dict[str, Any]:
-        _wait_for_others(job)
-        parts, entries = _complete(job, self.groups.mesh.sizes, save, entries)
-        result: dict[str, Any] = real_publish(self, run, save, entries)
-        report.checkpoint = _measure_checkpoint(save.final) | {"parts": parts}
-        return result
-
-    def settle_choice(found: Any, default: str, kept: str | None, **options: Any) -> Any:
         # As in a run, where all ranks take one backend: here the one that the first rank to run takes.
-        path = Path(job.folder) / "attention_backend"
-        chosen, lines = real_settle(found, default, path.read_text() if path.exists() else kept, **options)
-        path.write_text(chosen)
-        return chosen, lines
+        path = self._get_backend_path()
+        save = SaveHooks(ZeroStagingBuffers, SparseFile, self._complete_checkpoint, self._measure_checkpoint)
+        return TrainingHooks(
+            on_phase=self.memory.enter,
+            on_built=self._describe_run,
+            kept_backend=path.read_text(encoding="utf-8") if path.exists() else None,
+            save=save,
+        )
 
-    real_settle = backend_choice.settle_choice
-    real_enter_phase, real_build = Watchdog.enter_phase, trainer.build_training_run
-    real_snapshot, real_publish = sharded_state.Snapshot.__init__, saver.Saver._publish
-    for owner, name, change in (
-        (Watchdog, "enter_phase", enter_phase),
-        (trainer, "build_training_run", build_training_run),
-        (sharded_state.Snapshot, "__init__", begin_snapshot),
-        (saver.Saver, "_publish", publish),
-        (backend_choice, "settle_choice", settle_choice),
-    ):
-        changes.enter_context(mock.patch.object(owner, name, change))
+    def _get_backend_path(self) -> Path:
+        return Path(self._job.folder) / "attention_backend"
 
+    def _get_stage_path(self, stage: int) -> Path:
+        return Path(self._job.folder) / "stages" / f"{stage}.json"
 
-def _get_stage_path(job: RankJob, stage: int) -> Path:
-    return Path(job.folder) / "stages" / f"{stage}.json"
+    def _describe_run(self, run: "TrainingRun") -> None:
+        from megatron.rehearsal.missing_ranks import write_stage_parameters
 
+        result, model, mesh = self._result, run.engine.model, run.groups.mesh
+        choice = run.backend_choice
+        result.parameters, result.row_blocks_reason = run.parameters, choice.row_blocks_reason
+        result.attention_backend = choice.name
+        result.rank_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+        if choice.record is not None:
+            self._get_backend_path().write_text(choice.record.backend, encoding="utf-8")
+        write_stage_parameters(self._get_stage_path(mesh.pipeline.index), run.engine.deepspeed.module)
+        self._sizes = mesh.sizes
 
-def _wait_for_others(job: RankJob) -> None:
-    """Until the ranks that are rehearsed after this one have written their parts."""
-    if not job.waits:
-        return
-    job.waiting.touch()
-    while not job.released.exists():
-        time.sleep(POLL_SECONDS)
+    def _complete_checkpoint(self, folder: Path, step: int, entries: "Entries") -> "Entries":
+        """Wait for the ranks that are rehearsed after this one, and make up the files of those that are not."""
+        from megatron.checkpoint.manifest import STATES, compute_checksums
+        from megatron.checkpoint.sharded_state import PARTS
+        from megatron.rehearsal.missing_ranks import complete_checkpoint, read_stage_parameters
 
+        if self._job.waits:
+            self._job.waiting.touch()
+            while not self._job.released.exists():
+                time.sleep(POLL_SECONDS)
+        assert self._sizes is not None
+        written = [path for path in (folder / STATES).iterdir() if f"{STATES}/{path.name}" not in entries]
+        entries = entries | compute_checksums(folder, written)
+        stages = [read_stage_parameters(self._get_stage_path(stage)) for stage in range(self._sizes.pipeline)]
+        entries |= complete_checkpoint(folder, self._sizes, stages, step)
+        self._parts_bytes = sum(path.stat().st_size for path in (folder / PARTS).iterdir())
+        return entries
 
-def _complete(job: RankJob, sizes: Any, save: Any, entries: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The bytes of all parts, and the entries of all states' files, those of ranks that do not run made up."""
-    from megatron.checkpoint.manifest import STATES, compute_checksums
-    from megatron.checkpoint.sharded_state import PARTS
-    from megatron.rehearsal.missing_ranks import complete_checkpoint, read_stage_parameters
+    def _measure_checkpoint(self, checkpoint: Path) -> None:
+        from megatron.checkpoint.layout import WEIGHTS
 
-    folder = save.temporary
-    written = [path for path in (folder / STATES).iterdir() if f"{STATES}/{path.name}" not in entries]
-    entries = entries | compute_checksums(folder, written)
-    stages = [read_stage_parameters(_get_stage_path(job, stage)) for stage in range(sizes.pipeline)]
-    entries |= complete_checkpoint(folder, sizes, stages, save.state.step)
-    return sum(path.stat().st_size for path in (folder / PARTS).iterdir()), entries
-
-
-def _measure_checkpoint(checkpoint: Path) -> dict[str, int]:
-    from megatron.checkpoint.layout import WEIGHTS
-
-    files = {path: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
-    weights = files[checkpoint / WEIGHTS]
-    return {"weights": weights, "states": sum(files.values()) - weights}
+        files = {path: path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
+        weights = files[checkpoint / WEIGHTS]
+        states = sum(files.values()) - weights
+        self._result.checkpoint = {"weights": weights, "states": states, "parts": self._parts_bytes}
 
 
 def main(arguments: list[str]) -> int:
-    """`JOB`: a file that says what to do."""
+    """`JOB`: a file that says what to do; 2 where this process does not run on the null device."""
+    from megatron.rehearsal.null_device.library import load_library
     from megatron.utils.signals import end_with_parent, install_exit_handlers
 
+    try:
+        load_library()
+    except RuntimeError as error:
+        print(f"error: a rank is rehearsed on the null device alone: {error}", file=sys.stderr)
+        return 2
     install_exit_handlers()
     end_with_parent()
     threading.current_thread().name = "rank"
     job = RankJob(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
-    report = run_rank_job(job)
-    write_text_atomically(job.report, json.dumps(asdict(report)))
-    return 0 if report.error is None else 1
+    result = run_rank_job(job)
+    write_text_atomically(job.result, json.dumps(asdict(result)))
+    return 0 if result.error is None else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
               its start to its end; then the first makes the checkpoint whole
     resume    each of them goes on from that checkpoint for a step
 
-Each is a process of its own (`rank_process.py`). What they left (reports, ledgers, summaries) becomes a `Rehearsal`.
+Each is a process of its own (`rank_process.py`). What they left (results, ledgers, summaries) becomes a `Rehearsal`.
 """
 
 import json
@@ -27,7 +27,7 @@ from megatron.rehearsal.ledger import Ledger, read_ledger
 from megatron.rehearsal.matching import Mismatch, find_mismatches
 from megatron.rehearsal.null_device.cards import Card
 from megatron.rehearsal.null_device.environment import build_environment
-from megatron.rehearsal.rank_process import RankError, RankJob, RankReport
+from megatron.rehearsal.rank_process import RankError, RankJob, RankResult
 from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
 from megatron.rehearsal.roles import Role, choose_roles, list_stages
 from megatron.utils.errors import RunError, UserError
@@ -43,10 +43,10 @@ LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
-class PhaseResult:
-    """What one rank did in one phase."""
+class RankTrace:
+    """All that one rank left of one action."""
 
-    report: RankReport
+    result: RankResult
     ledger: Ledger
     summary: dict[str, Any]
     """Of the null device: peaks, counters, kernels; empty if the process was ended."""
@@ -61,11 +61,11 @@ class Rehearsal:
     run: RehearsedRun
     card: Card
     roles: list[Role]
-    trained: dict[int, PhaseResult] = field(default_factory=dict)
+    trained: dict[int, RankTrace] = field(default_factory=dict)
     """By the ranks that were run."""
-    resumed: dict[int, PhaseResult] = field(default_factory=dict)
+    resumed: dict[int, RankTrace] = field(default_factory=dict)
     mismatches: list[tuple[str, Mismatch]] = field(default_factory=list)
-    """On what ranks do not agree, and in which phase."""
+    """On what ranks do not agree, and in which action."""
     distinct_sequences: int = 0
     """Sequences of operations among the ranks that were run; pipeline stages have their own."""
     unmatched_ranks: int = 0
@@ -79,16 +79,16 @@ class Rehearsal:
     @property
     def checkpoint(self) -> dict[str, int] | None:
         """Bytes of a checkpoint; None if none was written."""
-        return self.trained[0].report.checkpoint if 0 in self.trained else None
+        return self.trained[0].result.checkpoint if 0 in self.trained else None
 
     def find_errors(self) -> list[tuple[str, int, RankError]]:
-        """Ranks that ended early: phase, rank and why."""
-        phases = ((TRAIN, self.trained), (RESUME, self.resumed))
+        """Ranks that ended early: action, rank and why."""
+        actions = ((TRAIN, self.trained), (RESUME, self.resumed))
         return [
-            (phase, rank, result.report.error)
-            for phase, results in phases
-            for rank, result in results.items()
-            if result.report.error is not None
+            (action, rank, trace.result.error)
+            for action, traces in actions
+            for rank, trace in traces.items()
+            if trace.result.error is not None
         ]
 
 
@@ -162,7 +162,7 @@ class _Execution:
         self._starts = 0
 
     def execute(self) -> None:
-        """Both phases; what they found goes to the rehearsal."""
+        """Both actions; what they found goes to the rehearsal."""
         rehearsal = self._rehearsal
         with cleanup_on_signal(self._end_processes):
             try:
@@ -208,23 +208,24 @@ class _Execution:
             self._build_job(TRAIN, 0).released.touch()
             trained[0] = self._finish(TRAIN, 0, first, spent)
 
-    def _build_job(self, phase: str, rank: int, *, waits: bool = False) -> RankJob:
-        return RankJob(str(self._folder), str(self._folder / f"{phase}.yml"), phase, rank, waits)
+    def _build_job(self, action: str, rank: int, *, waits: bool = False) -> RankJob:
+        return RankJob(
+            str(self._folder), str(self._folder / f"{action}.yml"), action, rank, self._run.devices_per_node, waits
+        )
 
-    def _start(self, phase: str, rank: int, *, waits: bool = False) -> subprocess.Popen[bytes]:
-        run, job = self._run, self._build_job(phase, rank, waits=waits)
+    def _start(self, action: str, rank: int, *, waits: bool = False) -> subprocess.Popen[bytes]:
+        run, job = self._run, self._build_job(action, rank, waits=waits)
         role = next(role for role in self._rehearsal.roles if role.rank == rank)
         self._starts += 1
         starts = len(self._ranks) * (2 if self._can_save() else 1)
-        self._progress(
-            f"{phase}: rank {rank} of {run.world_size} ({role.describe(run.sizes)}), start {self._starts} of {starts}"
-        )
-        path = self._folder / f"{phase}-{rank}.job"
+        coordinates = role.describe_coordinates(run.sizes)
+        self._progress(f"{action}: rank {rank} of {run.world_size} ({coordinates}), start {self._starts} of {starts}")
+        path = self._folder / f"{action}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         environment = build_environment(
             self._rehearsal.card,
             devices=run.devices_per_node,
-            ledger=self._folder / f"{phase}.ledger",
+            ledger=self._folder / f"{action}.ledger",
             is_lone_rank=run.world_size > 1,
             base={name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)},
         )
@@ -233,7 +234,7 @@ class _Execution:
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment["XDG_CACHE_HOME"] = str(self._folder / "cache")  # nothing of a null device's is kept for a real one
         try:
-            with open(self._folder / f"{phase}-{rank}.out", "wb") as output:
+            with open(self._folder / f"{action}-{rank}.out", "wb") as output:
                 process = subprocess.Popen(
                     [*self._command, str(path)],
                     env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -243,7 +244,7 @@ class _Execution:
         self._processes.append(process)
         return process
 
-    def _finish(self, phase: str, rank: int, process: subprocess.Popen[bytes], spent: float = 0.0) -> PhaseResult:
+    def _finish(self, action: str, rank: int, process: subprocess.Popen[bytes], spent: float = 0.0) -> RankTrace:
         """What a rank did, once its process has ended.
 
         Raises UserError: the run refuses its configuration, which all ranks would.
@@ -252,25 +253,25 @@ class _Execution:
         code = process.wait()
         self._processes.remove(process)
         seconds = spent + time.monotonic() - begin
-        job, ledgers = self._build_job(phase, rank), self._folder / f"{phase}.ledger"
-        if job.report.is_file():
-            report = RankReport.read(job.report)
+        job, ledgers = self._build_job(action, rank), self._folder / f"{action}.ledger"
+        if job.result.is_file():
+            result = RankResult.read(job.result)
         else:
-            report = RankReport(rank, error=self._describe_end(phase, rank, code))
-        if report.error is not None and report.error.kind == "user":
-            raise UserError(report.error.message)
-        if report.error is not None and report.error.kind == "unexpected":
-            report.error.message += f"; the traceback is in {self._keep_traceback(phase, rank)}"
+            result = RankResult(rank, error=self._describe_end(action, rank, code))
+        if result.error is not None and result.error.kind == "user":
+            raise UserError(result.error.message)
+        if result.error is not None and result.error.kind == "unexpected":
+            result.error.message += f"; the traceback is in {self._keep_traceback(action, rank)}"
         summary: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             summary = json.loads((ledgers / f"rank-{rank}.summary.json").read_text(encoding="utf-8"))
         with suppress(RunError):  # of a process that was killed the last line may be torn
-            return PhaseResult(report, read_ledger(ledgers / f"rank-{rank}.jsonl", rank), summary, seconds)
-        return PhaseResult(report, Ledger(rank, ()), summary, seconds)
+            return RankTrace(result, read_ledger(ledgers / f"rank-{rank}.jsonl", rank), summary, seconds)
+        return RankTrace(result, Ledger(rank, ()), summary, seconds)
 
-    def _describe_end(self, phase: str, rank: int, code: int) -> RankError:
-        """Why a process left no report."""
-        lines = (self._folder / f"{phase}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
+    def _describe_end(self, action: str, rank: int, code: int) -> RankError:
+        """Why a process left no result."""
+        lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
             hint = ": does this machine's memory suffice?" if name == "SIGKILL" else ""
@@ -278,25 +279,25 @@ class _Execution:
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))
 
-    def _keep_traceback(self, phase: str, rank: int) -> str:
+    def _keep_traceback(self, action: str, rank: int) -> str:
         """A copy of a rank's traceback, which outlives the folder."""
-        source = Path(f"{self._build_job(phase, rank).report}.traceback")
+        source = Path(f"{self._build_job(action, rank).result}.traceback")
         handle, name = tempfile.mkstemp(prefix="farfield-", suffix=".log")
         os.close(handle)
         with suppress(OSError):
             shutil.copyfile(source, name)
         return name
 
-    def _match(self, phase: str, results: dict[int, PhaseResult]) -> None:
-        """Compare the collectives of all ranks that get to the end of a phase."""
+    def _match(self, action: str, traces: dict[int, RankTrace]) -> None:
+        """Compare the collectives of all ranks that get to the end of an action."""
         rehearsal, sizes = self._rehearsal, self._run.sizes
-        whole = {rank: result.ledger for rank, result in results.items() if result.report.error is None}
+        whole = {rank: trace.ledger for rank, trace in traces.items() if trace.result.error is None}
         ledgers: dict[int, Ledger] = {}
         for role in rehearsal.roles:
             if role.rank in whole:
                 ledgers |= {rank: whole[role.rank].translate(rank, sizes) for rank in role.stands_for}
-        rehearsal.mismatches += [(phase, mismatch) for mismatch in find_mismatches(ledgers, sizes)]
-        if phase == TRAIN:
+        rehearsal.mismatches += [(action, mismatch) for mismatch in find_mismatches(ledgers, sizes)]
+        if action == TRAIN:
             rehearsal.distinct_sequences = len({hash(ledger.normalize(sizes)) for ledger in whole.values()})
             rehearsal.unmatched_ranks = sizes.world_size - len(ledgers)
 

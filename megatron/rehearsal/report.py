@@ -21,7 +21,7 @@ from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import Cluster
-from megatron.rehearsal.rehearse import RESUME, TRAIN, PhaseResult, Rehearsal
+from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.roles import find_varying_dimensions
 from megatron.training.resolve_run import BUILT_BYTES
@@ -73,13 +73,13 @@ class RehearsalReport:
     def judge(self, rank: int) -> Verdict:
         """Does a rank's part of the run fit its card?"""
         rehearsal = self.rehearsal
-        results = self._list_results(rank)
-        kinds = {result.report.error.kind for result in results if result.report.error is not None}
+        results = [trace.result for trace in self._list_traces(rank)]
+        kinds = {result.error.kind for result in results if result.error is not None}
         if "memory" in kinds:
             return "out of memory"
         if kinds:
             return "failed"
-        reserved = max(result.report.peak_reserved for result in results)
+        reserved = max(result.peak_reserved for result in results)
         card = rehearsal.card.memory
         unmodelled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
         return "tight" if reserved > TIGHT_SHARE * card or reserved + unmodelled > card else "fits"
@@ -103,8 +103,8 @@ class RehearsalReport:
     def find_peak(self, rank: int) -> tuple[int, int, str]:
         """Bytes of a rank's tensors and of its allocator at the worst moment, and in which phase that was."""
         peaks: dict[str, tuple[int, int]] = {}
-        for result in self._list_results(rank):
-            for phase, peak in result.report.peaks.items():
+        for trace in self._list_traces(rank):
+            for phase, peak in trace.result.peaks.items():
                 before = peaks.get(phase, (0, 0))
                 peaks[phase] = (max(before[0], peak[0]), max(before[1], peak[1]))
         if not peaks:
@@ -112,14 +112,14 @@ class RehearsalReport:
         phase = max(peaks, key=lambda name: peaks[name][0])
         return peaks[phase][0], max(reserved for _, reserved in peaks.values()), phase
 
-    def _list_results(self, rank: int) -> list[PhaseResult]:
-        return [results[rank] for results in (self.rehearsal.trained, self.rehearsal.resumed) if rank in results]
+    def _list_traces(self, rank: int) -> list[RankTrace]:
+        return [traces[rank] for traces in (self.rehearsal.trained, self.rehearsal.resumed) if rank in traces]
 
     def estimate_planned_memory(self, rank: int) -> int | None:
         """Bytes that `plan` says for a rank's pipeline stage; None where nothing is known of its method."""
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
-        backend = self.rehearsal.trained[rank].report.attention_backend  # that which the check on it took
+        backend = self.rehearsal.trained[rank].result.attention_backend  # that which the check on it took
         try:
             return estimate_memory(
                 run.config,
@@ -163,8 +163,8 @@ class RehearsalReport:
         """Triton kernels that were compiled and loaded, each as often as it was compiled otherwise: name, registers of
         a thread, bytes of its stack (what did not fit into them) and of a block's shared memory, and launches."""
         found: dict[tuple[Any, ...], int] = defaultdict(int)
-        for result in self.rehearsal.trained.values():
-            for kernel in result.summary.get("kernels", ()):
+        for trace in self.rehearsal.trained.values():
+            for kernel in trace.summary.get("kernels", ()):
                 found[kernel["name"], kernel["registers"], kernel["stack"], kernel["shared"]] += kernel["launches"]
         names = ("name", "registers", "stack", "shared", "launches")
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
@@ -178,14 +178,14 @@ class RehearsalReport:
     @property
     def attention(self) -> str | None:
         """The backend that was taken."""
-        backends = (result.report.attention_backend for result in self.rehearsal.trained.values())
+        backends = (trace.result.attention_backend for trace in self.rehearsal.trained.values())
         return next(filter(None, backends), None)
 
     def list_fallbacks(self) -> list[str]:
         """Which calls PyTorch computes instead of a kernel, and why."""
-        reports = [result.report for result in self.rehearsal.trained.values()]
-        reasons = [f"attention in {report.row_blocks_reason}" for report in reports if report.row_blocks_reason]
-        return list(dict.fromkeys([*reasons, *(line for report in reports for line in report.warnings)]))
+        results = [trace.result for trace in self.rehearsal.trained.values()]
+        reasons = [f"attention in {result.row_blocks_reason}" for result in results if result.row_blocks_reason]
+        return list(dict.fromkeys([*reasons, *(line for result in results for line in result.warnings)]))
 
     @cached_property
     def disk(self) -> dict[str, Any] | None:
@@ -230,18 +230,18 @@ class RehearsalReport:
     @property
     def host_bytes(self) -> int | None:
         """Of a node's memory, what its ranks take together to build the model."""
-        reports = [result.report for result in self.rehearsal.trained.values()]
-        sizes = [report.rank_parameters for report in reports if report.rank_parameters is not None]
+        results = [trace.result for trace in self.rehearsal.trained.values()]
+        sizes = [result.rank_parameters for result in results if result.rank_parameters is not None]
         return BUILT_BYTES * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
 
     def list_covered(self) -> list[str]:
         """What was executed, as far as every rank that was run came."""
         rehearsal = self.rehearsal
-        reports = [result.report for result in rehearsal.trained.values()]
-        phases = set.intersection(*(set(report.peaks) for report in reports))
-        steps = all("report" in report.peaks and report.error is None for report in reports)
+        results = [trace.result for trace in rehearsal.trained.values()]
+        phases = set.intersection(*(set(result.peaks) for result in results))
+        steps = "report" in phases and all(result.error is None for result in results)
         parts = [
-            (True, f"{len(reports)} of {rehearsal.world_size} ranks ran: parse, launch, groups"),
+            (True, f"{len(results)} of {rehearsal.world_size} ranks ran: parse, launch, groups"),
             ("data" in phases, "model, engine, data"),
             (steps, f"{STEPS} steps"),
             ("validate" in phases, "validation"),
@@ -258,7 +258,7 @@ class RehearsalReport:
             "exit_code": self.exit_code,
             "gpus": run.world_size,
             "gpus_per_node": run.devices_per_node,
-            "ranks": asdict(run.sizes),
+            "mesh": asdict(run.sizes),
             "card": {"name": rehearsal.card.name, "memory": rehearsal.card.memory,
                      "architecture": rehearsal.card.architecture},
             "notes": list(run.notes),
@@ -269,9 +269,9 @@ class RehearsalReport:
                 "source": "literature figures, not measured here",
             },
             "mismatches": [
-                {"phase": phase, "kind": found.kind, "ranks": list(found.ranks),
+                {"action": action, "kind": found.kind, "ranks": list(found.ranks),
                  "group": list(found.communicator.ranks), "call": found.index, "message": found.message}
-                for phase, found in rehearsal.mismatches
+                for action, found in rehearsal.mismatches
             ],
             "distinct_sequences": rehearsal.distinct_sequences,
             "unmatched_ranks": rehearsal.unmatched_ranks,
@@ -288,21 +288,23 @@ class RehearsalReport:
         }  # fmt: skip
 
     def _role_to_dict(self, rank: int, stands_for: tuple[int, ...]) -> dict[str, Any]:
-        results, rehearsal = self._list_results(rank), self.rehearsal
-        if not results:
+        traces, rehearsal = self._list_traces(rank), self.rehearsal
+        if not traces:
             return {"rank": rank, "stands_for": list(stands_for)}
         allocated, reserved, phase = self.find_peak(rank)
-        errors = [{"while": name, **asdict(error)} for name, number, error in rehearsal.find_errors() if number == rank]
+        errors = [
+            {"action": name, **asdict(error)} for name, number, error in rehearsal.find_errors() if number == rank
+        ]
         return {
             "rank": rank,
             "stands_for": list(stands_for),
-            "role": next(role for role in rehearsal.roles if role.rank == rank).describe(rehearsal.run.sizes),
+            "coordinates": dict(rehearsal.run.sizes.coordinates(rank)),
             "verdict": self.judge(rank),
             "peak_allocated": allocated,
             "peak_reserved": reserved,
             "peak_phase": phase,
             "peaks": {
-                name: {phase: list(peak) for phase, peak in by_rank[rank].report.peaks.items()}
+                name: {phase: list(peak) for phase, peak in by_rank[rank].result.peaks.items()}
                 for name, by_rank in ((TRAIN, rehearsal.trained), (RESUME, rehearsal.resumed))
                 if rank in by_rank
             },
@@ -310,10 +312,10 @@ class RehearsalReport:
             "errors": errors,
             "communicators": self.count_communicators(rank),
             "collectives": [asdict(row) for row in self.summarize_collectives(rank)],
-            "counters": results[0].summary.get("counters", {}),
-            "stub_calls": results[0].summary.get("stub_calls", {}),
-            "cpu_seconds": sum(result.report.seconds for result in results),
-            "seconds": sum(result.seconds for result in results),
+            "counters": traces[0].summary.get("counters", {}),
+            "stub_calls": traces[0].summary.get("stub_calls", {}),
+            "cpu_seconds": sum(trace.result.seconds for trace in traces),
+            "seconds": sum(trace.seconds for trace in traces),
         }
 
 

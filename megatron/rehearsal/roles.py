@@ -20,14 +20,15 @@ INNER_DIMENSIONS: tuple[Dimension, ...] = ("tensor", "context", "data")
 
 @dataclass(frozen=True)
 class Role:
-    """A rank that is run."""
+    """Ranks of one pipeline stage that do the same, and the one of them that is run."""
 
     rank: int
+    """The one that is run."""
     stands_for: tuple[int, ...]
-    """All ranks of its pipeline stage that it represents, itself included, in order."""
+    """All of them, in order."""
 
-    def describe(self, sizes: ParallelSizes) -> str:
-        """Its coordinates along the dimensions that have more than one rank: `stage 1, tensor 0, data 3`."""
+    def describe_coordinates(self, sizes: ParallelSizes) -> str:
+        """Of the rank that is run, along the dimensions that have more than one: `stage 1, tensor 0, data 3`."""
         coordinates = sizes.coordinates(self.rank)
         names = {"pipeline": "stage"}
         parts = [
@@ -39,7 +40,7 @@ class Role:
 
 
 def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles") -> list[Role]:
-    """The ranks to run, in the order of ranks.
+    """The roles whose ranks are run, in the order of ranks.
 
     Args:
         sizes: of the mesh.

@@ -2,15 +2,10 @@
 
 The states that a rehearsal saves are void, almost all of them zeros, and those of a large model would fill the disk of
 the machine it runs on. Blocks of zeros are therefore left out of files, which have their full size all the same and
-read as if they were there.
+read as if they were there (`SaveHooks.open_file`).
 """
 
-import builtins
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 _POLYNOMIAL = 0xEDB88320
 """Of CRC-32, its bits reversed as zlib has them."""
@@ -20,7 +15,7 @@ class SparseFile:
     """A file that is written from its beginning to its end, zeros left out. Args: path, which is replaced."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = builtins.open(path, "wb")  # noqa: SIM115
+        self._file = open(path, "wb")  # noqa: SIM115
 
     def __enter__(self) -> "SparseFile":
         return self
@@ -58,18 +53,6 @@ def is_zero(block: bytes | memoryview) -> bool:
     view = memoryview(block)
     # Its beginning, and then each byte against the one before: compared by the C library.
     return not any(view[:16]) and view[16:] == view[:-16]
-
-
-@contextmanager
-def sparse_checkpoints() -> Iterator[None]:
-    """Inside it, the files of checkpoints are written without their zeros."""
-    from megatron.checkpoint import tensor_files
-
-    def open_file(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
-        return SparseFile(path) if mode == "wb" else builtins.open(path, mode, *arguments, **options)
-
-    with mock.patch.object(tensor_files, "open", open_file, create=True):
-        yield
 
 
 def crc32_with_zeros(checksum: int, size: int) -> int:

@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.sharded_state import PinnedStagingBuffers
+
 MIN_ELEMENTS = 1 << 16
 """Smaller tensors keep their values: those of encodings and processors, norms, batches."""
 
@@ -23,8 +25,7 @@ MIN_ELEMENTS = 1 << 16
 @contextmanager
 def without_weight_values() -> Iterator[None]:
     """Inside it, models are built without drawing their weights, and large floating-point tensors of the host come to
-    the device, or to another type, without what is in them; copies of states to the host (checkpoints) have zeros."""
-    from megatron.checkpoint.sharded_state import PinnedStagingBuffers
+    the device, or to another type, without what is in them."""
     from megatron.model.megatron_core import ColumnParallelLinear
 
     layers = sys.modules[ColumnParallelLinear.__module__]  # where megatron-core's divided layers draw their weights
@@ -36,21 +37,22 @@ def without_weight_values() -> Iterator[None]:
         if not skip_set_tensor_parallel_attributes:
             layers.set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
 
-    def copy_to_host(self: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        size = sum(tensor.numel() for tensor in tensors.values())
-        if self._memory.numel() != size:
-            self._memory = _reserve_zeros(size)
-        parts = self._memory.split([tensor.numel() for tensor in tensors.values()])
-        return dict(zip(tensors, parts, strict=True))
-
     with (
         mock.patch.object(layers, "_initialize_affine_weight_cpu", mark_divided),
-        mock.patch.object(PinnedStagingBuffers, "copy_to_host", copy_to_host),
         mock.patch.object(Tensor, "to", _without_values(Tensor.to)),
         mock.patch.object(Tensor, "bfloat16", _without_values(Tensor.bfloat16)),
         mock.patch.object(Tensor, "half", _without_values(Tensor.half)),
     ):
         yield
+
+
+class ZeroStagingBuffers(PinnedStagingBuffers):
+    """Zeros in the place of copies of a rank's states."""
+
+    def copy_to_host(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros of the size of each tensor."""
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        return dict(zip(tensors, _reserve_zeros(sum(sizes)).split(sizes), strict=True))
 
 
 def _reserve_zeros(size: int) -> Tensor:

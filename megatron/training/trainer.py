@@ -15,14 +15,15 @@ in the data, the interval that was not reported yet, the guard of the loss.
 
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from megatron.checkpoint.saver import Saver
+from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.config.schema import Config
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
@@ -36,7 +37,7 @@ from megatron.training.reporters import report_to_all
 from megatron.training.resolve_run import resolve_run
 from megatron.training.training_run import TrainingRun, build_training_run
 from megatron.training.validate import Validator, is_test_done
-from megatron.training.watchdog import HangHandler, Watchdog
+from megatron.training.watchdog import HangHandler, PhaseListener, Watchdog
 from megatron.utils.errors import RunError, is_out_of_memory
 from megatron.utils.signals import GracefulStop
 
@@ -61,6 +62,19 @@ class TrainResult:
     def exit_code(self) -> int:
         """0, or 128 + n if signal n ended the run before its last step, as shells have it (143 for SIGTERM)."""
         return 0 if self.signal is None else 128 + self.signal
+
+
+@dataclass(frozen=True)
+class TrainingHooks:
+    """What a caller from Python has done beside the training of its process; as it stands, nothing. No key and no
+    variable of the environment sets it."""
+
+    on_phase: PhaseListener | None = None
+    on_built: Callable[[TrainingRun], None] = lambda run: None
+    """Called with the run when it is ready for its first step, and again each time it goes back."""
+    kept_backend: str | None = None
+    """Of attention, see `build_training_run`."""
+    save: SaveHooks = field(default_factory=SaveHooks)
 
 
 class RollbackRequested(Exception):
@@ -96,6 +110,7 @@ def train_resolved(
     on_hang: HangHandler | None = None,
     *,
     stderr_fd: int = 2,
+    hooks: TrainingHooks | None = None,
 ) -> TrainResult:
     """Train a model. Every process of the run calls this with the same configuration.
 
@@ -106,6 +121,7 @@ def train_resolved(
         on_hang: ends this process when a rank hangs, which its main thread may not be able to; if absent with a line on
             standard error.
         stderr_fd: the descriptor that the user reads errors from; 2 may point to a log.
+        hooks: of the caller.
 
     Returns:
         How the run ended: at its last step, or at a signal (`exit_code`).
@@ -114,12 +130,12 @@ def train_resolved(
         UserError: what the user wrote cannot be done.
         RunError: the loss stayed non-finite, a disk is full, a file is damaged: says which checkpoint is the last good.
     """
-    start_time = time.perf_counter()
+    start_time, hooks = time.perf_counter(), hooks or TrainingHooks()
     rollback: Rollback | None = None
     while True:
         reporter = ConsoleReporter(console, config.training.train_iters)
         try:
-            outcome = _run_attempt(config, rank_info, reporter, start_time, on_hang, rollback, stderr_fd)
+            outcome = _run_attempt(config, rank_info, reporter, start_time, on_hang, rollback, stderr_fd, hooks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -138,11 +154,13 @@ def _run_attempt(
     on_hang: HangHandler | None,
     rollback: Rollback | None,
     stderr_fd: int,
+    hooks: TrainingHooks,
 ) -> TrainResult | Rollback:
     """One start of a run, to its end or to where it goes back: as if it were started anew, by the same path."""
-    run = build_training_run(config, rank_info, console, rollback)
+    run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
     try:
-        trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd)
+        hooks.on_built(run)
+        trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd, hooks)
         try:
             return trainer.train()
         finally:
@@ -160,7 +178,7 @@ class Trainer:
     Args:
         run: the run, ready to take its next step.
         start_time: when `train` was called, by `time.perf_counter`.
-        on_hang, stderr_fd: as of `train`.
+        on_hang, stderr_fd, hooks: as of `train_resolved`.
         rollback: by which this start of the run began, if it did.
     """
 
@@ -171,14 +189,21 @@ class Trainer:
         on_hang: HangHandler | None = None,
         rollback: Rollback | None = None,
         stderr_fd: int = 2,
+        hooks: TrainingHooks | None = None,
     ) -> None:
         self.run, self.start_time = run, start_time
+        hooks = hooks or TrainingHooks()
         config, groups = run.config, run.groups
         folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self.watchdog = Watchdog(
-            groups, timeout=config.launch.hang_timeout, folder=folder, on_hang=on_hang, stderr_fd=stderr_fd
+            groups,
+            timeout=config.launch.hang_timeout,
+            folder=folder,
+            on_hang=on_hang,
+            stderr_fd=stderr_fd,
+            on_phase=hooks.on_phase,
         )
-        self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint)
+        self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint, hooks=hooks.save)
         self.data_position = run.data_position
         self.interval = IntervalMetrics(groups, run.peak_tflops)
         self.guard = LossGuard(config, run.engine, groups, self._finish_saving, rollback)

@@ -201,7 +201,11 @@ class TrainingRun:
 
 
 def build_training_run(
-    config: Config, rank_info: RankInfo, console: ConsoleReporter, rollback: Rollback | None = None
+    config: Config,
+    rank_info: RankInfo,
+    console: ConsoleReporter,
+    rollback: Rollback | None = None,
+    kept_backend: str | None = None,
 ) -> TrainingRun:
     """Build a run from its configuration. Every process calls this; only the first one's console is used.
 
@@ -210,6 +214,8 @@ def build_training_run(
         rank_info: which of the run's processes this is.
         console: where the first process reports.
         rollback: the run went back because of its loss; the data that did it are skipped.
+        kept_backend: what attention is computed with if it is right, where attention_backend is auto
+            (`AttentionTarget`).
 
     Raises:
         UserError: the configuration, the data and what is there to start from do not fit together.
@@ -221,7 +227,7 @@ def build_training_run(
         if rollback is not None:
             resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
         with _announce_resume(console, session, resume):
-            run = build_components(config, session, resume, console)
+            run = build_components(config, session, resume, console, kept_backend)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -238,7 +244,11 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 
 def build_components(
-    config: Config, session: TrainingSession, resume: ResumePlan, console: ConsoleReporter
+    config: Config,
+    session: TrainingSession,
+    resume: ResumePlan,
+    console: ConsoleReporter,
+    kept_backend: str | None = None,
 ) -> TrainingRun:
     """Data, model and engine of a run that starts from `resume`, its states still fresh. All processes must call this.
 
@@ -268,6 +278,7 @@ def build_components(
         batch=training.train_micro_batch_size_per_gpu,
         length=max(datasets.lengths),
         resumed_run=None if resume.checkpoint is None else get_run_of_checkpoint(resume.checkpoint),
+        kept_backend=kept_backend,
     )
     model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed, target=target)
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):

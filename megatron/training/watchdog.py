@@ -67,6 +67,10 @@ HangHandler = Callable[[HangError, bool], None]
 """Ends this process at once, for its main thread may never come back. True: this rank is the one that tells it."""
 
 
+PhaseListener = Callable[[str, int], None]
+"""Hears of a phase of a step."""
+
+
 def exit_on_hang(error: HangError, report: bool) -> None:
     """End the process, with a line on standard error."""
     if report:
@@ -134,6 +138,7 @@ class Watchdog:
         folder: the run's, for heartbeat and stacks; None: neither is written to files.
         on_hang: ends the process with the error.
         stderr_fd: the descriptor that the user reads errors from.
+        on_phase: called with each phase that this rank enters, and its step, before it does.
     """
 
     def __init__(
@@ -144,7 +149,9 @@ class Watchdog:
         folder: Path | None,
         on_hang: HangHandler | None = None,
         stderr_fd: int = 2,
+        on_phase: PhaseListener | None = None,
     ) -> None:
+        self._on_phase = on_phase
         self.groups, self.timeout, self.folder, self.on_hang = groups, timeout, folder, on_hang or exit_on_hang
         self._store = HeartbeatStore(groups)
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
@@ -179,6 +186,8 @@ class Watchdog:
 
     def enter_phase(self, phase: str, step: int) -> None:
         """This rank begins a phase of a step."""
+        if self._on_phase is not None:
+            self._on_phase(phase, step)
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:

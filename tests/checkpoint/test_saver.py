@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import threading
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,14 @@ from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
 
 from megatron.checkpoint import engine_state, manifest, sharded_state
+from megatron.checkpoint.saver import Entries, SaveHooks
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.data.load_tokenizer import load_tokenizer
-from megatron.training.trainer import train
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.training.resolve_run import resolve_run
+from megatron.training.trainer import TrainingHooks, train, train_resolved
 from megatron.utils.errors import RunError
 
 
@@ -142,9 +147,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     written is what the weights were before them."""
     asked, usual = threading.Event(), sharded_state.Snapshot.write
 
-    def slowly(self: sharded_state.Snapshot, checkpoint: Path) -> Any:
+    def slowly(self: sharded_state.Snapshot, checkpoint: Path, *arguments: Any) -> Any:
         assert asked.wait(30)
-        return usual(self, checkpoint)
+        return usual(self, checkpoint, *arguments)
 
     class Screen(io.StringIO):
         def write(self, text: str) -> int:
@@ -166,6 +171,45 @@ def test_training_goes_on_while_a_checkpoint_is_written(
             load_file(tmp_path / run / "checkpoints" / name / "model.safetensors") for run in ("usual", "slow")
         )
         assert all(torch.equal(one[weight], other[weight]) for weight in one)
+
+
+def test_hooks_of_a_caller_hear_of_a_run_and_of_its_saves(corpus: Path, tmp_path: Path) -> None:
+    """What a checkpoint holds is the same, whoever listens."""
+    heard: list[tuple[Any, ...]] = []
+
+    def complete(folder: Path, step: int, entries: Entries) -> Entries:
+        heard.append(("complete", folder.name, step, sorted(entries)))
+        return entries
+
+    def open_file(path: Path) -> Any:
+        heard.append(("open", path.name))
+        return open(path, "wb")
+
+    save = SaveHooks(open_file=open_file, complete=complete, on_published=lambda path: heard.append(("is", path.name)))
+    hooks = TrainingHooks(
+        on_phase=lambda phase, step: heard.append((phase, step)),
+        on_built=lambda run: heard.append(("built", run.parameters)),
+        save=save,
+    )
+    configs = [tiny_config(corpus, tmp_path / name, train_iters=2) for name in ("heard", "usual")]
+    resolved = [resolve_run(config, LocalHardware(0, 1)).config for config in configs]
+    result = train_resolved(resolved[0], RankInfo(), hooks=hooks)
+    train_resolved(resolved[1], RankInfo())
+    saves = [entry for entry in heard if entry[0] in ("open", "complete", "is")]
+    name, states = "step_0000002", "rank_00000.safetensors"
+    assert saves == [
+        ("open", states), ("open", states), ("complete", f".{name}.tmp", 2, [f"states/{states}"]),
+        ("open", "model.safetensors"), ("is", name),
+    ]  # fmt: skip
+    assert heard[0][0] == "built"
+    phases = [phase for phase, *_ in heard if phase not in ("open", "complete", "is", "built")]
+    assert [phase for phase, _ in groupby(phases)][:6] == [
+        "start", "data", "reduce", "forward and backward", "step", "report"
+    ]  # fmt: skip
+    assert result.checkpoint is not None
+    one, other = (tmp_path / run / "checkpoints" / name for run in ("heard", "usual"))
+    for path in ("model.safetensors", f"states/{states}"):
+        assert (one / path).read_bytes() == (other / path).read_bytes()
 
 
 def test_a_disk_that_refuses_in_the_background_ends_the_run_at_the_next_step(

@@ -55,7 +55,7 @@ def test_a_run_over_tensor_and_pipeline_ranks_from_files_to_a_resume(tmp_path: P
         assert 0 < role["peak_allocated"] <= role["peak_reserved"]
         operations = {row["operation"] for row in role["collectives"]}
         assert {"send", "recv", "all_reduce"} <= operations
-    parameters = next(iter(report.rehearsal.trained.values())).report.parameters or 0
+    parameters = next(iter(report.rehearsal.trained.values())).result.parameters or 0
     assert result["disk"]["weights"] > 4 * parameters
     assert result["disk"]["states"] > 8 * parameters
     assert set(report.rehearsal.resumed) == {0, 1, 2, 3}
@@ -68,8 +68,8 @@ def test_a_rank_that_skips_a_sum_is_named_with_its_group_and_line() -> None:
     report = run_small("precision=fp32", "model_parallel_size=2", gpus=2, command=command)
     assert report.exit_code == 1
     assert report.verdict == "fits", "each rank by itself is well"
-    (phase, found), *_ = report.rehearsal.mismatches
-    assert (phase, found.communicator.ranks) == ("train", (0, 1))
+    (action, found), *_ = report.rehearsal.mismatches
+    assert (action, found.communicator.ranks) == ("train", (0, 1))
     assert "all_reduce" in found.message
     assert "rank 0" in found.message or "rank 1" in found.message
     assert not report.rehearsal.resumed
@@ -78,8 +78,8 @@ def test_a_rank_that_skips_a_sum_is_named_with_its_group_and_line() -> None:
 def test_a_card_that_is_too_small_is_named_with_the_operation() -> None:
     report = run_small("precision=fp32", "train_micro_batch_size_per_gpu=8", gpus=1, gib=0.1)
     assert (report.verdict, report.exit_code) == ("out of memory", 1)
-    ((phase, rank, error),) = report.rehearsal.find_errors()
-    assert (phase, rank, error.kind) == ("train", 0, "memory")
+    ((action, rank, error),) = report.rehearsal.find_errors()
+    assert (action, rank, error.kind) == ("train", 0, "memory")
     assert "CUDA out of memory. Tried to allocate" in error.message
     assert error.where, "a line of ours"
     json.dumps(report.to_dict())

@@ -32,7 +32,7 @@ def fake_run(monkeypatch):
     """Replace the training by a function of the log."""
 
     def _fake(body):
-        monkeypatch.setattr(worker, "run_rank", lambda config, log, rank_info: body(log))
+        monkeypatch.setattr(worker, "run_rank", lambda config, log, rank_info, hooks: body(log))
 
     return _fake
 
@@ -113,7 +113,7 @@ def test_a_rank_that_somebody_else_started_trains_in_this_process(fake_run, monk
     monkeypatch.setattr(
         local_launcher.worker,
         "run_rank",
-        lambda config, log, rank_info: seen.update(os.environ, rank=rank_info.rank) or 143,
+        lambda config, log, rank_info, hooks: seen.update(os.environ, rank=rank_info.rank) or 143,
     )
     started = LaunchContext(RankInfo(rank, 8, rank % 4, 4), "gpu08", 2345, 2345, cores=3)
     monkeypatch.setenv("SLURM_JOB_ID", "17")

@@ -27,7 +27,7 @@ from megatron.rehearsal.missing_ranks import (
     write_stage_parameters,
 )
 from megatron.rehearsal.missing_ranks import _dump as dump_pieces
-from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros, is_zero, sparse_checkpoints
+from megatron.rehearsal.sparse_files import SparseFile, crc32_with_zeros, is_zero
 
 SIZES = ParallelSizes(tensor=2, data=4, pipeline=2)
 DIVIDED = StageParameter("layer.weight", (6, 10), 0, 1, False)
@@ -119,8 +119,7 @@ def test_checksum_of_zeros_that_nobody_reads(size):
 def test_files_without_their_zeros_read_as_if_they_had_them(tmp_path):
     tensors = {"a": torch.zeros(1 << 20), "b": torch.arange(5.0), "c": torch.zeros(1 << 18)}
     plain = write_tensors(tmp_path / "plain", tensors, {})
-    with sparse_checkpoints():
-        sparse = write_tensors(tmp_path / "sparse", tensors, {})
+    sparse = write_tensors(tmp_path / "sparse", tensors, {}, SparseFile)
     assert sparse == plain
     assert (tmp_path / "sparse").read_bytes() == (tmp_path / "plain").read_bytes()
     assert (tmp_path / "sparse").stat().st_blocks * 512 < 1 << 20

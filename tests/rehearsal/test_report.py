@@ -13,8 +13,8 @@ from megatron.rehearsal.ledger import Ledger
 from megatron.rehearsal.matching import find_mismatches
 from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.print_report import print_report
-from megatron.rehearsal.rank_process import RankError, RankReport, describe_rank_error
-from megatron.rehearsal.rehearse import PhaseResult, Rehearsal
+from megatron.rehearsal.rank_process import RankError, RankResult, describe_rank_error
+from megatron.rehearsal.rehearse import RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import plan_rehearsal
 from megatron.rehearsal.report import GIB, RehearsalReport, count_kept_checkpoints
 from megatron.rehearsal.roles import choose_roles
@@ -36,11 +36,11 @@ def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
             "forward and backward": (int(gib * GIB / 2) + 1,) * 2,
         }
         peaks["save"] = (0, int(gib * GIB))
-        report = RankReport(role.rank, peaks, error, 125 * 10**6, 125 * 10**6, attention_backend="triton")
-        report.warnings = ["dropout is left to PyTorch"]
-        report.checkpoint = CHECKPOINT if role.rank == 0 and error is None else None
+        result = RankResult(role.rank, peaks, error, 125 * 10**6, 125 * 10**6, attention_backend="triton")
+        result.warnings = ["dropout is left to PyTorch"]
+        result.checkpoint = CHECKPOINT if role.rank == 0 and error is None else None
         summary = {"kernels": [KERNEL], "counters": {"launches": 3}}
-        rehearsal.trained[role.rank] = PhaseResult(report, ledgers[role.rank], summary, 1.0)
+        rehearsal.trained[role.rank] = RankTrace(result, ledgers[role.rank], summary, 1.0)
     return rehearsal
 
 

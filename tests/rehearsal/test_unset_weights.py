@@ -3,10 +3,9 @@
 import torch
 from models import build_model
 
-from megatron.checkpoint.sharded_state import PinnedStagingBuffers
 from megatron.distributed.sharding import get_shard_spec
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.rehearsal.unset_weights import MIN_ELEMENTS, without_weight_values
+from megatron.rehearsal.unset_weights import MIN_ELEMENTS, ZeroStagingBuffers, without_weight_values
 
 OPTIONS = ModelOptions(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, activation="swiglu")
 
@@ -32,7 +31,7 @@ def test_large_weights_change_their_type_without_what_is_in_them():
         assert (large.bfloat16().dtype, large.bfloat16().shape) == (torch.bfloat16, large.shape)
         assert torch.equal(small.bfloat16(), torch.ones(8, dtype=torch.bfloat16))
         assert large.to("cpu") is large
-        copies = PinnedStagingBuffers().copy_to_host({"a": large, "b": small, "none": torch.empty(0)})
+        copies = ZeroStagingBuffers().copy_to_host({"a": large, "b": small, "none": torch.empty(0)})
     assert {name: copy.shape for name, copy in copies.items()} == {"a": large.shape, "b": small.shape, "none": (0,)}
     assert not copies["a"].any()
     assert torch.equal(large.half(), torch.ones(MIN_ELEMENTS, dtype=torch.half)), "outside it nothing is changed"

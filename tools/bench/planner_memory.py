@@ -35,7 +35,7 @@ from megatron.launch.rank_group import find_free_port  # noqa: E402
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory  # noqa: E402
 from megatron.rehearsal.null_device.cards import get_card  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
-from megatron.rehearsal.rank_process import RankJob, RankReport  # noqa: E402
+from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
 
 BACKENDS = {
@@ -135,16 +135,16 @@ def measure_peak(case: Case, run: RehearsedRun) -> tuple[int, str] | str:
         config = run.build_config(folder).replace(save=None)
         config.save(folder / "train.yml")
         for rank in sorted({0, case.rank}):  # the first one makes the index of samples
-            report = run_rank(run, rank, folder)
-            if report.error is not None:
-                return f"rank {rank}: {report.error.message}"
-    phase, (allocated, _) = max(report.peaks.items(), key=lambda item: item[1][0])
+            result = run_rank(run, rank, folder)
+            if result.error is not None:
+                return f"rank {rank}: {result.error.message}"
+    phase, (allocated, _) = max(result.peaks.items(), key=lambda item: item[1][0])
     return allocated, phase
 
 
-def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankReport:
+def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
     """Train one rank in a process of its own."""
-    job = RankJob(str(folder), str(folder / "train.yml"), "train", rank)
+    job = RankJob(str(folder), str(folder / "train.yml"), "train", rank, run.devices_per_node)
     path = folder / f"train-{rank}.job"
     path.write_text(json.dumps(asdict(job)), encoding="utf-8")
     environment = build_environment(
@@ -156,9 +156,9 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankReport:
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     command = [sys.executable, "-m", "megatron.rehearsal.rank_process", str(path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    if not job.report.is_file():
-        sys.exit(f"error: rank {rank} left no report:\n{(done.stdout + done.stderr)[-2000:]}")
-    return RankReport.read(job.report)
+    if not job.result.is_file():
+        sys.exit(f"error: rank {rank} left no result:\n{(done.stdout + done.stderr)[-2000:]}")
+    return RankResult.read(job.result)
 
 
 def measure_rows(cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -78,7 +78,7 @@ def render_page(record: dict[str, Any]) -> str:
             lines.append(f"{head} | | {entry['error']} | | | | | | |")
             continue
         report = entry["report"]
-        sizes, roles = report["ranks"], [role for role in report["roles"] if "verdict" in role]
+        sizes, roles = report["mesh"], [role for role in report["roles"] if "verdict" in role]
         layout = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
         worst = max(roles, key=lambda role: role["peak_allocated"])
         planned = "?" if worst["planned"] is None else f"{worst['planned'] / GIB:.2f}"
@@ -108,11 +108,11 @@ def render_page(record: dict[str, Any]) -> str:
 
 
 def _list_problems(report: dict[str, Any]) -> list[str]:
-    found = [f"{mismatch['phase']}: {mismatch['message']}" for mismatch in report["mismatches"]]
+    found = [f"{mismatch['action']}: {mismatch['message']}" for mismatch in report["mismatches"]]
     for role in report["roles"]:
         for error in role.get("errors", ()):
             where = f" ({error['where'][0]})" if error["where"] else ""
-            found.append(f"rank {role['rank']}, {error['while']}, {error['phase']}: {error['message']}{where}")
+            found.append(f"rank {role['rank']}, {error['action']}, {error['phase']}: {error['message']}{where}")
     return found
 
 
