@@ -46,6 +46,8 @@ def test_newton_schulz_is_its_polynomial_of_the_singular_values(shape: tuple[int
     expected = (left * values) @ right
     error = (orthogonalize(matrix, 5, torch.float32) - expected).abs().max()
     assert error < compute_tolerance(40, 15) * STEEPEST / 10
+    halves = (orthogonalize(1e6 * matrix, 5, torch.float16) - expected).norm()  # beyond float16's range before its norm
+    assert halves < 0.05 * expected.norm()
     # torch's iterates in bfloat16, of which each of 15 products rounds the whole.
     parameter = nn.Parameter(torch.zeros(shape))
     parameter.grad = matrix
@@ -98,10 +100,13 @@ def test_pieces_of_all_ranks_are_every_element_once() -> None:
         assert (max(holders) == 1) == (ranks == 1)
 
 
-def choose(algorithm: str, stage: int = 0, **keys: Any) -> Config:
+MUP: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_num_layers": 1, "mup_depth_alpha": 0.5}
+
+
+def choose(algorithm: str, **keys: Any) -> Config:
     params = {"lr": 1e-3, "betas": [0.9, 0.95], **({} if algorithm == "Lion" else {"eps": 1e-2})}
     return tiny_config(
-        Path(), optimizer={"type": algorithm, "params": params}, zero_optimization={"stage": stage}, weight_decay=0.2,
+        Path(), optimizer={"type": algorithm, "params": params}, weight_decay=0.2,
         gradient_clipping=0.5, **{**GROUPED, **keys},
     )  # fmt: skip
 
@@ -111,10 +116,10 @@ BATCHES = torch.randint(0, VOCABULARY, (4, 4, 17), generator=torch.Generator().m
 
 def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tensor]:
     """The weights after a step for each batch: gradients by autograd, the step by the papers' formulas in float64."""
-    params = config.optimizer.optimizer.params
-    muon = config.optimizer.optimizer.type == "Muon"
-    hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if muon else {}
-    decay = {id(p): g["weight_decay"] for g in parameter_groups(model, 0.2) for p in g["params"]}
+    params, algorithm = config.optimizer.optimizer.params, config.optimizer.optimizer.type
+    is_muon = algorithm == "Muon"
+    hidden = {id(matrix.parameter): matrix for matrix in list_hidden_matrices(model)} if is_muon else {}
+    groups = {id(p): g for g in parameter_groups(model, 0.2, config.optimizer.optimizer.algorithm) for p in g["params"]}
     first = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     second = {id(p): torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()}
     for number, batch in enumerate(BATCHES, start=1):
@@ -123,7 +128,9 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for p in model.parameters():
             g, m, v, w = p.grad.double(), first[id(p)], second[id(p)], p.detach().double()
-            w = w - lr * decay[id(p)] * w
+            group = groups[id(p)]
+            rate, eps = lr * group["lr_scale"], params.eps * group["eps_scale"]
+            w = w - rate * group["weight_decay"] * w
             b1, b2 = params.betas
             if id(p) in hidden:
                 m.mul_(0.95).add_(0.05 * g)
@@ -134,28 +141,35 @@ def step_by_hand(model: nn.Module, config: Config, lr: float) -> dict[str, Tenso
                     for _ in range(5):
                         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
                     parts.append(0.2 * math.sqrt(max(part.shape)) * (left * values) @ right)
-                w = w - lr * hidden[id(p)].join(parts)
-            elif muon:
+                w = w - rate * hidden[id(p)].join(parts)
+            elif algorithm != "Lion":
                 m.mul_(b1).add_((1 - b1) * g)
                 v.mul_(b2).add_((1 - b2) * g * g)
-                w = w - lr * (m / (1 - b1**number)) / ((v / (1 - b2**number)).sqrt() + params.eps)
+                w = w - rate * (m / (1 - b1**number)) / ((v / (1 - b2**number)).sqrt() + eps)
             else:
-                w = w - lr * (b1 * m + (1 - b1) * g).sign()
+                w = w - rate * (b1 * m + (1 - b1) * g).sign()
                 m.mul_(b2).add_((1 - b2) * g)
             p.data.copy_(w)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "stage", "zero"),
-    [("Muon", 0, {}), ("Muon", 1, {}), ("Muon", 2, {"overlap_comm": True}), ("Lion", 0, {}), ("Lion", 2, {}),
-     ("Lion", 3, {"offload_optimizer": {"device": "cpu"}})],
-)  # fmt: skip
-def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, zero: dict[str, Any]) -> None:
+    ("algorithm", "stage", "keys"),
+    [
+        ("Muon", 0, {}),
+        ("Muon", 1, MUP),
+        ("Muon", 2, {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
+        ("AdamW", 0, MUP),
+        ("AdamW", 3, MUP),
+        ("Lion", 0, {}),
+        ("Lion", 2, {}),
+        ("Lion", 3, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+    ],
+)
+def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, keys: dict[str, Any]) -> None:
     # Lion's step is the sign of what rounding may turn where the gradient is nearly zero, as of a key's bias.
-    biases = {} if algorithm == "Muon" else {"use_bias_in_attn_linear": False}
-    config, lr = choose(algorithm, stage, **biases), 1e-3 if algorithm == "Muon" else 1e-5
-    config = config.replace(zero_optimization={"stage": stage, **zero})
+    biases, lr = ({"use_bias_in_attn_linear": False}, 1e-5) if algorithm == "Lion" else ({}, 1e-3)
+    config = choose(algorithm, **{"zero_optimization": {"stage": stage}, **biases, **keys})
     expected = step_by_hand(build_model(config.model, config.position, VOCABULARY, seed=1).train(), config, lr)
     processes = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     engine = Engine(config, build_model(config.model, config.position, VOCABULARY, seed=1), processes)
@@ -168,7 +182,12 @@ def test_each_engine_steps_as_the_formulas_do(algorithm: str, stage: int, zero: 
     engine.close()
     # An entry of an orthogonalised matrix is off by at most its slope at zero times what the gradient is off by.
     rounding = compute_tolerance(TERMS, 2 * SUMS)
-    allowed = 4 * lr * 0.2 * rounding * STEEPEST if algorithm == "Muon" else 4 * compute_tolerance(1, 4)
+    # AdamW's by lr/eps of itself, here lr/(eps·eps_scale); Lion's is one of two.
+    allowed = {
+        "Muon": 4 * lr * 0.2 * rounding * STEEPEST,
+        "AdamW": 4 * lr / (1e-2 / 2.9) * rounding,
+        "Lion": 4 * compute_tolerance(1, 4),
+    }[algorithm]
     flipped = 0
     for name, weight in expected.items():
         error = (found[name] - weight).abs()
@@ -245,6 +264,10 @@ def apart_by(run: Path, unbroken: Path) -> float:
 def test_it_goes_on_in_any_layout(runs: Path, one: str, other: str) -> None:
     assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
     assert list(records(runs / f"{one} to {other}")) == [3, 4]
+    table = (runs / f"{one} to {other}" / "parameter_groups.txt").read_text()
+    assert table == (runs / "unbroken" / "parameter_groups.txt").read_text()
+    elements = 2 * (64 * 32 + 32 * 32 + 84 * 32 + 32 * 42)
+    assert f"hidden matrices  Muon       0.1           {elements:,}" in table
 
 
 def test_in_the_same_layout_it_goes_on_bit_for_bit(runs: Path) -> None:
