@@ -113,7 +113,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     job = slurm.build_training_job(loaded.config)
     slurm.check_submission(loaded.config)
     _check_here(loaded)
-    print_notes((*resolved.notes, *(suggest_rehearsal(resolved) if dry_run else ())))
+    print_notes((*resolved.notes, *((*_describe_groups(loaded), *suggest_rehearsal(resolved)) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
         return 0

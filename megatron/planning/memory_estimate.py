@@ -11,7 +11,7 @@ elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer st
 
 Lion keeps one moment instead of two, and Muon one of the layers' matrices: 4 bytes less of each of these. Their step
 makes updates of as much as what they keep one moment of, in float32; Muon's has besides the whole matrices that it
-orthogonalises together (`training/muon.py`), in about four copies.
+orthogonalises together (`training/muon.py`): in float32 twice and in the compute type at most four times.
 
 Gradients come one after the other while activations go (a test sums the tensors of real engines):
 
@@ -297,8 +297,13 @@ class _ModelStates:
         self.optimizer = (12 if is_half or zero.stage else 8) * stepped - 4 * one_moment
         updates = 4 * one_moment
         if algorithm == "Muon":
-            together = min(max(MUON_MATRICES_AT_ONCE, *matrices), num_layers * sum(matrices))
-            updates += (8 + 4 * b) * together
+            total, largest = num_layers * sum(matrices), max(matrices)
+            together = min(max(MUON_MATRICES_AT_ONCE, largest), total)
+            held, cut = together, 0
+            if zero.stage and num_shards > 1:  # those that it steps elements of, two of which others step too
+                held = min(together, total // num_shards + 2 * largest)
+                cut = min(together, (num_shards - 1) * largest) // sizes.tensor
+            updates += (8 + 4 * b) * held + b * cut
         self.partition = 4 * shard_size
         is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
         self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
