@@ -59,6 +59,21 @@ def test_nothing_is_computed() -> None:
     assert not torch.isnan(x.log()).any()
 
 
+def test_operators_that_torch_compiles_when_they_are_called() -> None:
+    """By NVRTC, which needs no GPU; what cuSOLVER and cuFFT compute is refused in torch's own words."""
+    x, before = torch.rand(1000, device="cuda"), {kernel.name for kernel in read_kernels()}
+    assert torch.special.bessel_j0(x).shape == x.shape
+    add = torch.cuda.jiterator._create_jit_fn("template <typename T> T add_three(T x) { return x + T(3); }")
+    assert add(x).shape == x.shape
+    compiled = {kernel.name for kernel in read_kernels() if kernel.registers > 0} - before
+    assert any(name.startswith("bessel_j0") for name in compiled)
+    assert any(name.startswith("add_three") for name in compiled)
+    with pytest.raises(RuntimeError, match="cusolver error"):
+        torch.linalg.inv(torch.eye(4, device="cuda"))
+    with pytest.raises(RuntimeError, match="cuFFT error"):
+        torch.fft.fft(x)
+
+
 @pytest.mark.parametrize("grid", [(1, 65536), (1, 1, 70000)])
 def test_a_launch_that_no_card_can_do_fails(grid: tuple[int, ...]) -> None:
     x = torch.zeros(128, device="cuda")

@@ -14,7 +14,7 @@ class Counters:
     launches: int
     """Kernels of the CUDA runtime: PyTorch's own."""
     triton: int
-    """Kernels of the driver: Triton's."""
+    """Kernels of the driver: Triton's, and those that PyTorch has NVRTC compile."""
     gemm: int
     """Matrix products of cuBLAS."""
     convolutions: int

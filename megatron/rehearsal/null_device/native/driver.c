@@ -328,6 +328,14 @@ CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
     return CUDA_SUCCESS;
 }
 
+/* NVRTC, which compiles some of PyTorch's operators (torch.special) when they are first called, asks for tables of
+   functions that are documented nowhere, and does without them. */
+CUresult cuGetExportTable(const void **table, const CUuuid *id) {
+    (void)id;
+    *table = NULL;
+    return CUDA_ERROR_NOT_FOUND;
+}
+
 /* What PyTorch looks up by name */
 
 extern int cudaGetDriverEntryPointByVersion(const char *, void **, unsigned, unsigned long long, int *);

@@ -22,7 +22,7 @@ struct card {
 /* The order is that of `COUNTERS` in counters.py. */
 struct counters {
     long launches; /* kernels of the CUDA runtime: PyTorch's own */
-    long triton;   /* kernels of the driver: Triton's */
+    long triton;   /* kernels of the driver: Triton's, and what NVRTC compiled */
     long gemm;     /* matrix products of cuBLAS */
     long convolutions; /* of cuDNN */
     long copies;       /* cudaMemcpy and cudaMemcpyAsync, in any direction */
