@@ -2,10 +2,8 @@
 
 import gc
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +16,8 @@ import pytest
 import torch
 import worlds
 from hypothesis import settings
+
+from megatron.utils.temporary_folder import temporary_folder
 
 if not torch.cuda.is_available():
     # tests/kernels run in Triton's interpreter, which triton chooses when any test first imports it.
@@ -42,7 +42,8 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # What needs CUDA without a GPU runs on the null device, which pytest itself is started on (make test-cuda).
 collect_ignore = [] if "FARFIELD_NULL_DEVICE" in os.environ else ["cuda"]
 
-HF_HOME = tempfile.mkdtemp(prefix="farfield-hf-")
+_HF_FOLDER = temporary_folder("hf")
+HF_HOME = str(_HF_FOLDER.__enter__())
 
 
 def pytest_configure() -> None:
@@ -52,7 +53,7 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     """The folder goes with the run."""
-    shutil.rmtree(HF_HOME, ignore_errors=True)
+    _HF_FOLDER.__exit__(None, None, None)
 
 
 SLOW = (

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.utils.imports import disable_torch_compile
+from megatron.utils.imports import trim_imports
 
 ROOT = Path(__file__).parent.parent
 STANDARD = set(sys.stdlib_module_names)
@@ -335,16 +336,26 @@ def test_the_mesh_is_arithmetic_alone() -> None:
 
 def test_functions_stay_as_they_are_without_the_compiler() -> None:
     usual = torch.compile
-    with disable_torch_compile():
+    with trim_imports():
         assert torch.compile(abs) is abs
         assert torch.compile(mode="reduce-overhead")(abs) is abs
     assert torch.compile is usual
 
 
+def test_no_process_imports_wandb_unless_a_run_asks_for_it(tmp_path: Path) -> None:
+    """Which would make temporary folders that a killed process leaves."""
+    code = "import sys, megatron.training.trainer; sys.exit('wandb' in sys.modules)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL).returncode
+        == 0
+    )
+
+
 def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:
     """Where the CUDA build of torch finds a toolkit and no GPU, its cpp_extension warns of that when it is imported."""
     logger = logging.getLogger("torch.utils.cpp_extension")
-    with disable_torch_compile():
+    with trim_imports():
         logger.warning("No CUDA runtime is found")
     logger.warning("something else")
     assert [record.message for record in caplog.records] == ["something else"]

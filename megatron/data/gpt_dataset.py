@@ -27,11 +27,10 @@ it must be in.
 
 import hashlib
 import json
-import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +50,7 @@ from megatron.options.data import Split
 from megatron.utils.atomic_directory import atomic_directory
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
+from megatron.utils.temporary_folder import temporary_folder
 
 Sample = dict[str, torch.Tensor]
 
@@ -159,21 +159,18 @@ def build_training_dataset(
 @contextmanager
 def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
     """A folder of the first process's, for all; gone when all have left it."""
-    own, error = None, None
-    if groups.is_main:
-        try:
-            own = tempfile.mkdtemp(prefix="farfield-samples-")
-        except OSError as failure:
-            error = failure
-    own_or_error = groups.gather_objects(error or own)[0]  # all stop where the first process cannot go on
-    if isinstance(own_or_error, OSError):
-        raise own_or_error
-    try:
-        yield Path(own_or_error)
+    with ExitStack() as stack:
+        own, error = None, None
+        if groups.is_main:
+            try:
+                own = stack.enter_context(temporary_folder("samples"))
+            except OSError as failure:
+                error = failure
+        own_or_error = groups.gather_objects(error or own)[0]  # all stop where the first process cannot go on
+        if isinstance(own_or_error, OSError):
+            raise own_or_error
+        yield own_or_error
         groups.gather_objects(None)  # nobody reads it any more
-    finally:
-        if own is not None:
-            shutil.rmtree(own, ignore_errors=True)
 
 
 class _GPTDatasetBuilder:

@@ -5,11 +5,11 @@ Its own messages about cached indices are shown where they are errors.
 
 import logging
 
-from megatron.utils.imports import disable_torch_compile
+from megatron.utils.imports import trim_imports
 
 logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
 
-with disable_torch_compile():
+with trim_imports():
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

@@ -1,8 +1,8 @@
 """The one door to megatron-core's process groups and random states, imported without PyTorch's compiler."""
 
-from megatron.utils.imports import disable_torch_compile
+from megatron.utils.imports import trim_imports
 
-with disable_torch_compile():
+with trim_imports():
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 

@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from megatron.launch.console import UnexpectedError
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
+from megatron.utils.temporary_folder import temporary_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILE = "config.yml"
@@ -254,8 +254,7 @@ def run_ranks(
         FarfieldError: the first cause of a failure, after all ranks have ended.
         KeyboardInterrupt, StoppedBySignal: a signal ended ranks that did not listen to it.
     """
-    with tempfile.TemporaryDirectory(prefix="farfield-") as folder:
-        job = Path(folder)
+    with temporary_folder("ranks") as job:
         if config.data.data_cache is None and config.checkpoint.save is None:
             config = config.replace(data_cache=str(job / "data_cache"))  # the ranks share one sample index
         write_text_atomically(job / CONFIG_FILE, config.to_yaml(only_set=True))

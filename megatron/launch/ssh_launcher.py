@@ -36,6 +36,7 @@ from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.signals import end_with_parent
+from megatron.utils.temporary_folder import temporary_folder
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
 FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_")
@@ -131,8 +132,8 @@ def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
     if config.checkpoint.save is None:
         raise UserError("a run over several machines needs save, a folder that all of them see")
     check_run_folder(config)
-    with open_run_log(config, True) as log, tempfile.TemporaryDirectory(prefix="farfield-") as folder:
-        error_files = [Path(folder) / f"{index}.txt" for index in range(len(hosts))]
+    with open_run_log(config, True) as log, temporary_folder("ssh") as folder:
+        error_files = [folder / f"{index}.txt" for index in range(len(hosts))]
 
         def read_report(index: int, code: int) -> ErrorReport | str:
             errors = error_files[index].read_text(encoding="utf-8", errors="replace")

@@ -1,8 +1,8 @@
 """The one door to megatron-core's model: what of it we use, imported without PyTorch's compiler."""
 
-from megatron.utils.imports import disable_torch_compile
+from megatron.utils.imports import trim_imports
 
-with disable_torch_compile():
+with trim_imports():
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
 from megatron.rehearsal.roles import Role, choose_roles, list_stages
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import cleanup_on_signal, get_parent_variable
+from megatron.utils.temporary_folder import temporary_folder
 
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
@@ -129,26 +130,19 @@ def rehearse(
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """A folder that goes away, however this process ends but by SIGKILL."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="farfield-rehearsal-"))
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise UserError(f"{tempfile.gettempdir()}: no temporary folder can be made ({error.strerror})") from error
-
-    def remove() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    try:
-        with cleanup_on_signal(remove):
-            if free < MIN_FREE_BYTES:
-                raise UserError(
-                    f"{folder.parent}: {free / 2**30:.2f} GiB are free, and a rehearsal needs "
-                    f"{MIN_FREE_BYTES / 2**30:.0f}; name a folder with more in TMPDIR"
-                )
-            yield folder
-    finally:
-        remove()
+    """A folder that goes away with this process."""
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(temporary_folder("rehearsal"))
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise UserError(f"{tempfile.gettempdir()}: no temporary folder can be made ({error.strerror})") from error
+        if free < MIN_FREE_BYTES:
+            raise UserError(
+                f"{folder.parent}: {free / 2**30:.2f} GiB are free, and a rehearsal needs "
+                f"{MIN_FREE_BYTES / 2**30:.0f}; name a folder with more in TMPDIR"
+            )
+        yield folder
 
 
 class _Execution:

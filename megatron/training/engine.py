@@ -30,14 +30,14 @@ from megatron.training.optimizer import build_optimizer, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer
 from megatron.utils.errors import UserError
-from megatron.utils.imports import disable_torch_compile
+from megatron.utils.imports import trim_imports
 
 
 class Engine:
     """One process's share of training: forward, backward, step. Wraps DeepSpeed's engine (`.deepspeed`)."""
 
     def __init__(self, config: Config, model: nn.Module, groups: ProcessGroups) -> None:
-        with disable_torch_compile():
+        with trim_imports():
             import deepspeed  # after `init_distributed` has chosen the accelerator
 
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.

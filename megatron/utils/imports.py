@@ -1,19 +1,24 @@
-"""How packages are imported: those that may be missing, and megatron-core and DeepSpeed without PyTorch's compiler.
+"""How packages are imported: those that may be missing, and megatron-core and DeepSpeed without what nobody needs.
 
 While it is imported, megatron-core puts torch.compile on its fused functions, and that alone loads Dynamo and Inductor:
 two of the eight seconds of processor time before a run does anything. None of these functions is called here, for
 `megatron/model/build.py` leaves the fusions off. The doors to megatron-core, in data, model and
-distributed, import it inside `disable_torch_compile`; whichever comes first decides for the process. DeepSpeed's ZeRO
+distributed, import it inside `trim_imports`; whichever comes first decides for the process. DeepSpeed's ZeRO
 does the same with the functions of an optimizer that is not offered here, so `megatron/training/engine.py` imports it
 in the same way.
 
 Both warn while they are imported that packages are missing which nothing here needs (Apex, Transformer Engine). A log
 that begins so reads as a broken installation, and they are not shown. Nor is what torch's `cpp_extension`, which both
 import, logs where a CUDA build of torch finds no GPU: nothing here builds with its compiler.
+
+megatron-core also imports wandb if it is installed, for an inference engine that is not used here. That takes a second
+and makes two temporary folders, which stay where a process is killed. `megatron/training/reporters.py` imports it where
+a run asks for it.
 """
 
 import importlib.util
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,13 +44,17 @@ def require_package(package: str, feature: str) -> None:
 
 
 @contextmanager
-def disable_torch_compile() -> Iterator[None]:
-    """Inside it torch.compile, used as a decorator, leaves functions as they are, and no warning is shown."""
+def trim_imports() -> Iterator[None]:
+    """Inside it torch.compile, used as a decorator, leaves functions as they are, wandb is not found unless it was
+    imported before, and no warning is shown."""
     import torch  # not at the top: `require_package` is asked before torch is there
 
     usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
     level = _EXTENSION_LOGGER.level
     _EXTENSION_LOGGER.setLevel(logging.ERROR)
+    hides_wandb = "wandb" not in sys.modules
+    if hides_wandb:
+        sys.modules["wandb"] = None  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -53,6 +62,8 @@ def disable_torch_compile() -> Iterator[None]:
     finally:
         torch.compile = usual
         _EXTENSION_LOGGER.setLevel(level)
+        if hides_wandb:
+            del sys.modules["wandb"]
 
 
 def _return_unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from megatron.rehearsal.null_device.cards import get_card  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
+from megatron.utils.temporary_folder import temporary_folder  # noqa: E402
 
 BACKENDS = {
     "auto": ("attention_backend=auto", "attention_check=false"),
@@ -130,8 +130,7 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
 
 def measure_peak(case: Case, run: RehearsedRun) -> tuple[int, str] | str:
     """Bytes of a rank's tensors at the worst moment and the phase it is in, or why there are none."""
-    with tempfile.TemporaryDirectory(prefix="farfield-planner-") as name:
-        folder = Path(name)
+    with temporary_folder("planner") as folder:
         config = run.build_config(folder).replace(save=None)
         config.save(folder / "train.yml")
         for rank in sorted({0, case.rank}):  # the first one makes the index of samples
