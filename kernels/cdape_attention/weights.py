@@ -7,7 +7,7 @@ H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -29,30 +29,30 @@ class WeightShape:
     has_bias: bool
     """Does Conv1 read a bias?"""
 
-    @property
+    @cached_property
     def padding(self) -> int:
         """p: how many columns a tap reaches to either side."""
         return self.kernel_size // 2
 
-    @property
+    @cached_property
     def patch_rows(self) -> int:
         """KC."""
         return pad_for_dot(self.kernel_size * padded_channels(self.heads))
 
-    @property
+    @cached_property
     def weights(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of Conv1's weight and constant and of Conv2's."""
         heads, width, size = self.heads, self.width, self.kernel_size
         return (width, heads * (1 + self.has_bias), 1, size), (width,), (heads, width, 1, size), (heads,)
 
-    @property
+    @cached_property
     def packed(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of what `PackedWeights` has in the compute type."""
         heads, width = pad_for_dot(self.heads), pad_for_dot(self.width)
         patches = (self.patch_rows, width)
         return (self.kernel_size, heads, width), (self.kernel_size, width, heads), patches, patches
 
-    @property
+    @cached_property
     def packed_float32(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of what it has in float32."""
         columns = self.width * (1 + self.padding)
@@ -83,10 +83,10 @@ class PackedWeights(NamedTuple):
 class _Index(NamedTuple):
     packed: Tensor
     """Of all packed weights, those in the compute type first."""
-    num_packed: int
-    """Entries of these."""
+    sizes: list[int]
+    """Entries of these, and of the others."""
     gradients: Tensor
-    """[1 + p, entries of all weights] into what `unpack_gradients` joins."""
+    """[(1 + p) · entries of all weights] into what `unpack_gradients` joins."""
 
 
 def pack_weights(
@@ -95,7 +95,7 @@ def pack_weights(
     """Weights as `args.CdapeArgs` has them, for a compute type."""
     index = _build_index(shape, w1.device)
     joined = torch.cat([w1.reshape(-1), b1, w2.reshape(-1), b2, _build_zero(w1.dtype, w1.device)])
-    packed, packed_float32 = joined[index.packed].split([index.num_packed, len(index.packed) - index.num_packed])
+    packed, packed_float32 = joined.index_select(0, index.packed).split(index.sizes)
     return PackedWeights(
         *_split(packed.to(dtype), shape.packed), *_split(at_least_float32(packed_float32), shape.packed_float32)
     )
@@ -114,16 +114,21 @@ def unpack_gradients(
     joined = torch.cat(
         [patches.view(-1), bias_weight.view(-1), constants, _build_zero(constants.dtype, patches.device)]
     )
-    gathered = joined[_build_index(shape, patches.device).gradients]
-    gathered = gathered[0] if shape.padding == 0 else gathered.sum(0)
+    gathered = joined.index_select(0, _build_index(shape, patches.device).gradients)
+    if shape.padding:
+        gathered = gathered.view(1 + shape.padding, -1).sum(0)
     if len(set(dtypes)) == 1:
         return tuple(_split(gathered.to(dtypes[0]), shape.weights))
     return tuple(x.to(dtype) for x, dtype in zip(_split(gathered, shape.weights), dtypes, strict=True))
 
 
 def _split(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    pieces = flat.split([prod(shape) for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return [piece.view(shape) for piece, shape in zip(flat.split(_list_sizes(shapes)), shapes, strict=True)]
+
+
+@cache
+def _list_sizes(shapes: tuple[tuple[int, ...], ...]) -> list[int]:
+    return [prod(shape) for shape in shapes]
 
 
 @cache
@@ -160,7 +165,9 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
                 by_column[:, :taps, 1 + column] = last_tap_first[:, :taps]
         gradients = _invert(shape, packed[2:], bias_weight, zero)
         everything = _flatten([*packed, packed_b2, bias_weight, constants])
-        return _Index(everything.to(device), sum(prod(piece) for piece in shape.packed), gradients.to(device))
+        num_packed = sum(prod(piece) for piece in shape.packed)
+        sizes = [num_packed, len(everything) - num_packed]
+        return _Index(everything.to(device), sizes, gradients.flatten().to(device))
 
 
 def _flatten(pieces: list[Tensor]) -> Tensor:
