@@ -115,6 +115,11 @@ def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any
     return torch._dynamo.disable(function.apply) if torch.compiler.is_compiling() else function.apply
 
 
+def get_backward_number() -> int:
+    """The number of the backward pass that is running; what another left behind is none of its business."""
+    return torch._C._current_graph_task_id()
+
+
 @contextmanager
 def fast_interpreter() -> Iterator[None]:
     """Triton's interpreter without two things that take two thirds of its time and change nothing that it computes.

@@ -16,7 +16,7 @@ from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.launcher import launch
-from kernels.runtime import DTYPES, cdiv, get_arch, launch_context, outside_graphs
+from kernels.runtime import DTYPES, cdiv, get_arch, get_backward_number, launch_context, outside_graphs
 
 
 def biased_attention(
@@ -83,7 +83,7 @@ class _SharedTable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: Tensor) -> Tensor:
-        ctx.partial = None
+        ctx.partial, ctx.backward_number = None, None
         ctx.set_materialize_grads(False)
         return table.view_as(table)
 
@@ -91,7 +91,7 @@ class _SharedTable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
         """`grad` is of calls that did not leave theirs here."""
         partial, ctx.partial = ctx.partial, None
-        if partial is None:
+        if partial is None or ctx.backward_number != get_backward_number():
             return grad
         total: Tensor = partial.sum((0, 2))
         return total if grad is None else total + grad
@@ -314,6 +314,8 @@ def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: A
     if not needs_grad:
         return None, True
     shape = (q.shape[0], q.shape[1], groups, size)
+    if shared is not None and shared.backward_number != (number := get_backward_number()):
+        shared.partial, shared.backward_number = None, number
     if shared is not None and shared.partial is not None and shared.partial.shape == shape:
         return shared.partial, False
     partial = q.new_zeros(shape, dtype=torch.float32)

@@ -3,8 +3,10 @@
 A step on a GPU takes as long as its host takes to issue operations, if these are small; autograd through `bias_term.py`
 issues several dozen a layer.
 
-H heads, R query rows, N distances, D processor width, k kernel size, p = k//2, B batch.
+L layers, H heads, R query rows, N distances, D processor width, k kernel size, p = k//2, B batch.
 """
+
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,69 +17,71 @@ from kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 
 class BiasProduct:
-    """The bias contributions of a call and what their gradient means, in float32.
+    """The bias contributions of calls and what their gradient means, in float32, of several layers at once.
 
     One product gives U and all of E: a row for each distance from −p to N − 1, D columns for U and D for each column
     j < p of a map; row offset + r + p − j of these last is row r of the map.
 
     Args:
         shape: of the weights.
-        bias: [H, N or more], or None.
-        rows, offset, window: of the call.
+        rows, offset, window: of the calls.
         dtype: the compute type, which decides what saturates.
     """
 
-    def __init__(
-        self,
-        shape: WeightShape,
-        bias: Tensor | None,
-        rows: int,
-        offset: int,
-        window: int | None,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, shape: WeightShape, rows: int, offset: int, window: int | None, dtype: torch.dtype) -> None:
         self.shape, self.rows, self.offset, self.count, self.dtype = shape, rows, offset, offset + rows, dtype
+        self.window = window
         self.reach = self.count if window is None else min(window, self.count)
         """Distances at which Conv1 sees the bias."""
-        self.bias = bias
 
-    def build_neighbourhoods(self) -> Tensor | None:
-        """What the taps see of the bias at each distance, [p + N, H·k]."""
-        if self.bias is None:
+    @property
+    def num_contributions(self) -> int:
+        """Entries of a layer's bias contributions."""
+        return (self.shape.padding * (1 + self.rows) + self.count) * self.shape.width
+
+    def build_neighbourhoods(self, bias: Tensor | None) -> Tensor | None:
+        """What the taps see of the bias [L, H, N or more] at each distance, [L, p + N, H·k]."""
+        if bias is None:
             return None
         padding, size = self.shape.padding, self.shape.kernel_size
-        table = saturated(self.bias[:, : self.reach], self.dtype)
+        table = saturated(bias[..., : self.reach], self.dtype)
         padded = F.pad(table, (size - 1, padding + self.count - self.reach))
-        return padded.unfold(1, size, 1).transpose(0, 1).flatten(1)
+        return padded.unfold(2, size, 1).transpose(1, 2).flatten(2)
 
     def compute(self, neighbourhoods: Tensor | None, weights: PackedWeights) -> Tensor:
-        """The bias contributions, as `compute_bias_contributions` gives them: [p + N + R·p, D]."""
+        """The bias contributions, as `compute_bias_contributions` gives them: [L, p + N + R·p, D].
+
+        Args:
+            neighbourhoods: from `build_neighbourhoods`.
+            weights: those of all layers.
+        """
         width, padding = self.shape.width, self.shape.padding
+        constants = weights.constants[:, None]
         if neighbourhoods is None:
-            return weights.constants[:width].expand(padding + self.count + self.rows * padding, -1).contiguous()
-        product = torch.addmm(weights.constants, neighbourhoods, weights.bias_weight)
+            return constants[..., :width].expand(-1, padding + self.count + self.rows * padding, -1).contiguous()
+        product = torch.baddbmm(constants, neighbourhoods, weights.bias_weight)
         at_edge = [self._select_edge(product, column) for column in range(padding)]
         if padding > 1:
-            at_edge = [torch.stack(at_edge, dim=1).flatten(0, 1)]
-        return torch.cat([product[:, :width], *at_edge]) if padding else product
+            at_edge = [torch.stack(at_edge, dim=2).flatten(1, 2)]
+        return torch.cat([product[..., :width], *at_edge], dim=1) if padding else product
 
-    def new_gradient(self, device: torch.device) -> Tensor:
-        """Room for the gradient of the product, zero, with p rows more (see `differentiate`): [2p + N, D·(1 + p)]."""
+    def new_gradient(self, layers: int, device: torch.device) -> Tensor:
+        """Room for the product's gradient, zero, with p rows more (see `differentiate`): [L, 2p + N, D·(1 + p)]."""
         padding = self.shape.padding
         return torch.zeros(
-            2 * padding + self.count, self.shape.width * (1 + padding), dtype=torch.float32, device=device
+            layers, 2 * padding + self.count, self.shape.width * (1 + padding), dtype=torch.float32, device=device
         )
 
     def _select_edge(self, product: Tensor, column: int) -> Tensor:
-        """Of the product or its gradient, the rows of the map at a column j < p: [R, D]."""
+        """Of the product or its gradient, the rows of the map at a column j < p: [(L,) R, D]."""
         first, width = self.offset + self.shape.padding - column, self.shape.width
-        return product[first : first + self.rows, width * (1 + column) : width * (2 + column)]
+        return product[..., first : first + self.rows, width * (1 + column) : width * (2 + column)]
 
     def add_gradient(self, gradient: Tensor, partial: Tensor, *, is_first: bool) -> None:
         """Take in the gradient of U from a chunk.
 
         Args:
-            gradient: from `new_gradient`.
+            gradient: a layer's part of that from `new_gradient`.
             partial: [parts, n, D], of which the first N + p entries count.
             is_first: nothing was taken in before.
         """
@@ -92,34 +96,44 @@ class BiasProduct:
             torch.sum(partial[:, :, column], 0, out=rows)
 
     def differentiate(
-        self, gradient: Tensor, neighbourhoods: Tensor | None, weights: PackedWeights, dbias: Tensor | None
+        self, gradient: Tensor, bias: Tensor | None, bias_weight: Tensor, dbias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the packed `bias_weight` and, float64 [D], of the constant; adds that of the table.
+        """The gradients of the packed `bias_weight` and, float64 [L, D], of the constant; adds that of the table.
 
         The constant's is summed in float64, see `repeat_bias`.
 
         Args:
             gradient: of the product.
-            neighbourhoods: from `build_neighbourhoods`.
-            weights: the packed weights.
-            dbias: [N, H], is added to; None with no bias.
+            bias: [L, H, N or more], or None.
+            bias_weight: of the packed weights of all layers.
+            dbias: [L, N, H], is added to.
         """
-        shape = self.shape
-        constant = gradient.view(-1, shape.width).sum(0, dtype=torch.float64)
-        if neighbourhoods is None or dbias is None or self.bias is None:
-            return gradient.new_empty(0), constant
-        dweight = neighbourhoods.t() @ gradient[: len(neighbourhoods)]
-        dneighbourhoods = gradient @ weights.bias_weight.t()
+        layers, shape = len(gradient), self.shape
+        constant = gradient.view(layers, -1, shape.width).sum(1, dtype=torch.float64)
+        neighbourhoods = self.build_neighbourhoods(bias)  # again, which is sooner done than kept
+        if neighbourhoods is None or bias is None:
+            return gradient.new_empty(layers, 0), constant
+        dweight = neighbourhoods.mT @ gradient[:, : neighbourhoods.shape[1]]
+        dneighbourhoods = gradient @ bias_weight.mT
         # Entry a of the table was tap k − 1 − s of row a + s, for each s: on a diagonal of rows and taps.
         heads, size = shape.heads, shape.kernel_size
         stride = heads * size
-        uses = dneighbourhoods.as_strided((self.reach, heads, size), (stride, size, stride - 1), size - 1)
+        layer = dneighbourhoods.stride(0)
+        uses = dneighbourhoods.as_strided(
+            (layers, self.reach, heads, size), (layer, stride, size, stride - 1), size - 1
+        )
         dtable = uses.sum(-1)
         if self.dtype == torch.float16:
             limit = torch.finfo(self.dtype).max
-            dtable.masked_fill_(~(self.bias[:, : self.reach].abs() <= limit).t(), 0.0)
-        dbias[: self.reach] += dtable
+            dtable.masked_fill_(~(bias[..., : self.reach].abs() <= limit).mT, 0.0)
+        dbias[:, : self.reach] += dtable
         return dweight, constant
+
+
+@lru_cache(maxsize=64)
+def get_bias_product(shape: WeightShape, rows: int, offset: int, window: int | None, dtype: torch.dtype) -> BiasProduct:
+    """That of calls which are alike, for all layers and steps."""
+    return BiasProduct(shape, rows, offset, window, dtype)
 
 
 def add_sum(total: Tensor, partial: Tensor, *, is_first: bool) -> None:

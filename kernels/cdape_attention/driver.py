@@ -10,7 +10,7 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,19 +218,37 @@ def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_r
     return output, stats
 
 
-@dataclass(frozen=True)
-class GradientSums:
+class TermSums(NamedTuple):
+    """Gradients of what layers make of their tables and weights, to which chunks add; in a call those of its layer,
+    without L."""
+
+    bias_product: Tensor
+    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.new_gradient`."""
+    bias_table: Tensor
+    """float32 [L, N, H]; [L, 0, H] without a bias."""
+    patches: Tensor
+    """Of both weights, float32 [L, 2, KC, DP]."""
+
+
+def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
+    """Zero, so that a layer whose backward pass does not run has no gradient.
+
+    Args:
+        num_distances: that the bias holds; 0 without one.
+    """
+    shape = product.shape
+    bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
+    patches = torch.zeros(layers, 2, *shape.packed[2], dtype=torch.float32, device=device)
+    return TermSums(product.new_gradient(layers, device), bias_table, patches)
+
+
+class GradientSums(NamedTuple):
     """Gradients that chunks add to."""
 
     k: Tensor
     """[B·H, C, d]; of k's type where there is one chunk, else float32."""
     v: Tensor
-    bias_product: Tensor
-    """float32, from `BiasProduct.new_gradient`."""
-    bias_table: Tensor
-    """float32 [N, H]; [0, H] without a bias."""
-    patches: Tensor
-    """Of both weights, float32 [2, KC, DP]."""
+    terms: TermSums
 
 
 def backward(
@@ -241,18 +259,22 @@ def backward(
     stats: Tensor,
     problem: CdapeProblem,
     product: BiasProduct,
+    terms: TermSums,
     scale: float,
     chunk_rows: int,
-) -> tuple[Tensor, GradientSums]:
-    """Gradient of q, and all others. The last chunk comes first: it has the most columns, so that what is allocated for
-    it serves the others, and what only it adds to needs no sum.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of q, and of k and v as `GradientSums` has them; adds the layer's others to `terms`.
+
+    The last chunk comes first: it has the most columns, so that what is allocated for it serves the others, and what
+    only it adds to needs no sum.
 
     Args:
         dout: of the output; like the others contiguous.
+        terms: still zero.
     """
     batch, heads, _, dim = k.shape
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
-    sums = _new_sums(problem, product, chunks, k)
+    sums = _new_sums(terms, chunks, k)
     dq = torch.empty_like(scaled)
     flat_dq, flat_dout, flat_scaled, flat_k = (x.view(batch * heads, -1, dim) for x in (dq, dout, scaled, k))
     for index, chunk in enumerate(chunks):
@@ -267,24 +289,18 @@ def backward(
         into = flat_dq[:, rows]
         torch.baddbmm(into, dscores, flat_k[:, seen], beta=0.0, alpha=scale, out=into)
         _add_product(sums.k[:, seen], dscores.mT, flat_scaled[:, rows], is_only=len(chunks) == 1)
-    return dq, sums
+    return dq, sums.k, sums.v
 
 
-def _new_sums(problem: CdapeProblem, product: BiasProduct, chunks: list[Chunk], k: Tensor) -> GradientSums:
+def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
     batch, heads, columns, dim = k.shape
     is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
-    dtype = k.dtype if len(chunks) == 1 else torch.float32
-
-    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=k.device)
-
-    dk, dv = (
-        k.new_empty(batch * heads, columns, dim) if is_whole else new(batch * heads, columns, dim, dtype=dtype)
-        for _ in range(2)
-    )
-    width = product.bias.shape[1] if product.bias is not None else 0
-    patches = k.new_empty(2, *problem.weights.patches1.shape, dtype=torch.float32)
-    return GradientSums(dk, dv, product.new_gradient(k.device), new(width, heads), patches)
+    if is_whole:
+        dk, dv = k.new_empty(2, batch * heads, columns, dim).unbind()  # the host allocates once
+    else:
+        dtype = k.dtype if len(chunks) == 1 else torch.float32
+        dk, dv = k.new_zeros(2, batch * heads, columns, dim, dtype=dtype).unbind()
+    return GradientSums(dk, dv, terms)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_only: bool) -> None:
@@ -356,11 +372,11 @@ def _processor_backward(
         problem.constants("mix_bwd", tile),
         tile.options,
     )
-    product.add_gradient(sums.bias_product, dbias_contributions, is_first=is_first)
-    product.set_edge_gradient(sums.bias_product, dedge, chunk.first)
+    product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
+    product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
     if has_bias:
-        covered = min(blocks * kept_distances, len(sums.bias_table))
-        add_sum(sums.bias_table[:covered], dbias[:, :covered], is_first=is_first)
+        covered = min(blocks * kept_distances, len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
 
 
 def _weights_backward(
@@ -372,7 +388,8 @@ def _weights_backward(
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = cdiv(reach, tile.block_n), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
-    partial = torch.empty(batch * parts * blocks, *sums.patches.shape, dtype=torch.float32, device=maps.scores.device)
+    patches = sums.terms.patches
+    partial = patches.new_empty(batch * parts * blocks, *patches.shape)
     weights = problem.weights
     tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
     launch(
@@ -382,4 +399,4 @@ def _weights_backward(
         problem.constants("mix_bwd_dw", tile),
         tile.options,
     )
-    add_sum(sums.patches, partial, is_first=is_first)
+    add_sum(patches, partial, is_first=is_first)

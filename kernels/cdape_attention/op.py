@@ -4,7 +4,6 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, D 
 p = k//2.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,17 @@ from torch import Tensor
 
 from kernels.cdape_attention import driver
 from kernels.cdape_attention.args import CdapeArgs, check_shapes
-from kernels.cdape_attention.bias_product import BiasProduct
+from kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
-from kernels.cdape_attention.weights import PackedWeights, WeightShape, pack_weights, unpack_gradients
+from kernels.cdape_attention.layer_terms import (
+    LayerTerms,
+    build_problem,
+    compute_terms,
+    differentiate_terms,
+    select_layer,
+    take_sums,
+)
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DTYPES, get_arch, get_device_properties, launch_context, outside_graphs
 
@@ -22,7 +29,7 @@ MAX_PROCESSOR_WIDTH = 64
 """Widths beyond would need other tiles."""
 
 
-def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
+def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTerms | None = None) -> Tensor:
     """softmax(S + bias + Conv2(LeakyReLU(Conv1([S, bias])))) · v in memory linear in R and C, on a GPU.
 
     DAPE V2, equation 5 (equation 2 with residual_bias False); the key axis is extended by zeros, so that no row depends
@@ -31,6 +38,7 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
     Args:
         args: d ≤ 128 and D ≤ 64; bfloat16, float16 or float32.
         chunk: query rows per chunk; None lets the shape decide.
+        terms: of the layer, if they were computed before (`layer_terms.py`) for such a call: `LayerTerms.fits`.
 
     Returns:
         [B, H, R, d] of q's type.
@@ -46,6 +54,11 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None) -> Tensor:
     scale = dim**-0.5 if scale is None else scale
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
+    if terms is not None:
+        if not terms.fits(q, offset, window):
+            raise ValueError("terms are of another call")
+        attended: Tensor = outside_graphs(_AttendWithTerms)(q, k, v, terms.anchor, terms, scale, min(chunk, rows))
+        return attended
     apply = outside_graphs(_CdapeAttention)
     output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale, min(chunk, rows))
     return output
@@ -94,39 +107,77 @@ class _CdapeAttention(torch.autograd.Function):
     ) -> Tensor:
         get_arch(q)  # raises where no kernel can run
         heads, rows = q.shape[1:3]
-        shape = WeightShape(heads, w1.shape[0], w1.shape[-1], bias is not None)
-        scaled = torch.mul(q, scale, out=torch.empty(q.shape, dtype=q.dtype, device=q.device))
-        k, v = k.contiguous(), v.contiguous()
+        shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
+        product = get_bias_product(shape, rows, offset, window, q.dtype)
         bias = None if bias is None else bias.contiguous()
-        weights = pack_weights(shape, w1, b1, w2, b2, q.dtype)
-        product = BiasProduct(shape, bias, rows, offset, window, q.dtype)
-        neighbourhoods = product.build_neighbourhoods()
-        bias_contributions = product.compute(neighbourhoods, weights)
-        bias_table = bias if bias is not None and residual_bias else scaled.new_empty(heads, 0, dtype=torch.float32)
-        no_window = driver.NO_WINDOW_INT32
-        bounded = no_window if window is None else min(window, no_window)
+        biases = None if bias is None else bias[None]
+        contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
+        weights = select_layer(packed, 0)
+        problem = build_problem(product, contributions[0], bias, weights, residual_bias=residual_bias)
+        output, kept = _attend(q, k, v, problem, scale, chunk)
         # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
-        ctx.build_problem = partial(
-            driver.CdapeProblem, shape=shape, rows=rows, offset=offset, window=bounded, dtype=scaled.dtype
-        )
-        problem = ctx.build_problem(bias_contributions, bias_table, weights)
-        with launch_context(q):
-            output, stats = driver.forward(scaled, k, v, problem, chunk)
-        ctx.save_for_backward(scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *weights)
-        ctx.window, ctx.scale, ctx.chunk = window, scale, chunk
+        ctx.save_for_backward(*kept, biases, problem.bias_contributions, problem.bias_table, *problem.weights)
+        ctx.product, ctx.scale, ctx.chunk = product, scale, chunk
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, bias, neighbourhoods, bias_contributions, bias_table, *packed = ctx.saved_tensors
-        weights = PackedWeights(*packed)
-        problem = ctx.build_problem(bias_contributions, bias_table, weights)
-        product = BiasProduct(problem.shape, bias, problem.rows, problem.offset, ctx.window, scaled.dtype)
-        with launch_context(scaled):
-            dq, sums = driver.backward(dout.contiguous(), scaled, k, v, stats, problem, product, ctx.scale, ctx.chunk)
-        dbias = None if bias is None else sums.bias_table
-        dweight, constant = product.differentiate(sums.bias_product, neighbourhoods, weights, dbias)
-        gradients = unpack_gradients(problem.shape, sums.patches, dweight, constant, ctx.dtypes)
-        dk, dv = (x.view(k.shape).to(k.dtype) for x in (sums.k, sums.v))
-        return (dq, dk, dv, None if dbias is None else dbias.t(), *gradients, None, None, None, None, None)
+        scaled, k, v, stats, biases, contributions, bias_table, *packed = ctx.saved_tensors
+        weights, product = PackedWeights(*packed), ctx.product
+        problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
+        sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], k.device)
+        dqkv = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
+        (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
+        return (*dqkv, None if biases is None else dbias, *dweights, None, None, None, None, None)
+
+
+class _AttendWithTerms(torch.autograd.Function):
+    """The same of a layer whose terms were computed before, to which the gradients of table and weights go."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor, terms: LayerTerms, scale: float, chunk: int
+    ) -> Tensor:
+        get_arch(q)
+        output, kept = _attend(q, k, v, terms.problem, scale, chunk)
+        ctx.save_for_backward(*kept)
+        ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        problem, product = ctx.terms.problem, ctx.terms.product
+        if ctx.node is None:  # neither table nor weights want a gradient
+            sums = select_layer(driver.new_term_sums(1, product, problem.bias_table.shape[1], dout.device), 0)
+        else:
+            sums = take_sums(ctx.node, ctx.terms.layer)
+        return (*_attend_backward(dout, ctx.saved_tensors, problem, product, sums, ctx), None, None, None, None)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The output, and what the backward pass needs of a call."""
+    scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
+    k, v = k.contiguous(), v.contiguous()
+    with launch_context(q):
+        output, stats = driver.forward(scaled, k, v, problem, chunk)
+    return output, (scaled, k, v, stats)
+
+
+def _attend_backward(
+    dout: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    problem: driver.CdapeProblem,
+    product: BiasProduct,
+    sums: driver.TermSums,
+    ctx: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; adds the others to the layer's sums."""
+    scaled, k, v, stats = kept
+    with launch_context(scaled):
+        dq, dk, dv = driver.backward(
+            dout.contiguous(), scaled, k, v, stats, problem, product, sums, ctx.scale, ctx.chunk
+        )
+    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)

@@ -1,11 +1,14 @@
 """Weights in the orders in which kernels and products read them, and their gradients back: a few gathers.
 
 The host issues each operation, whatever its size, and there are dozens of such orders and pieces: so all weights are
-joined and gathered once, by an index that follows from the shapes alone.
+joined and gathered once, by an index that follows from the shapes alone; those of all layers at once, where the caller
+has them.
 
-H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches (`forward.py`).
+L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
+(`forward.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.cdape_attention.reference import at_least_float32
 from kernels.cdape_attention.scores import padded_channels
@@ -60,8 +64,14 @@ class WeightShape:
         return (pad_for_dot(self.heads),), (rows, columns), (columns,)
 
 
+@cache
+def get_weight_shape(heads: int, width: int, kernel_size: int, has_bias: bool) -> WeightShape:
+    """That of calls which are alike, whose sizes are worked out once."""
+    return WeightShape(heads, width, kernel_size, has_bias)
+
+
 class PackedWeights(NamedTuple):
-    """All weights of a call, as they are read."""
+    """All weights of a call, as they are read; with L in front where they are those of several layers."""
 
     w1: Tensor
     """Conv1's score half [k, HP, DP]."""
@@ -82,20 +92,22 @@ class PackedWeights(NamedTuple):
 
 class _Index(NamedTuple):
     packed: Tensor
-    """Of all packed weights, those in the compute type first."""
+    """Of a layer's packed weights, those in the compute type first."""
     sizes: list[int]
     """Entries of these, and of the others."""
     gradients: Tensor
-    """[(1 + p) · entries of all weights] into what `unpack_gradients` joins."""
+    """[(1 + p) · entries of a layer's weights] into what `unpack_gradients` joins."""
 
 
 def pack_weights(
-    shape: WeightShape, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, dtype: torch.dtype
+    shape: WeightShape, weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], dtype: torch.dtype
 ) -> PackedWeights:
-    """Weights as `args.CdapeArgs` has them, for a compute type."""
-    index = _build_index(shape, w1.device)
-    joined = torch.cat([w1.reshape(-1), b1, w2.reshape(-1), b2, _build_zero(w1.dtype, w1.device)])
-    packed, packed_float32 = joined.index_select(0, index.packed).split(index.sizes)
+    """Weights of layers, w1, b1, w2, b2 as `args.CdapeArgs` has them, for a compute type: all with L in front."""
+    first = weights[0][0]
+    index, zero = _build_index(shape, first.device), _build_zero(first.dtype, first.device)
+    joined = torch.cat([x for w1, b1, w2, b2 in weights for x in (w1.reshape(-1), b1, w2.reshape(-1), b2, zero)])
+    gathered = joined.view(len(weights), -1).index_select(1, index.packed)
+    packed, packed_float32 = gathered.split(index.sizes, 1)
     return PackedWeights(
         *_split(packed.to(dtype), shape.packed), *_split(at_least_float32(packed_float32), shape.packed_float32)
     )
@@ -103,27 +115,32 @@ def pack_weights(
 
 def unpack_gradients(
     shape: WeightShape, patches: Tensor, bias_weight: Tensor, constants: Tensor, dtypes: tuple[torch.dtype, ...]
-) -> tuple[Tensor, ...]:
-    """The gradients of w1, b1, w2 and b2, whose own is zero.
+) -> list[tuple[Tensor, ...]]:
+    """The gradients of each layer's w1, b1, w2 and b2, whose own is zero.
 
     Args:
-        patches: those of `patches1` and `patches2`, [2, KC, DP].
-        bias_weight, constants: those of `PackedWeights`; `constants` summed over its columns, [D].
+        patches: those of `patches1` and `patches2`, [L, 2, KC, DP].
+        bias_weight, constants: those of `PackedWeights`; `constants` summed over its columns, [L, D].
         dtypes: of the weights.
     """
-    joined = torch.cat(
-        [patches.view(-1), bias_weight.view(-1), constants, _build_zero(constants.dtype, patches.device)]
-    )
-    gathered = joined.index_select(0, _build_index(shape, patches.device).gradients)
+    layers = len(patches)
+    zero = _build_zero(constants.dtype, patches.device).expand(layers, 1)
+    joined = torch.cat([patches.view(layers, -1), bias_weight.view(layers, -1), constants, zero], dim=1)
+    gathered = joined.index_select(1, _build_index(shape, patches.device).gradients)
     if shape.padding:
-        gathered = gathered.view(1 + shape.padding, -1).sum(0)
+        gathered = gathered.view(layers, 1 + shape.padding, -1).sum(1)
     if len(set(dtypes)) == 1:
-        return tuple(_split(gathered.to(dtypes[0]), shape.weights))
-    return tuple(x.to(dtype) for x, dtype in zip(_split(gathered, shape.weights), dtypes, strict=True))
+        pieces = _split(gathered.to(dtypes[0]), shape.weights)
+    else:
+        pieces = [x.to(dtype) for x, dtype in zip(_split(gathered, shape.weights), dtypes, strict=True)]
+    return list(zip(*(piece.unbind() for piece in pieces), strict=True))
 
 
 def _split(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    return [piece.view(shape) for piece, shape in zip(flat.split(_list_sizes(shapes)), shapes, strict=True)]
+    """The first entries of [L, n] as tensors of the shapes, L in front."""
+    sizes = _list_sizes(shapes)
+    pieces = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
+    return [piece.view(len(flat), *shape) for piece, shape in zip(pieces, shapes, strict=False)]
 
 
 @cache
@@ -143,7 +160,7 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
     with torch.inference_mode(False):
         numbers = torch.arange(sum(prod(piece) for piece in shape.weights))
         zero = len(numbers)  # what is padding reads the zero at the end
-        w1, b1, w2, b2 = _split(numbers, shape.weights)
+        w1, b1, w2, b2 = (x[0] for x in _split(numbers[None], shape.weights))
         heads, width, size, padding = shape.heads, shape.width, shape.kernel_size, shape.padding
         scores, second = w1[:, :heads, 0], w2[:, :, 0]
         packed = [torch.full(piece, zero) for piece in shape.packed]
@@ -164,10 +181,11 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
                 taps = padding + column + 1
                 by_column[:, :taps, 1 + column] = last_tap_first[:, :taps]
         gradients = _invert(shape, packed[2:], bias_weight, zero)
-        everything = _flatten([*packed, packed_b2, bias_weight, constants])
-        num_packed = sum(prod(piece) for piece in shape.packed)
-        sizes = [num_packed, len(everything) - num_packed]
-        return _Index(everything.to(device), sizes, gradients.flatten().to(device))
+        halves = [_flatten(pieces) for pieces in (packed, [packed_b2, bias_weight, constants])]
+        # Filled up, so that the next layer's begin at a multiple of 16 bytes too.
+        halves = [F.pad(half, (0, -len(half) % 16), value=zero) for half in halves]
+        sizes = [len(half) for half in halves]
+        return _Index(torch.cat(halves).to(device), sizes, gradients.flatten().to(device))
 
 
 def _flatten(pieces: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ B batch, H heads, h requested heads, R query rows, C key columns, d head dimensi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -49,6 +50,9 @@ class AttentionInputs:
     table: ScoreTerms | None = None
     """The encoding's table [H, N] over the distances of these rows and columns or of more, where it was computed
     before (`reference.precompute_terms`)."""
+    processor_terms: Any = None
+    """What the backend made of the processor and the table before the layers (`AttentionBackend`s that have
+    `compute_processor_terms`)."""
     bias_contribution: BiasContribution | None = None
     """The bias's own part of the processor's first layer, where it was computed before."""
 

@@ -24,6 +24,7 @@ own (h, unless queries are grouped), d head dimension.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,6 +159,8 @@ class AttentionContext:
     """The top layer gives its output for the last n tokens only; like the others it reads all of them."""
     tables: Mapping[int, ScoreTerms] = field(default_factory=dict)
     """The encodings' tables by the layers' indices, where they were computed before the layers (`compute_tables`)."""
+    processor_terms: Mapping[int, Any] = field(default_factory=dict)
+    """What the backend made of processors and tables before the layers (`compute_processor_terms`)."""
     restarted: TokenRange | None = None
     """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
 
@@ -239,11 +242,9 @@ class PositionedAttention(MegatronModule):
             q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
-        attend = partial(
-            self._attend,
-            heads=heads,
-            table=context.tables.get(self.layer_index) or self.compute_table(segments, q.device),
-        )
+        table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
+        terms = context.processor_terms.get(self.layer_index)
+        attend = partial(self._attend, heads=heads, table=table, processor_terms=terms)
         output = attend_segments(q, k, v, segments, attend)
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
@@ -256,7 +257,15 @@ class PositionedAttention(MegatronModule):
         return self.processor is not None and size > 1 and is_whole and length % (2 * size) == 0
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, segment: Segment, *, heads: slice, table: ScoreTerms | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segment: Segment,
+        *,
+        heads: slice,
+        table: ScoreTerms | None,
+        processor_terms: Any,
     ) -> Tensor:
         return self.backend(
             AttentionInputs(
@@ -273,6 +282,7 @@ class PositionedAttention(MegatronModule):
                 heads=heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 table=table,
+                processor_terms=processor_terms,
             )
         )
 
@@ -294,3 +304,33 @@ def compute_tables(
     ranges = [(segment.tokens, segment.context) for segment in segments]
     tables = compute_tables_of_layers([each.encoding for each in attentions], ranges, device)
     return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}
+
+
+def compute_processor_terms(
+    attentions: Sequence[PositionedAttention],
+    segments: Sequence[Segment],
+    tables: Mapping[int, ScoreTerms],
+    like: Tensor,
+) -> dict[int, Any]:
+    """What the backend makes of the processors and tables of layers that compute attention alike, by their indices, if
+    it does so for all of them at once: where a layer makes one call, of all heads.
+
+    Args:
+        tables: from `compute_tables`.
+        like: has the queries' type and device.
+    """
+    first, (segment, *others) = attentions[0], segments
+    compute = getattr(first.backend, "compute_processor_terms", None)
+    sizes = first.groups.mesh.sizes
+    is_whole = not others and hide_nothing(segments) and segment.first_keys is None and segment.tokens.sampled is None
+    is_whole = is_whole and sizes.tensor == sizes.context == 1
+    if first.processor is None or compute is None or not is_whole:
+        return {}
+    biases = None
+    if first.encoding.adds_bias:
+        if any(each.layer_index not in tables for each in attentions):
+            return {}
+        biases = [tables[each.layer_index].bias for each in attentions]
+    processors = [each.processor for each in attentions]
+    terms = compute(processors, biases, segment.tokens, segment.context, first.window, like)
+    return {} if terms is None else {a.layer_index: t for a, t in zip(attentions, terms, strict=True)}

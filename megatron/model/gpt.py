@@ -34,7 +34,13 @@ from megatron.distributed.collectives import all_gather
 from megatron.distributed.mesh import Axis, NumberT, list_context_chunks, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
-from megatron.model.attention import AttentionContext, KVCache, PositionedAttention, compute_tables
+from megatron.model.attention import (
+    AttentionContext,
+    KVCache,
+    PositionedAttention,
+    compute_processor_terms,
+    compute_tables,
+)
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
@@ -283,7 +289,8 @@ class GPT(GPTModel):
         # What the layers have in common is computed before them, and outside of what a backward pass computes again.
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         tables = compute_tables(attentions, segments, hidden.device)
-        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, tables, restarted))
+        terms = compute_processor_terms(attentions, segments, tables, hidden)
+        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, tables, terms, restarted))
         if kv_cache is not None:
             kv_cache.length += length
         return hidden

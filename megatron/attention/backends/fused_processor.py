@@ -74,4 +74,7 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         window=inputs.window,
         residual_bias=convolutions.residual_bias,
     )
+    terms = inputs.processor_terms
+    if terms is not None and terms.fits(args.q, args.offset, args.window):
+        return kernel(args, terms=terms)
     return kernel(args)

@@ -15,9 +15,11 @@ h requested heads, R query rows, C key columns.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from megatron.attention.backends.fused_processor import (
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_table
-from megatron.position.base import FireParameters
+from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, causal_mask, select_heads
@@ -99,6 +101,46 @@ class TritonBackend:
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
 
+    @staticmethod
+    def compute_processor_terms(
+        processors: Sequence[Processor],
+        biases: Sequence[Tensor] | None,
+        query: TokenRange,
+        key: TokenRange,
+        window: int | None,
+        like: Tensor,
+    ) -> Sequence[Any] | None:
+        """What the kernels read of layers' processors and tables, made for all at once (`kernels/cdape_attention`).
+
+        Args:
+            processors: those of the layers, all alike.
+            biases: of each layer, float32 [H, N], or None.
+            query, key: rows and columns of a call.
+            window: of the layers.
+            like: has the queries' type and device.
+
+        Returns:
+            For each layer `AttentionInputs.processor_terms`; None where each layer makes its own.
+        """
+        from kernels.cdape_attention.layer_terms import compute_layer_terms
+
+        convolutions = [processor.kernel_parameters() for processor in processors]
+        are_convolutions = all(isinstance(each, ConvolutionParameters) for each in convolutions)
+        if not are_convolutions or _describe_unfit(like) is not None:
+            return None
+        weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
+        if any(hasattr(x, "ds_id") for processor in processors for x in processor.parameters()):
+            return None  # ZeRO 3 gathers a layer's weights for that layer
+        return compute_layer_terms(
+            biases,
+            weights,
+            rows=query.length,
+            offset=query.start - key.start,
+            window=window,
+            dtype=like.dtype,
+            residual_bias=convolutions[0].residual_bias,  # type: ignore[union-attr]
+        )
+
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()
@@ -138,13 +180,9 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         inputs: what attention is asked for.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    from kernels.runtime import DTYPES, is_interpreted
-
-    dtype, fire = inputs.q.dtype, _fire_parameters(inputs.encoding)
-    if not (inputs.q.is_cuda or is_interpreted()):
-        return KernelChoice.PYTORCH, "a model on the CPU"
-    if dtype not in DTYPES or (is_interpreted() and dtype == torch.bfloat16):
-        return KernelChoice.PYTORCH, f"{dtype}{' in the interpreter' if is_interpreted() else ''}"
+    fire, reason = _fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
+    if reason is not None:
+        return KernelChoice.PYTORCH, reason
     if inputs.query.sampled is not None:
         return KernelChoice.PYTORCH, "randomized positions"
     if inputs.key_mask is not None:
@@ -161,6 +199,18 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     if inputs.dropout:
         return KernelChoice.PYTORCH, "attention_dropout without a bias or with a weight"
     return KernelChoice.FUSED_BIAS, ""
+
+
+def _describe_unfit(x: Tensor) -> str | None:
+    """Why no kernel can compute with tensors of its type where it is; None if kernels can."""
+    from kernels.runtime import DTYPES, is_interpreted
+
+    interpreted = is_interpreted()
+    if not (x.is_cuda or interpreted):
+        return "a model on the CPU"
+    if x.dtype not in DTYPES or (interpreted and x.dtype == torch.bfloat16):
+        return f"{x.dtype}{' in the interpreter' if interpreted else ''}"
+    return None
 
 
 @cache

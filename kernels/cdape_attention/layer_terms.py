@@ -1,0 +1,176 @@
+"""What kernels read of layers' tables and weights, for all layers at once and before the first of them.
+
+Each layer makes the same few dozen small operations of its table and its weights, which the host issues one by one: a
+GPU may wait for it. Here they are the same number for all layers together. The gradients come back the same way: each
+layer's kernels leave their sums with the node of the graph that made the terms, which turns those of all layers into
+gradients once the last one is done.
+
+L layers, H heads, R query rows, N distances, D processor width, p = k//2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
+from kernels.cdape_attention.driver import NO_WINDOW_INT32, CdapeProblem, TermSums, new_term_sums
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
+from kernels.runtime import get_backward_number, outside_graphs
+
+MAX_ENTRIES = 1 << 23
+"""Of what all layers make of their biases: 32 MiB, and as much for its gradient. One layer needs but its own."""
+
+LayerWeights = tuple[Tensor, Tensor, Tensor, Tensor]
+"""w1, b1, w2, b2 as `args.CdapeArgs` has them."""
+StackedT = TypeVar("StackedT", PackedWeights, TermSums)
+
+
+def select_layer(stacked: StackedT, layer: int) -> StackedT:
+    """A layer's of tensors with L in front."""
+    return type(stacked)(*[x[layer] for x in stacked])
+
+
+def build_problem(
+    product: BiasProduct, contributions: Tensor, bias: Tensor | None, weights: PackedWeights, *, residual_bias: bool
+) -> CdapeProblem:
+    """A layer's, from what was made of its bias [H, N] and its weights."""
+    window = NO_WINDOW_INT32 if product.window is None else min(product.window, NO_WINDOW_INT32)
+    if bias is None or not residual_bias:
+        bias = contributions.new_empty(product.shape.heads, 0)
+    extent = (product.rows, product.offset, window, product.dtype)
+    return CdapeProblem(contributions, bias, weights, product.shape, *extent)
+
+
+def compute_terms(
+    product: BiasProduct, biases: Tensor | None, weights: Sequence[LayerWeights]
+) -> tuple[Tensor, PackedWeights]:
+    """The bias contributions [L, p + N + R·p, D] and the packed weights, from biases [L, H, N] or None."""
+    packed = pack_weights(product.shape, weights, product.dtype)
+    return product.compute(product.build_neighbourhoods(biases), packed), packed
+
+
+def differentiate_terms(
+    product: BiasProduct,
+    biases: Tensor | None,
+    bias_weight: Tensor,
+    sums: TermSums,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]:
+    """Of each layer the gradient of its bias, and those of its weights, which have these types.
+
+    Args:
+        biases: as above.
+        bias_weight: of the packed weights.
+        sums: of all layers; they are not kept.
+    """
+    dweight, constants = product.differentiate(sums.bias_product, biases, bias_weight, sums.bias_table)
+    return sums.bias_table.mT.unbind(), unpack_gradients(product.shape, sums.patches, dweight, constants, dtypes)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTerms:
+    """A layer's, from `compute_layer_terms`."""
+
+    problem: CdapeProblem
+    product: BiasProduct
+    anchor: Tensor
+    """No number: its node in the graph takes the sums of all layers."""
+    layer: int
+
+    def fits(self, q: Tensor, offset: int, window: int | None) -> bool:
+        """Are they for a call with these queries [B, H, R, d]?"""
+        product = self.product
+        return (product.rows, product.offset, product.window, product.dtype) == (q.shape[2], offset, window, q.dtype)
+
+
+class _ComputeTerms(torch.autograd.Function):
+    """The terms of all layers; differentiable through `anchor` alone, which stands for all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, product: BiasProduct, num_layers: int, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        """
+        Args:
+            tensors: each layer's bias, if they have any, then each layer's weights.
+        """
+        biases = torch.stack(tensors[:num_layers]) if product.shape.has_bias else None
+        flat = tensors[len(tensors) - 4 * num_layers :]
+        weights: list[LayerWeights] = [flat[start : start + 4] for start in range(0, len(flat), 4)]  # type: ignore[misc]
+        contributions, packed = compute_terms(product, biases, weights)
+        ctx.save_for_backward(biases, packed.bias_weight)
+        ctx.product, ctx.num_layers, ctx.num_tensors = product, num_layers, len(tensors)
+        ctx.dtypes = tuple(x.dtype for x in weights[0])
+        ctx.sums, ctx.finished, ctx.backward_number = None, set(), None
+        ctx.set_materialize_grads(False)
+        anchor, terms = contributions.new_empty(()), [x for x in (biases, contributions, *packed) if x is not None]
+        ctx.mark_non_differentiable(*terms)
+        return anchor, biases, contributions, *packed
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums, ctx.sums = ctx.sums, None
+        if sums is None or ctx.backward_number != get_backward_number():
+            return (None,) * (2 + ctx.num_tensors)
+        biases, bias_weight = ctx.saved_tensors
+        dbiases, dweights = differentiate_terms(ctx.product, biases, bias_weight, sums, ctx.dtypes)
+        return None, None, *(() if biases is None else dbiases), *(x for layer in dweights for x in layer)
+
+
+def take_sums(node: Any, layer: int) -> TermSums:
+    """Where a call's kernels leave their sums: those of the layer, which are zero.
+
+    Args:
+        node: of `LayerTerms.anchor`.
+
+    Raises:
+        RuntimeError: another call of the layer was here before.
+    """
+    number = get_backward_number()
+    if node.backward_number != number:
+        node.sums, node.finished, node.backward_number = None, set(), number
+    if layer in node.finished:
+        raise RuntimeError("terms of a layer are for one call of it")
+    node.finished.add(layer)
+    if node.sums is None:
+        biases, bias_weight = node.saved_tensors
+        distances = 0 if biases is None else biases.shape[2]
+        node.sums = new_term_sums(node.num_layers, node.product, distances, bias_weight.device)
+    return select_layer(node.sums, layer)
+
+
+def compute_layer_terms(
+    biases: Sequence[Tensor] | None,
+    weights: Sequence[LayerWeights],
+    *,
+    rows: int,
+    offset: int,
+    window: int | None,
+    dtype: torch.dtype,
+    residual_bias: bool,
+) -> list[LayerTerms] | None:
+    """The terms of layers that are called alike, for one call of each; None where all together are large.
+
+    Args:
+        biases: float32 [H, N] of each, N ≥ offset + R, or None.
+        weights: of each, in one type.
+        rows, offset, window, residual_bias: as `args.CdapeArgs` has them.
+        dtype: of the queries.
+    """
+    w1, _, w2, _ = weights[0]
+    shape = get_weight_shape(w2.shape[0], w1.shape[0], w1.shape[-1], biases is not None)
+    product = get_bias_product(shape, rows, offset, window, dtype)
+    if len(weights) * product.num_contributions > MAX_ENTRIES:
+        return None
+    tensors = [*(biases or ()), *(x for layer in weights for x in layer)]
+    anchor, stacked, contributions, *packed = outside_graphs(_ComputeTerms)(product, len(weights), *tensors)
+    with torch.no_grad():
+        tables = [None] * len(weights) if stacked is None else stacked.unbind()
+        each = zip(contributions.unbind(), tables, *(x.unbind() for x in packed), strict=True)
+    return [
+        LayerTerms(
+            build_problem(product, own, bias, PackedWeights(*rest), residual_bias=residual_bias), product, anchor, i
+        )
+        for i, (own, bias, *rest) in enumerate(each)
+    ]
