@@ -5,6 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.rehearsal.ledger import format_ranks
+from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_SHARE, UNKNOWN, RehearsalReport
 from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_duration
 
@@ -112,6 +113,11 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
     for row in rows[:MAX_COLLECTIVES]:
         table.add_row(row.along, row.operation, row.dtype, str(row.ranks), f"{row.calls:,}", format_bytes(row.bytes))
     console.print(table)
+    run = rehearsal.run
+    planned = run.config.training.gradient_accumulation_steps
+    batches = f"{run.micro_batches} micro-batch{'' if run.micro_batches == 1 else 'es'}"
+    cut = "" if planned == run.micro_batches else f" (a step of the run has {planned})"
+    console.print(f"  of what ran: {STEPS} steps of {batches}{cut}, a validation, a checkpoint", style="dim")
     if len(rows) > MAX_COLLECTIVES:
         console.print(f"  … and {len(rows) - MAX_COLLECTIVES} kinds of fewer bytes (--json)", style="dim")
 

@@ -52,13 +52,17 @@ class RehearsedRun:
     def world_size(self) -> int:
         return self.sizes.world_size
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a step that is rehearsed."""
+        return min(self.config.training.gradient_accumulation_steps, count_micro_batches(self.sizes))
+
     def build_config(self, folder: Path) -> Config:
         """The configuration that is executed. A corpus is made if the run's own is elsewhere.
 
         folder: of the rehearsal; everything is written there.
         """
-        training = self.config.training
-        micro_batches = min(training.gradient_accumulation_steps, count_micro_batches(self.sizes))
+        training, micro_batches = self.config.training, self.micro_batches
         keys: dict[str, object] = {
             "save": str(folder / "run"),
             "load": None,
@@ -213,9 +217,9 @@ def _describe_changes(run: RehearsedRun) -> list[str]:
         notes.append(f"load: {checkpoint.load} is not read: the rehearsal begins with fresh weights")
     if run.config.logging.use_wandb:
         notes.append("use_wandb: nothing is sent to Weights & Biases")
-    if training.gradient_accumulation_steps > (limit := count_micro_batches(run.sizes)):
+    if training.gradient_accumulation_steps > run.micro_batches:
         notes.append(
-            f"{limit} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: the others "
-            "repeat their operations"
+            f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: "
+            "the others repeat their operations"
         )
     return notes

@@ -273,6 +273,10 @@ class RehearsalReport:
                  "group": list(found.communicator.ranks), "call": found.index, "message": found.message}
                 for action, found in rehearsal.mismatches
             ],
+            "rehearsed": {
+                "steps": STEPS, "micro_batches": run.micro_batches,
+                "micro_batches_of_the_run": run.config.training.gradient_accumulation_steps,
+            },
             "distinct_sequences": rehearsal.distinct_sequences,
             "unmatched_ranks": rehearsal.unmatched_ranks,
             "kernels": self.list_kernels(),

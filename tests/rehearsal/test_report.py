@@ -105,7 +105,8 @@ def test_everything_is_printed_and_is_json(tmp_path):
     for words in (
         "fits  125M parameters, 8 × NVIDIA A100-SXM4-40GB", "data 1, context 3", "5 ranks", "9.00", "not modelled",
         "CUDA context 0.3–0.5 GiB", "0.5 GiB × 3 communicators", "collectives agree on 8 of 8 ranks", "all_gather",
-        "_fwd_kernel", "255", "attention  triton", "dropout is left to PyTorch", "a checkpoint is 11.2 GiB",
+        "of what ran: 3 steps of 2 micro-batches (a step of the run has 32), a validation", "_fwd_kernel", "255",
+        "attention  triton", "dropout is left to PyTorch", "a checkpoint is 11.2 GiB",
         f"free for {tmp_path}",
         "host memory  3.73 GiB of a node while its 8 ranks", "an estimate", "covered  2 of 8 ranks ran", "cannot know",
         "assumed  ranks that did not run do as 0,7 did",
@@ -117,6 +118,7 @@ def test_everything_is_printed_and_is_json(tmp_path):
     low, high = values["step_seconds_estimated"]
     assert 0 < low < high
     assert values["slurm"] is None
+    assert values["rehearsed"] == {"steps": 3, "micro_batches": 2, "micro_batches_of_the_run": 32}
 
 
 def test_a_slurm_job_has_its_script_and_its_starts(tmp_path):
