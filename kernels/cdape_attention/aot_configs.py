@@ -86,14 +86,14 @@ def _build_head_tile_config(
 ) -> KernelConfig:
     """`odd` as above."""
     kernel: Any = HEAD_TILE_KERNELS[name]
-    tile = heads_tile(rows, dim, DTYPES_BY_NAME[dtype_name])
-    constants = heads_constants(heads, dim, tile)
+    dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
+    known = aligned or name == "scores"
+    tile = heads_tile(rows, dim, dtype, known)
+    constants = heads_constants(heads, dim, tile, dtype, known)
     return KernelConfig(
         name=f"{name}{' decode' if rows == DECODE_ROWS else ' odd' if odd else ''} H={heads} d={dim} {dtype_name}",
         kernel=kernel,
-        signature=build_signature(
-            kernel, constants, dtype_name, FLOAT32_POINTERS, () if odd or rows == DECODE_ROWS else ("C",)
-        ),
+        signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS, ("C",) if aligned else ()),
         constexprs=constants,
         options=tile.options,
         spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
@@ -135,7 +135,7 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 def _build_pass() -> Iterator[PassKernel]:
     heads, width, kernel_size, dim, dtype_name = 12, 32, 3, 64, "bf16"
     dw_tile = processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
-    head_tile = heads_tile(ROWS, dim, DTYPES_BY_NAME[dtype_name])
+    head_tile = heads_tile(ROWS, dim, DTYPES_BY_NAME[dtype_name], True)
     tiles = {
         name: processor_tile(name, heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
         for name in ("mix_fwd", "mix_bwd")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels.cdape_attention.scores import padded_channels
+from kernels.cdape_attention.scores import GROUP, SMALL_GROUP, padded_channels
 from kernels.head_dim import head_dim_constants, pad_for_dot
 from kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
 
@@ -61,21 +61,27 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     few = rows <= 16
     if dtype == torch.float32:
         return Tile(16 if few else 32 if kernel == "attend_sums" else 64, 32, 8, 2)
-    return Tile(16, 64, 4, 3) if few else Tile(64, 32, 8, 3)
+    return Tile(16, 64, 4, 3) if few else Tile(64, 64, 8, 3)
 
 
 @cache
-def heads_tile(rows: int, dim: int, dtype: torch.dtype) -> Tile:
+def heads_tile(rows: int, dim: int, dtype: torch.dtype, aligned: bool) -> Tile:
     """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
 
     Args:
         rows: query rows of a chunk.
-        dim: of a head; beyond 64 its rows are more than the registers of four warps hold.
+        dim: of a head.
         dtype: the compute type.
+        aligned: are the columns of a chunk a multiple of 16? Else each logit needs an address of its own. Of no concern
+            to scores, which has none: True.
     """
     if dtype == torch.float32:
         return Tile(16 if rows <= 16 else 32, 32, 8, STAGES)
-    return Tile(16, 64, 4, STAGES) if rows <= 16 else Tile(64, 32, 4 if dim <= 64 else 8, STAGES)
+    if rows <= 16:
+        return Tile(16, 64, 4, STAGES)
+    if not aligned:
+        return Tile(64 if dim <= 80 else 32, 32, 8, STAGES)
+    return Tile(64, 32, 4, STAGES) if dim <= 80 else Tile(128, 32, 8, STAGES)
 
 
 @cache
@@ -105,9 +111,10 @@ def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
 
 
 @cache
-def heads_constants(heads: int, dim: int, tile: Tile) -> dict[str, Any]:
-    """The constants of a kernel whose programs take all heads of a tile."""
-    return {"H": heads, "CHANNELS": padded_channels(heads), **attend_constants(dim, tile)}
+def heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
+    """The constants of a kernel whose programs take all heads of a tile; arguments as of `heads_tile`."""
+    count = GROUP if aligned and dtype != torch.float32 else SMALL_GROUP
+    return {"H": heads, "CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile)}
 
 
 WORKSPACE_FRACTION = 1 / 12

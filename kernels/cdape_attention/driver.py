@@ -150,7 +150,7 @@ class ChunkMaps:
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
     batch, heads, columns, dim = k.shape
-    tile = heads_tile(chunk.rows, dim, problem.dtype)
+    tile = heads_tile(chunk.rows, dim, problem.dtype, True)
     width = chunk.right - chunk.left
     scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
     tensors = (chunk.slice_rows(scaled), chunk.slice_columns(k), scores)
@@ -158,7 +158,7 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
         _scores_kernel,
         head_tile_grid(chunk, tile, batch),
         (*tensors, *chunk.extent, problem.window, problem.rows, columns),
-        heads_constants(heads, dim, tile),
+        heads_constants(heads, dim, tile, problem.dtype, True),
         tile.options,
     )
     return scores
@@ -332,12 +332,13 @@ def softmax_backward(
         sums[..., chunk.first :],
     )
     launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
-    tile = heads_tile(chunk.rows, dim, problem.dtype)
+    aligned = (chunk.right - chunk.left) % ALIGNED == 0
+    tile = heads_tile(chunk.rows, dim, problem.dtype, aligned)
     launch(
         _attend_bwd_kernel,
         head_tile_grid(chunk, tile, batch),
         (*inputs, maps.probabilities, maps.dlogits, *chunk.extent, problem.window, problem.rows, columns),
-        heads_constants(heads, dim, tile),
+        heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
     )
 

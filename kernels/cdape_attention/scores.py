@@ -13,7 +13,9 @@ from kernels.head_dim import load_rows
 
 DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "window", "R_total", "C_total"]
 GROUP = tl.constexpr(8)
-"""Heads that are stored together."""
+"""Heads that are stored together: 16 bytes of a half type."""
+SMALL_GROUP = tl.constexpr(2)
+"""The same where masks, or an address for each element, take registers besides: with eight they would spill."""
 
 
 def padded_channels(heads: int) -> int:
@@ -23,10 +25,15 @@ def padded_channels(heads: int) -> int:
 
 @triton.jit
 def join_tiles(tiles):
-    """Eight tiles [BLOCK_M, BLOCK_N] as one, [BLOCK_M, BLOCK_N, 8]."""
-    even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
-    odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
-    return tl.reshape(tl.join(even, odd), (tiles[0].shape[0], tiles[0].shape[1], 8))
+    """Two, four or eight tiles [BLOCK_M, BLOCK_N] as one, [BLOCK_M, BLOCK_N, how many]."""
+    SHAPE: tl.constexpr = (tiles[0].shape[0], tiles[0].shape[1], len(tiles))
+    even, odd = tiles[0], tiles[1]
+    if len(tiles) == 4:
+        even, odd = tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3])
+    elif len(tiles) == 8:
+        even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
+        odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
+    return tl.reshape(tl.join(even, odd), SHAPE)
 
 
 @triton.jit
@@ -43,14 +50,18 @@ def head_products(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N]."""
-    a = load_rows(a_ptr, row, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
-    b = load_rows(b_ptr, column, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    """Rows of a [R, d] from `row` on times rows of b [C, d] from `column` on: float32 [BLOCK_M, BLOCK_N].
+
+    Not MASKED: all of them exist.
+    """
+    a = load_rows(a_ptr, row, HEAD_DIM, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, MASKED)
+    b = load_rows(b_ptr, column, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
     products = tl.dot(a, tl.trans(b), input_precision=INPUT_PRECISION)
     if BLOCK_DB:
-        a = load_rows(a_ptr, row, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-        b = load_rows(b_ptr, column, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+        a = load_rows(a_ptr, row, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, MASKED)
+        b = load_rows(b_ptr, column, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
         products = tl.dot(a, tl.trans(b), products, input_precision=INPUT_PRECISION)
     return products
 
@@ -63,17 +74,24 @@ def store_group(
     column,
     R,
     C,
-    GROUP_INDEX: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """`group` [BLOCK_M, BLOCK_N, 8] as these channels of a map [R, C, CHANNELS], from a row and a column on."""
-    rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-    stored = (rows < R)[:, None] & (columns < C)[None, :]
-    offsets = (rows[:, None] * C + columns[None, :]) * CHANNELS + GROUP_INDEX * 8
-    to = map_ptr + offsets[:, :, None] + tl.arange(0, 8)[None, None, :]
-    tl.store(to, group.to(map_ptr.dtype.element_ty), mask=stored[:, :, None])
+    """`group` [BLOCK_M, BLOCK_N, heads] as channels of a map [R, C, CHANNELS], from a row and a column on.
+
+    `map_ptr` is that of the group's first channel. Not MASKED: the map has all of these rows and columns.
+    """
+    r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    offsets = ((row + r)[:, None] * C + (column + c)[None, :]) * CHANNELS
+    to = map_ptr + offsets[:, :, None] + tl.arange(0, group.shape[2])[None, None, :]
+    group = group.to(map_ptr.dtype.element_ty)
+    if MASKED:
+        stored = (row + r < R)[:, None] & (column + c < C)[None, :]
+        tl.store(to, group, mask=stored[:, :, None])
+    else:
+        tl.store(to, group)
 
 
 @triton.jit
@@ -91,27 +109,93 @@ def head_scores(
     row,
     column,
     extent,
-    HEAD: tl.constexpr,
-    H: tl.constexpr,
+    MEMBER: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """S of a head on a tile; zeros for a head that only fills up the last group."""
+    """S of a group's head on a tile; zeros for one that only fills up the last group."""
     R, C, R_total, C_total = extent
-    if HEAD < H:
-        q_ptr += tl.cast(R_total, tl.int64) * (HEAD * HEAD_DIM)
-        k_ptr += tl.cast(C_total, tl.int64) * (HEAD * HEAD_DIM)
+    if MEMBER < HEADS:
+        q_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
+        k_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
         # fmt: off
         scores = head_products(q_ptr, k_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                               INPUT_PRECISION)
+                               INPUT_PRECISION, MASKED)
         # fmt: on
     else:
         scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     return scores.to(q_ptr.dtype.element_ty)
+
+
+@triton.jit
+def _store_group_scores(
+    pointers,
+    row,
+    column,
+    extent,
+    first_head,
+    HEADS: tl.constexpr,
+    COUNT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """S of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
+    q_ptr, k_ptr, scores_ptr = pointers
+    R, C, R_total, C_total = extent
+    q_ptr += tl.cast(R_total, tl.int64) * (first_head * HEAD_DIM)
+    k_ptr += tl.cast(C_total, tl.int64) * (first_head * HEAD_DIM)
+    tiles = ()
+    for member in tl.static_range(COUNT):
+        # fmt: off
+        tile = head_scores(q_ptr, k_ptr, row, column, extent, member, HEADS,
+                           HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+        # fmt: on
+        tiles += (tile,)  # type: ignore[assignment]
+    store_group(scores_ptr + first_head, join_tiles(tiles), row, column, R, C, CHANNELS, BLOCK_M, BLOCK_N, MASKED)
+
+
+@triton.jit
+def _store_scores(
+    pointers,
+    row,
+    column,
+    extent,
+    H: tl.constexpr,
+    COUNT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """S of all heads on a tile. Not MASKED: all of its rows and columns exist.
+
+    Groups are a loop, not one after the other: ptxas would begin a group's loads in the registers of the one before.
+    """
+    WHOLE: tl.constexpr = H // COUNT * COUNT
+    # fmt: off
+    for first_head in range(0, WHOLE, COUNT):
+        _store_group_scores(pointers, row, column, extent, first_head, COUNT, COUNT, CHANNELS,
+                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+    for first_head in tl.static_range(WHOLE, CHANNELS, COUNT):
+        _store_group_scores(pointers, row, column, extent, first_head, H - first_head, COUNT, CHANNELS,
+                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+    # fmt: on
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -133,6 +217,7 @@ def _scores_kernel(
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COUNT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """One program: BLOCK_M rows by BLOCK_N columns of all heads. Grid: columns, rows, batch."""
@@ -143,12 +228,12 @@ def _scores_kernel(
     k_ptr += batch * H * C_total * HEAD_DIM
     scores_ptr += batch * R * C * CHANNELS
     extent = (R, C, R_total, C_total)
-    for group in tl.static_range(CHANNELS // GROUP):
-        tiles = ()
-        for member in tl.static_range(GROUP):
-            # fmt: off
-            tile = head_scores(q_ptr, k_ptr, row, column, extent, group * GROUP + member, H,
-                               HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
-            # fmt: on
-            tiles += (tile,)  # type: ignore[assignment]
-        store_group(scores_ptr, join_tiles(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
+    pointers = (q_ptr, k_ptr, scores_ptr)
+    # fmt: off
+    if (row + BLOCK_M <= R) & (column + BLOCK_N <= C):
+        _store_scores(pointers, row, column, extent, H, COUNT, CHANNELS,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, False)
+    else:
+        _store_scores(pointers, row, column, extent, H, SMALL_GROUP, CHANNELS,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, True)
+    # fmt: on

@@ -10,7 +10,7 @@ base 2, and rounded to it once for both passes: what that costs, the sum divides
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.scores import GROUP, head_products, is_visible, join_tiles, store_group
+from kernels.cdape_attention.scores import SMALL_GROUP, head_products, is_visible, join_tiles, store_group
 from kernels.head_dim import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -246,34 +246,35 @@ def head_gradient(
     row,
     column,
     extent,
-    HEAD: tl.constexpr,
-    H: tl.constexpr,
+    MEMBER: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """dL of a head on a tile, compute type; P is stored. Zeros for a head that only fills up the last group."""
+    """dL of a group's head on a tile, compute type; P is stored. Zeros for one that only fills up the last group."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
     R, C, first_row, first_column, window, R_total, C_total = extent
-    if HEAD < H:
-        v_ptr += tl.cast(C_total, tl.int64) * (HEAD * HEAD_DIM)
-        do_ptr += tl.cast(R_total, tl.int64) * (HEAD * HEAD_DIM)
-        map_start = tl.cast(R, tl.int64) * C * HEAD
+    if MEMBER < HEADS:
+        v_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
+        do_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
+        map_start = tl.cast(R, tl.int64) * C * MEMBER
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        of_row = tl.cast(R_total, tl.int64) * HEAD + rows
+        of_row = tl.cast(R_total, tl.int64) * MEMBER + rows
         top = tl.load(stats_ptr + of_row, mask=rows < R, other=0.0)
         inverse_sum = 1.0 / tl.load(stats_ptr + pairs * R_total + of_row, mask=rows < R, other=1.0)
         mean = tl.load(sums_ptr + of_row, mask=rows < R, other=0.0)
         # fmt: off
         dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
-                           INPUT_PRECISION)
+                           INPUT_PRECISION, MASKED)
         # fmt: on
-        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window, True)
+        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window, MASKED)
         p = tl.exp2(x * LOG2E - top[:, None]) * inverse_sum[:, None]
-        store_map_tile(p_ptr + map_start, p, rows, columns, R, C)
+        store_map_tile(p_ptr + map_start, p, rows, columns, R, C, MASKED)
         dlogits = p * (dp - mean[:, None])
     else:
         dlogits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -281,10 +282,86 @@ def head_gradient(
 
 
 @triton.jit
-def store_map_tile(ptr, tile, rows, columns, R, C):
-    """A tile of a map [R, C]."""
-    stored = (rows < R)[:, None] & (columns < C)[None, :]
-    tl.store(ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty), mask=stored)
+def store_map_tile(ptr, tile, rows, columns, R, C, MASKED: tl.constexpr):
+    """A tile of a map [R, C]. Not MASKED: the map has all of these rows and columns."""
+    to, tile = ptr + rows[:, None] * C + columns[None, :], tile.to(ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(to, tile, mask=(rows < R)[:, None] & (columns < C)[None, :])
+    else:
+        tl.store(to, tile)
+
+
+@triton.jit
+def _store_group_gradient(
+    dlogits_ptr,
+    pointers,
+    row,
+    column,
+    extent,
+    first_head,
+    HEADS: tl.constexpr,
+    COUNT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """P and dL of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
+    logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
+    R, C, _, _, _, R_total, C_total = extent
+    map_start = tl.cast(R, tl.int64) * C * first_head
+    of_rows = tl.cast(R_total, tl.int64) * first_head
+    pointers = (
+        logits_ptr + map_start,
+        v_ptr + tl.cast(C_total, tl.int64) * (first_head * HEAD_DIM),
+        do_ptr + of_rows * HEAD_DIM,
+        stats_ptr + of_rows,
+        sums_ptr + of_rows,
+        p_ptr + map_start,
+        pairs,
+    )
+    tiles = ()
+    for member in tl.static_range(COUNT):
+        # fmt: off
+        tile = head_gradient(pointers, row, column, extent, member, HEADS,
+                             HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+        # fmt: on
+        tiles += (tile,)  # type: ignore[assignment]
+    store_group(dlogits_ptr + first_head, join_tiles(tiles), row, column, R, C, CHANNELS, BLOCK_M, BLOCK_N, MASKED)
+
+
+@triton.jit
+def _store_gradient(
+    dlogits_ptr,
+    pointers,
+    row,
+    column,
+    extent,
+    H: tl.constexpr,
+    COUNT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """P and dL of all heads on a tile, group by group as in `scores.py`. Not MASKED: all rows see all columns."""
+    WHOLE: tl.constexpr = H // COUNT * COUNT
+    # fmt: off
+    for first_head in range(0, WHOLE, COUNT):
+        _store_group_gradient(dlogits_ptr, pointers, row, column, extent, first_head, COUNT, COUNT, CHANNELS,
+                              HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+    for first_head in tl.static_range(WHOLE, CHANNELS, COUNT):
+        _store_group_gradient(dlogits_ptr, pointers, row, column, extent, first_head, H - first_head, COUNT, CHANNELS,
+                              HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, MASKED)
+    # fmt: on
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -310,6 +387,7 @@ def _attend_bwd_kernel(
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    COUNT: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """dL = P ∘ (dP − Σ P ∘ dP), dP = dO·Vᵀ. One program: a tile of all heads. Grid: columns, rows, batch.
@@ -334,17 +412,19 @@ def _attend_bwd_kernel(
         )
         dlogits_ptr += batch * R * C * CHANNELS
         extent = (R, C, first_row, first_column, window, R_total, C_total)
-        for group in tl.static_range(CHANNELS // GROUP):
-            tiles = ()
-            for member in tl.static_range(GROUP):
-                # fmt: off
-                tile = head_gradient(pointers, row, column, extent, group * GROUP + member, H,
-                                     HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
-                # fmt: on
-                tiles += (tile,)  # type: ignore[assignment]
-            store_group(dlogits_ptr, join_tiles(tiles), row, column, R, C, group, CHANNELS, BLOCK_M, BLOCK_N)
+        stop = first_row - first_column + row + 1  # of the first row
+        whole = (column + BLOCK_N <= stop) & (column >= stop + BLOCK_M - 1 - window)
+        whole = whole & (row + BLOCK_M <= R) & (column + BLOCK_N <= C)
+        # fmt: off
+        if whole:
+            _store_gradient(dlogits_ptr, pointers, row, column, extent, H, COUNT, CHANNELS,
+                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, False)
+        else:
+            _store_gradient(dlogits_ptr, pointers, row, column, extent, H, SMALL_GROUP, CHANNELS,
+                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, True)
+        # fmt: on
     else:
         zeros = tl.zeros([BLOCK_M, BLOCK_N], p_ptr.dtype.element_ty)
         rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         for head in range(H):
-            store_map_tile(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C)
+            store_map_tile(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C, True)
