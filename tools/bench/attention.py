@@ -12,7 +12,9 @@ Records are written after each problem. Ctrl-C ends it with what the rounds so f
 """
 
 import argparse
+import signal
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -204,6 +206,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     disable_tf32()
+    # Of a kernel that cannot do a problem PyTorch warns why, in ten lines; its record has the error.
+    warnings.filterwarnings("ignore", module=r"tools\.bench\.attention_peers")
     result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
     rounds = 0 if arguments.gate_only else arguments.rounds
     print(align_columns(COLUMN_HEADERS))
@@ -221,6 +225,7 @@ def main() -> None:
     refused = [record for record in result["records"] if "refusal" in record]
     for record in refused:
         print(f"error: {record['peer']} at T = {record['T']}: {record['refusal']}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is written, and the compiler's processes take their time to end
     sys.exit(1 if refused else 0)
 
 
