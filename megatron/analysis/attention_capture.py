@@ -32,8 +32,10 @@ class CapturingBackend:
     def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
         self.backend, self.layer, self.hook = backend, layer, hook
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.backend.unsupported_reason(encoding, processor)
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
+        return self.backend.unsupported_reason(encoding, processor, softcap)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         self.hook(self.layer, inputs)

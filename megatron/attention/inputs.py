@@ -41,6 +41,8 @@ class AttentionInputs:
     processor sees an edge there. For backends and encodings of which `documents.can_mask_documents` says so."""
     window: int | None = None
     """A row sees the last `window` keys only, its own included."""
+    softcap: float | None = None
+    """Bound of q·k/√d, before anything of the encoding or the processor (`numerics.soft_cap`)."""
     heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
     """The requested heads: a tensor-parallel rank's own."""
     dropout: float = 0.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
-from megatron.position.numerics import promote_to_float32, toeplitz
+from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances
 
 MAX_ENTRIES_TOGETHER = 1 << 24
@@ -120,9 +120,14 @@ def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
 
 def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """What a processor reads, or what is added up without one: the weighted and contextual scores [B, h, R, C], and
-    the bias [h, R, C] if there is one, of all heads with a processor. Nothing is masked."""
+    the bias [h, R, C] if there is one, of all heads with a processor. Nothing is masked.
+
+    A soft cap bounds q·k/√d alone: what an encoding multiplies by or adds, and what a processor makes of it, comes
+    after. A bias must stay free to fall to −∞ with the distance. Contextual terms that read the scores (CoPE's gates)
+    read capped ones.
+    """
     q, k, encoding, heads = inputs.q, inputs.k, inputs.encoding, inputs.score_heads
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    scores = soft_cap(torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)), inputs.softcap)
     if inputs.dense is not None:
         terms = inputs.dense(inputs.query, inputs.key, q, heads)
     else:

@@ -39,6 +39,8 @@ class TrainerState:
     interval_loss: float = 0.0
     """Sum of the losses of the steps that were not reported yet, so that the next report is that of an unbroken run."""
     interval_steps: int = 0
+    interval_z_loss: float | None = None
+    """Sum of the z-losses of the same steps; None without any."""
     vocabulary: dict[str, Any] | None = None
     """`size` and `name` of the tokenizer."""
     world: int = 1

@@ -319,7 +319,6 @@ _DEEPSPEED_SECTIONS = (
 
 UNSUPPORTED = (
     Unsupported(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
-    Unsupported(("use_qk_layernorm",), "normalised queries and keys are not supported"),
     Unsupported(
         ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_mha"),
         "Transformer Engine's layers compute in 8 bits; use precision: bf16",
@@ -376,7 +375,6 @@ UNSUPPORTED = (
     Unsupported(("train_impl",), "only language modelling is offered", (None, "normal")),
     Unsupported(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
     Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
-    Unsupported(("z_loss",), "not offered", (None, 0, 0.0)),
     Unsupported(("weight_by_num_documents",), "give train_data_weights"),
     Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
     Unsupported(

@@ -100,7 +100,12 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         facts = read_encoding_facts(position.pos_emb)
     except MethodFileError:  # refused elsewhere
         return
-    reason = find_backend_problem(backend, facts, has_processor=position.score_processor != "none")
+    reason = find_backend_problem(
+        backend,
+        facts,
+        has_processor=position.score_processor != "none",
+        has_softcap=config.model.attn_logit_softcapping is not None,
+    )
     if reason is not None:
         method = f"pos_emb {position.pos_emb}"
         if position.score_processor != "none":
@@ -108,20 +113,30 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
 
 
-def find_backend_problem(backend: str, facts: MethodFacts, *, has_processor: bool) -> str | None:
+def find_backend_problem(
+    backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool = False
+) -> str | None:
     """Why a backend cannot compute an encoding, with or without a score processor: what of its `unsupported_reason`
     follows from the method's file alone (a test compares them). None: nothing that is known without torch."""
     match backend:
         case "sdpa" | "flex" if has_processor:
             return "it cannot process scores"
+        case "sdpa" if has_softcap:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         case "sdpa" if facts.changes_scores:
             return "it cannot add a position bias to the scores"
-        case "flex" if facts.hooks & {"dense", "contextual"} or facts.multiplies_scores or not facts.adds_bias:
+        case "flex" if facts.hooks & {"dense", "contextual"} or facts.multiplies_scores:
+            return "it is for a bias of the distance alone"
+        case "flex" if not (facts.adds_bias or has_softcap):
             return "it is for a bias of the distance alone"
         case "native" if not has_processor:
             return "it is for score processors"
+        case "native" if has_softcap:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         case "triton" | "native" if "contextual" in facts.hooks:
             return "it cannot add contextual terms"
+        case "triton" if has_softcap:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         case "native" if "dense" in facts.hooks:
             return "it cannot compute a bias that is not a function of the distance"
         case "triton" if has_processor and "dense" not in facts.hooks and facts.multiplies_scores:

@@ -175,8 +175,8 @@ class ModelFamily:
     """Where its class in transformers computes something else than we do, in words."""
     find_other_conflict: Callable[[Config], str | None] = lambda config: None
     """Further reasons why a configuration is none of this family."""
-    has_multipliers: bool = False
-    """Can it multiply embeddings, scores, branches and logits, as muP does?"""
+    multipliers: tuple[str, ...] = ()
+    """Of the fields of `Multipliers` (`model/mup.py`), those that may be other than 1."""
 
     def unsupported_reason(self, config: Config) -> str | None:
         """Why a configuration of ours is none of this family, in words; None if it is one, exactly."""
@@ -185,10 +185,10 @@ class ModelFamily:
             if options[key] not in values:
                 choices = " or ".join(_format_value(value) for value in values)
                 return f"{key} is {_format_value(options[key])}; {self.architecture} has {choices}"
-        if not self.has_multipliers:
-            for name, factor in asdict(get_multipliers(config.model)).items():
-                if factor != 1.0:
-                    return f"use_mup is true and multiplies by {factor:.4g} ({name}); {self.architecture} cannot"
+        for name, factor in asdict(get_multipliers(config.model)).items():
+            if factor != 1.0 and name not in self.multipliers:
+                cause = "use_mup is true and" if config.model.use_mup else "it"
+                return f"{cause} multiplies by {factor:.4g} ({name}); {self.architecture} cannot"
         return self.find_other_conflict(config)
 
     def to_hf_config(self, config: Config, num_embeddings: int, **extra_keys: Any) -> dict[str, Any]:

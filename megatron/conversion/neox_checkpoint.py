@@ -47,8 +47,8 @@ NEOX_TRAINING_KEYS = {
 }  # fmt: skip
 """Keys of the model that its weights do not depend on any more."""
 UNSUPPORTED_MODEL_KEYS = (
-    "sparsity_config", "sparse_attention", "use_qk_layernorm", "num_unique_layers",
-    "opt_pos_emb_offset", "soft_prompt_tuning", "moe_num_experts", "use_mup",
+    "sparsity_config", "sparse_attention", "num_unique_layers", "opt_pos_emb_offset", "soft_prompt_tuning",
+    "moe_num_experts", "use_mup",
 )  # fmt: skip
 """Of what is refused in a training's configuration, that which changes what the weights compute."""
 
@@ -86,6 +86,11 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
         raise UserError(f"{checkpoint}: holds no {CONFIGS_FOLDER}/*.yml; name the model's configuration with --config")
     loaded = merge_documents([_select_model_keys(read_yaml(path)) for path in files])
     config = loaded.config
+    if config.model.use_qk_layernorm:
+        raise UserError(
+            f"{checkpoint}: use_qk_layernorm: true: GPT-NeoX normalises the heads of a rank together, queries and keys "
+            "by one norm; ours are one norm for each"
+        )
     sections = (config.model, config.position)
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
     keys.pop("mlp_multiple_of", None)

@@ -92,6 +92,8 @@ class LayerAttention:
     backend: AttentionBackend
     query_multiplier: float = 1.0
     """On queries, whose products with keys the backend divides by √d (`megatron/model/mup.py`)."""
+    softcap: float | None = None
+    """Bound of q·k/√d."""
 
 
 class KVCache:
@@ -166,7 +168,7 @@ class AttentionContext:
 
 
 class PositionedAttention(MegatronModule):
-    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys.
+    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped.
 
     Args:
         config: megatron-core's.
@@ -184,7 +186,7 @@ class PositionedAttention(MegatronModule):
         # The attributes' names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
-        self.window = layer_attention.window
+        self.window, self.softcap = layer_attention.window, layer_attention.softcap
         self.backend = layer_attention.backend
         self.query_multiplier = layer_attention.query_multiplier
         self.layer_index = layer_index
@@ -279,6 +281,7 @@ class PositionedAttention(MegatronModule):
                 key_mask=segment.key_mask,
                 first_keys=segment.first_keys,
                 window=self.window,
+                softcap=self.softcap,
                 heads=heads,
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 table=table,

@@ -103,12 +103,13 @@ def choose_backend(
         UserError: the named backend cannot do the combination.
         RunError: a backend has made a device unusable; the next start leaves that backend.
     """
+    softcap = model.attn_logit_softcapping
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
-        backend = select_backend(name, model.attention_chunk_rows, encoding, processor)
-        reason = row_blocks_reason(name, encoding, processor)
+        backend = select_backend(name, model.attention_chunk_rows, encoding, processor, softcap)
+        reason = row_blocks_reason(name, encoding, processor, softcap)
         return BackendChoice(backend, None if name == "auto" else name, row_blocks_reason=reason)
-    candidates = list_candidates(model.attention_chunk_rows, encoding, processor)
-    default = get_default_backend(encoding, processor)
+    candidates = list_candidates(model.attention_chunk_rows, encoding, processor, softcap)
+    default = get_default_backend(encoding, processor, softcap)
     why = None
     if not model.attention_check:
         why = "unchecked (attention_check: false)"
@@ -117,7 +118,7 @@ def choose_backend(
     elif len(candidates) == 1:
         why = "nothing else can do it"
     if why is not None:
-        line = f"attention: {row_blocks_reason(name, encoding, processor) or default}; {why}"
+        line = f"attention: {row_blocks_reason(name, encoding, processor, softcap) or default}; {why}"
         return BackendChoice(candidates[default], default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, position, encoding, processor, groups, target, candidates, default)
@@ -148,6 +149,7 @@ def _choose_by_check(
             rows,
             batch=target.batch,
             window=position.attention_window,
+            softcap=model.attn_logit_softcapping,
             heads=heads,
             dtype=target.dtype,
             device=target.device,
@@ -172,7 +174,7 @@ def describe_check(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
     """All that the result of a rank's check is true of, in JSON's types."""
-    sizes = groups.mesh.sizes
+    sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
         "card": describe_card(target.device),
         "software": describe_software(),
@@ -180,6 +182,9 @@ def describe_check(
             "position": position.model_dump(mode="json"),
             "hidden_size": model.hidden_size,
             "heads": model.num_attention_heads,
+            # Not there where there is none: what earlier versions found stays true.
+            **({} if model.head_dim is None else {"head_dim": model.head_dim}),
+            **({} if softcap is None else {"softcap": softcap}),
             "length": target.length,
             "batch": target.batch,
             "dtype": str(target.dtype).removeprefix("torch."),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,16 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, choose_backend
 from megatron.model.gpt import GPT
-from megatron.model.layer import BiasedSelfAttention, ColumnLinear, FeedForward, GPTLayer, OffStageLayer, RowLinear
+from megatron.model.layer import (
+    BiasedSelfAttention,
+    ColumnLinear,
+    FeedForward,
+    GPTLayer,
+    OffStageLayer,
+    RowLinear,
+    build_norm,
+    build_qk_norm,
+)
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
@@ -43,8 +53,11 @@ from megatron.options.model import (
     find_indivisible_sizes,
     find_model_conflicts,
     has_qkv_bias,
+    head_dim,
+    norm_epsilon,
     num_kv_heads,
     padded_vocab_size,
+    qk_norm,
 )
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
@@ -62,7 +75,9 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
         dims = build_attention_dims(model)
         shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
         encoding, processor = _build_position_modules(model, position, dims, shared)
-        select_backend(model.attention_backend, model.attention_chunk_rows, encoding, processor)
+        select_backend(
+            model.attention_backend, model.attention_chunk_rows, encoding, processor, model.attn_logit_softcapping
+        )
 
 
 def _build_position_modules(
@@ -71,7 +86,7 @@ def _build_position_modules(
     """The encoding and the processor of one layer."""
     encoding = shared if shared is not None else build_encoding_from_options(position, dims)
     _check_randomized(position, encoding)
-    _check_mup(model, position, encoding)
+    _check_multipliers(model, position, encoding)
     if shared is None and type(encoding).overrides_hook("embed"):
         raise UserError(
             f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer",
@@ -96,7 +111,13 @@ def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
         )
 
 
-def _check_mup(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
+def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
+    if model.query_pre_attn_scalar is not None and type(encoding).overrides_hook("contextual"):
+        raise UserError(
+            f"query_pre_attn_scalar: {model.query_pre_attn_scalar:g}, but pos_emb {position.pos_emb} has products with "
+            "queries and keys of its own, which have no rule for it",
+            "query_pre_attn_scalar",
+        )
     mup = MupScaling.from_options(model)
     if mup is None:
         return
@@ -149,7 +170,12 @@ def _layer_spec(
         "tied_norm": model.gpt_j_tied,
         "multiplier": get_multipliers(model).residual,
     }
-    if model.gpt_j_residual and model.gpt_j_tied:
+    if model.norm_placement != "pre":
+        epsilon = norm_epsilon(model, model.norm)
+        spec.params["build_post_norm"] = partial(build_norm, model.norm, model.hidden_size, epsilon)
+    if model.norm_placement == "post":
+        spec.submodules.input_layernorm = IdentityOp
+    if model.norm_placement == "post" or (model.gpt_j_residual and model.gpt_j_tied):
         spec.submodules.pre_mlp_layernorm = IdentityOp
 
     def core_attention(*, config: Any, **_: object) -> PositionedAttention:
@@ -158,6 +184,13 @@ def _layer_spec(
     attention = spec.submodules.self_attention
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
+    if (kind := qk_norm(model)) is not None:
+
+        def build_norm_of_heads(num_heads: int) -> nn.Module:
+            epsilon, over_heads = norm_epsilon(model, kind), model.qk_layernorm_over_heads
+            return build_qk_norm(kind, num_heads, head_dim(model), epsilon, groups, over_heads=over_heads)
+
+        attention.params["build_qk_norm"] = build_norm_of_heads
     attention.submodules.core_attention = core_attention
     attention.submodules.linear_qkv, attention.submodules.linear_proj = ColumnLinear, RowLinear
     mlp = spec.submodules.mlp.submodules
@@ -229,7 +262,13 @@ def _build_gpt(
     mup, multipliers = MupScaling.from_options(model), get_multipliers(model)
     for layer, (encoding, processor) in enumerate(methods):
         layer_attention = LayerAttention(
-            encoding, shared is not None, processor, position.attention_window, choice.backend, multipliers.query
+            encoding,
+            shared is not None,
+            processor,
+            position.attention_window,
+            choice.backend,
+            multipliers.query,
+            model.attn_logit_softcapping,
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
         _register_gradient_sums(encoding if shared is None else None, processor, groups)
@@ -250,7 +289,9 @@ def _build_gpt(
         ),
         backend_choice=choice,
         mup=mup,
+        multipliers=multipliers,
         checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
+        logit_softcap=model.final_logit_softcapping,
     )
     _scale_initial_weights(gpt, model)
     return gpt
@@ -282,7 +323,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS = {
-    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "swiglu": F.silu
+    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu, "geglu": F.gelu, "geglu_tanh": gelu_tanh,
+    "swiglu": F.silu,
 }  # fmt: skip
 
 
@@ -301,9 +343,10 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=num_kv_heads(model),
+        kv_channels=head_dim(model),
         ffn_hidden_size=ffn_hidden_size(model),
         normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
-        layernorm_epsilon=model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
+        layernorm_epsilon=norm_epsilon(model, model.norm),
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation in GATED_ACTIVATIONS,
         add_bias_linear=model.use_bias_in_mlp,  # `SelfAttention` has its own

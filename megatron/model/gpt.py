@@ -47,6 +47,7 @@ from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding
+from megatron.position.numerics import soft_cap
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 from megatron.utils.errors import UserError
 
@@ -60,7 +61,9 @@ class GPT(GPTModel):
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
         masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
         mup: how its sizes stand to those of its base model; None without muP.
+        multipliers: what the forward pass multiplies.
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
+        logit_softcap: bound of the logits (`numerics.soft_cap`); None for none.
         backend_choice: by which backend attention is computed, and what there is to say of it.
         Others are megatron-core's.
     """
@@ -73,7 +76,9 @@ class GPT(GPTModel):
         randomized: int | None = None,
         masks_documents: bool = False,
         mup: MupScaling | None = None,
+        multipliers: Multipliers,
         checkpoint_layers: int = 0,
+        logit_softcap: float | None = None,
         backend_choice: BackendChoice,
         **kwargs: Any,
     ) -> None:
@@ -82,8 +87,9 @@ class GPT(GPTModel):
         self.position = position
         self.randomized = randomized
         self.masks_documents = masks_documents
-        self.mup, self.multipliers = mup, Multipliers() if mup is None else mup.multipliers
+        self.mup, self.multipliers = mup, multipliers
         self.checkpoint_layers = checkpoint_layers
+        self.logit_softcap = logit_softcap
         self.max_logits = MAX_LOGITS
         self.backend_choice = backend_choice
         self.off_stage_prefixes: tuple[str, ...] = ()
@@ -228,6 +234,7 @@ class GPT(GPTModel):
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
         document_starts: Tensor | None = None,
+        with_log_z: bool = False,
     ) -> Tensor:
         """Logits, or the loss of each token.
 
@@ -246,10 +253,11 @@ class GPT(GPTModel):
                 good.
             document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
                 begins: documents are kept apart, each giving what it gives alone. None for one document a row.
+            with_log_z: with labels: also log Z of each token, Z being the sum of the softmax over the vocabulary.
 
         Returns:
             Without labels logits [B, T or num_logits, V]; with labels the cross entropy in nats, float32
-            [B, T or num_logits].
+            [B, T or num_logits], or both it and log Z, [2, B, T or num_logits].
 
         Raises:
             UserError: the sequence is longer than the position encoding knows.
@@ -263,7 +271,8 @@ class GPT(GPTModel):
         hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed, document_starts)
         if not self.is_last_stage:
             return hidden
-        return self._score(hidden, labels if labels is None or num_logits is None else labels[:, -num_logits:])
+        scored = labels if labels is None or num_logits is None else labels[:, -num_logits:]
+        return self._score(hidden, scored, with_log_z=with_log_z)
 
     def hidden_states(
         self,
@@ -295,19 +304,21 @@ class GPT(GPTModel):
             kv_cache.length += length
         return hidden
 
-    def _score(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+    def _score(self, hidden: Tensor, labels: Tensor | None, *, with_log_z: bool) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
             hidden = self.decoder.final_layernorm(hidden)
         if self.multipliers.logits != 1.0:
             hidden = hidden * self.multipliers.logits
         if labels is None:
-            return rearrange(gather_vocabulary(self._logits(hidden), self.groups), "t b v -> b t v")
+            logits = soft_cap(self._logits(hidden), self.logit_softcap)
+            return rearrange(gather_vocabulary(logits, self.groups), "t b v -> b t v")
         vocabulary = self.vocab_size // self.groups.mesh.tensor.size
-        return chunked_cross_entropy(self._losses, hidden, labels, vocabulary, self.max_logits)
+        compute_losses = self._losses_and_log_z if with_log_z else self._losses
+        return chunked_cross_entropy(compute_losses, hidden, labels, vocabulary, self.max_logits)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Of this rank's part of the vocabulary, [T, B, V]."""
+        """Of this rank's part of the vocabulary, [T, B, V], before a soft cap."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if tied is None else tied
         if is_held_whole(self.output_layer, weight):
@@ -317,7 +328,17 @@ class GPT(GPTModel):
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
-        logits = self._logits(hidden).float()
+        return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
+
+    def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
+        logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
+        of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
+        losses = self._cross_entropy(logits, labels)
+        return torch.stack([losses, losses + of_labels])
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Of each token [B, T], from this rank's logits [T, B, V] in float32."""
         if self.groups.mesh.tensor.size > 1:
             return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t()
         flat = rearrange(logits, "t b v -> (t b) v")
@@ -394,6 +415,20 @@ class GPT(GPTModel):
         return matrices
 
 
+def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -> Tensor:
+    """The logit of each token's label [B, T], from each rank's part of the vocabulary [T, B, V]; all ranks go on alike.
+
+    Not by `gather`, which would keep the logits for its backward pass.
+    """
+    size = logits.shape[-1]
+    index = labels.t().flatten() - groups.mesh.tensor.index * size
+    is_here = (index >= 0) & (index < size)
+    found = logits.flatten(0, 1)[torch.arange(len(index), device=index.device), index.clamp(0, size - 1)]
+    found = torch.where(is_here, found, 0.0)
+    parts = all_gather(found[:, None], 1, groups, "tensor", reduce_grad=False)
+    return parts.sum(1).unflatten(0, logits.shape[:2]).t()
+
+
 def chunked_cross_entropy(
     compute_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, vocabulary: int, max_logits: int
 ) -> Tensor:
@@ -401,20 +436,20 @@ def chunked_cross_entropy(
     logits are no more than `max_logits`.
 
     Args:
-        compute_losses: from hidden states [t, B, D] and labels [B, t] to float32 [B, t].
+        compute_losses: from hidden states [t, B, D] and labels [B, t] to float32 [B, t], or several such [n, B, t].
         hidden: [T, B, D].
         labels: [B, T].
         vocabulary: logits of a token.
         max_logits: logits to hold at once; those of one position of the batch are held whatever it says.
 
     Returns:
-        float32 [B, T].
+        float32 [B, T] or [n, B, T].
     """
     step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
     if step == hidden.shape[0]:
         return compute_losses(hidden, labels)
     blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
-    return torch.cat([recompute_in_backward(compute_losses, *block, draws=False) for block in blocks], dim=1)
+    return torch.cat([recompute_in_backward(compute_losses, *block, draws=False) for block in blocks], dim=-1)
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:

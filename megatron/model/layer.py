@@ -4,19 +4,27 @@ GPT-NeoX's parallel residual (`gpt_j_residual`), which megatron-core's layer lac
 
     series    x ← x + attention(norm1(x));  x ← x + mlp(norm2(x))
     parallel  x ← x + attention(norm1(x)) + mlp(norm2(x))          norm2 = norm1 with gpt_j_tied
+    post      x ← x + norm1(attention(x));  x ← x + norm2(mlp(x))                     (norm_placement)
+    sandwich  x ← x + norm2(attention(norm1(x)));  x ← x + norm4(mlp(norm3(x)))       (norm_placement)
 
 megatron-core's modules hold the weights and compute where ranks share a layer. Their forward passes ask at each call
 for what is never there in a GPT that is trained (inference engines, offloading, packed sequences, CUDA graphs), and
 their linear layer is an autograd function in Python: for a small model that is half of the host's time. So attention,
 MLP and linear layers have forward passes of their own here, with the same operations in the same order.
+
+Norms that megatron-core's layer lacks stand here too.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.distributed.collectives import all_gather, register_grad_all_reduce
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
 from megatron.model.megatron_core import (
     MLP,
@@ -26,6 +34,60 @@ from megatron.model.megatron_core import (
     TransformerConfig,
     TransformerLayer,
 )
+from megatron.position.numerics import promote_to_float32
+
+
+def build_norm(kind: str, size: int, epsilon: float) -> nn.Module:
+    """PyTorch's layernorm or rmsnorm of the last dimension."""
+    return {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[kind](size, eps=epsilon)
+
+
+class NormOverHeads(nn.Module):
+    """A norm of the queries or keys of all heads of a token together, as OLMo 2 has it: [T, B, h, d] → the same.
+
+    Where ranks divide the heads, each holds the weights of its own, and what they take means of they add up.
+    """
+
+    def __init__(self, kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.groups, self.epsilon, self.size = groups, epsilon, num_heads * head_dim
+        size = self.size // groups.mesh.tensor.size
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
+        for parameter in self.parameters():  # as megatron-core marks what it divides
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        if self.groups.mesh.tensor.size == 1:
+            if self.bias is None:
+                return F.rms_norm(flat, (self.size,), self.weight, self.epsilon).view_as(x)
+            return F.layer_norm(flat, (self.size,), self.weight, self.bias, self.epsilon).view_as(x)
+        values = promote_to_float32(flat)
+        if self.bias is not None:
+            values = values - self._mean(values)
+        values = values * torch.rsqrt(self._mean(values.square()) + self.epsilon)
+        values = values.to(x.dtype) * self.weight
+        return (values if self.bias is None else values + self.bias).view_as(x)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Over the last dimension of all ranks. Each goes on with it in its own way, so its gradient is their sum."""
+        sums = all_gather(values.sum(-1, keepdim=True), values.dim() - 1, self.groups, "tensor", reduce_grad=True)
+        return sums.sum(-1, keepdim=True) / self.size
+
+
+def build_qk_norm(
+    kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, over_heads: bool
+) -> nn.Module:
+    """The norm of queries or keys [T, B, h, d], of each head by itself or of all heads together.
+
+    Of each head by itself all heads have the same weights. A rank's gradient is that of its own heads, and is summed.
+    """
+    if over_heads:
+        return NormOverHeads(kind, num_heads, head_dim, epsilon, groups)
+    norm = build_norm(kind, head_dim, epsilon)
+    register_grad_all_reduce(norm, groups)
+    return norm
 
 
 def is_held_whole(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
@@ -66,10 +128,19 @@ class RowLinear(RowParallelLinear):
 class BiasedSelfAttention(SelfAttention):
     """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
 
-    `bias`, of all four, and `qkv_bias`, of the first three, come from the layer spec's params.
+    `bias`, of all four, `qkv_bias`, of the first three, and `build_qk_norm`, which makes a norm of so many heads, come
+    from the layer spec's params.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, bias: bool, qkv_bias: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        bias: bool,
+        qkv_bias: bool,
+        build_qk_norm: Callable[[int], nn.Module] | None = None,
+        **kwargs: Any,
+    ) -> None:
         config = copy(config)
         config.add_bias_linear, config.add_qkv_bias = bias, qkv_bias
         super().__init__(config, *args, **kwargs)
@@ -77,6 +148,11 @@ class BiasedSelfAttention(SelfAttention):
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         self.group_sizes = [queries * head, head, head]
         """Of the queries, the key and the value that belong together."""
+        self.normalizes_qk = build_qk_norm is not None
+        if build_qk_norm is not None:
+            assert config.num_query_groups is not None  # megatron-core fills it in
+            self.q_layernorm = build_qk_norm(config.num_attention_heads)
+            self.k_layernorm = build_qk_norm(config.num_query_groups)
 
     def forward(self, hidden: Tensor, attention_mask: AttentionContext | None = None) -> tuple[Tensor, Tensor | None]:
         """Hidden states [T, B, D] → [T or context.num_logits, B, D], and the bias that is to be added to them.
@@ -87,6 +163,8 @@ class BiasedSelfAttention(SelfAttention):
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        if self.normalizes_qk:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(self.core_attention(query, key, value, attention_mask))
         return output
 
@@ -111,25 +189,38 @@ class FeedForward(MLP):
 class GPTLayer(TransformerLayer):
     """One layer of the GPT; hidden states are [T, B, D].
 
-    Built by megatron-core from the layer spec; `parallel`, `tied_norm` and `multiplier` (on what either branch adds,
-    `megatron/model/mup.py`) come from the spec's params.
+    Built by megatron-core from the layer spec; `parallel`, `tied_norm`, `multiplier` (on what either branch adds,
+    `megatron/model/mup.py`) and `build_post_norm`, which makes the norm that stands after a branch, come from the
+    spec's params.
     """
 
     def __init__(
-        self, *args: Any, parallel: bool = False, tied_norm: bool = False, multiplier: float = 1.0, **kwargs: Any
+        self,
+        *args: Any,
+        parallel: bool = False,
+        tied_norm: bool = False,
+        multiplier: float = 1.0,
+        build_post_norm: Callable[[], nn.Module] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.parallel, self.tied_norm, self.multiplier = parallel, tied_norm, multiplier
+        self.post_self_attn_layernorm = None if build_post_norm is None else build_post_norm()
+        self.post_mlp_layernorm = None if build_post_norm is None else build_post_norm()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module is called: megatron-core's layer looks for CUDA graphs first."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
-        """residual + multiplier · dropout(output + bias)"""
+    def _add(
+        self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, norm: nn.Module | None = None
+    ) -> Tensor:
+        """residual + multiplier · dropout(norm(output + bias))"""
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias
+        if norm is not None:
+            output = norm(output)
         if self.multiplier != 1.0:
             output = output * self.multiplier
         if self.training and self.hidden_dropout > 0:
@@ -142,12 +233,12 @@ class GPTLayer(TransformerLayer):
         attended = self.self_attention(normed, attention_mask=context)
         if context is not None and context.num_logits is not None:
             hidden, normed = hidden[-context.num_logits :], normed[-context.num_logits :]
-        after_attention = self._add(attended, hidden)
+        after_attention = self._add(attended, hidden, self.post_self_attn_layernorm)
         if self.parallel:
             normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
         else:
             normed = self.pre_mlp_layernorm(after_attention)
-        return self._add(self.mlp(normed), after_attention)
+        return self._add(self.mlp(normed), after_attention, self.post_mlp_layernorm)
 
 
 class OffStageLayer(nn.Module):

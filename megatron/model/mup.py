@@ -44,7 +44,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.options.model import ModelOptions
+from megatron.options.model import ModelOptions, head_dim
 
 Role = Literal["embedding", "hidden", "heads", "layer", "last norm"]
 """A parameter's row of the table: `hidden` sums over hidden units, `heads` over heads, `layer` is the layers' rest."""
@@ -61,7 +61,7 @@ class StepScales:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What the forward pass multiplies; all 1 without muP."""
+    """What the forward pass multiplies; all 1 unless a key asks for another factor."""
 
     embedding: float = 1.0
     position_embedding: float = 1.0
@@ -129,6 +129,10 @@ class MupScaling:
 
 
 def get_multipliers(model: ModelOptions) -> Multipliers:
-    """What a configuration's forward pass multiplies."""
+    """What a configuration's forward pass multiplies: by muP, or by keys that say it themselves."""
     scaling = MupScaling.from_options(model)
-    return Multipliers() if scaling is None else scaling.multipliers
+    if scaling is not None:
+        return scaling.multipliers
+    scalar = model.query_pre_attn_scalar
+    query = 1.0 if scalar is None else math.sqrt(head_dim(model) / scalar)
+    return Multipliers(embedding=model.embedding_multiplier, query=query)

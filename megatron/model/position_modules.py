@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions, PositionOptions, head_dim
 from megatron.position.facts import AttentionDims, OptionError
 from megatron.utils.errors import UserError
 
@@ -23,7 +23,7 @@ def build_attention_dims(model: ModelOptions) -> AttentionDims:
     """The sizes that encodings and processors are built for."""
     return AttentionDims(
         num_heads=model.num_attention_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
+        head_dim=head_dim(model),
         hidden_size=model.hidden_size,
         train_length=model.seq_length,
         max_length=model.max_position_embeddings or model.seq_length,

@@ -17,7 +17,7 @@ MAX_POSITIONS = 10**7
 
 DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 
-GATED_ACTIVATIONS = ("geglu", "swiglu")
+GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "swiglu")
 """Activations of which one half of the inner values gates the other."""
 
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
@@ -29,8 +29,13 @@ class ModelOptions(ConfigSection):
     num_layers: int = config_field(..., "transformer layers", ge=1, le=MAX_SIZE, policy="architecture")
     hidden_size: int = config_field(..., "width of the residual stream", ge=1, le=MAX_SIZE, policy="architecture")
     num_attention_heads: int = config_field(
-        ..., "attention heads; must divide hidden_size", ge=1, le=MAX_SIZE, policy="architecture"
-    )
+        ..., "attention heads; must divide hidden_size unless head_dim is given", ge=1, le=MAX_SIZE,
+        policy="architecture",
+    )  # fmt: skip
+    head_dim: int | None = config_field(
+        None, "numbers of a head; hidden_size / num_attention_heads if absent", ge=1, le=MAX_SIZE,
+        policy="architecture",
+    )  # fmt: skip
     num_kv_heads: int | None = config_field(
         None,
         "heads of keys and values, each shared by num_attention_heads / num_kv_heads heads of queries (grouped-query "
@@ -55,13 +60,53 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     norm: Literal["layernorm", "rmsnorm"] = config_field(
-        "layernorm", "normalisation before attention and feed-forward", policy="architecture"
+        "layernorm", "normalisation around attention and feed-forward (norm_placement) and after the last layer",
+        policy="architecture",
+    )  # fmt: skip
+    norm_placement: Literal["pre", "post", "sandwich"] = config_field(
+        "pre",
+        "where a branch is normalised: pre, x + f(norm(x)); post, x + norm(f(x)) (OLMo 2); sandwich, "
+        "x + norm(f(norm(x))) (Gemma 2)",
+        policy="architecture",
     )
     layernorm_epsilon: float = config_field(1e-5, "epsilon of layernorm", gt=0, policy="architecture")
     rms_norm_epsilon: float = config_field(1e-8, "epsilon of rmsnorm", gt=0, policy="architecture")
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "swiglu"] = config_field(
+    use_qk_layernorm: bool = config_field(
+        False,
+        "normalise queries and keys, each head by itself, before they are rotated (Henry et al. 2020, Dehghani et al. "
+        "2023)",
+        policy="architecture",
+    )
+    qk_norm: Literal["layernorm", "rmsnorm"] | None = config_field(
+        None, "with use_qk_layernorm: the kind of that norm; norm if absent", policy="architecture"
+    )
+    qk_layernorm_over_heads: bool = config_field(
+        False, "with use_qk_layernorm: over all heads together instead of each by itself (OLMo 2)",
+        policy="architecture",
+    )  # fmt: skip
+    attn_logit_softcapping: float | None = config_field(
+        None,
+        "c of c·tanh(q·k/(c√d)), which bounds what a query and a key say to each other, before anything of an encoding "
+        "or a processor; no bound if absent",
+        gt=0,
+        policy="architecture",
+    )
+    final_logit_softcapping: float | None = config_field(
+        None, "c of c·tanh(logit/c), which bounds the logits of the vocabulary; no bound if absent", gt=0,
+        policy="architecture",
+    )  # fmt: skip
+    query_pre_attn_scalar: float | None = config_field(
+        None, "q·k is divided by the root of this; the size of a head if absent (Gemma 2's 27B has another)", gt=0,
+        policy="architecture",
+    )  # fmt: skip
+    embedding_multiplier: float = config_field(
+        1.0, "factor on token embeddings where they enter the first layer (Gemma: √hidden_size)", gt=0,
+        policy="architecture",
+    )  # fmt: skip
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "geglu_tanh", "swiglu"] = config_field(
         "gelu",
-        "feed-forward activation; gelu_tanh is gelu's approximation by tanh (GPT-2, and GPT-NeoX's bias_gelu_fusion)",
+        "feed-forward activation; the ones with _tanh have gelu's approximation by tanh (GPT-2, and GPT-NeoX's "
+        "bias_gelu_fusion)",
         policy="architecture",
     )
     gpt_j_residual: bool = config_field(
@@ -199,9 +244,29 @@ def num_kv_heads(model: ModelOptions) -> int:
     return model.num_kv_heads or model.num_attention_heads
 
 
+def head_dim(model: ModelOptions) -> int:
+    """Numbers of a head."""
+    return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def q_hidden_size(model: ModelOptions) -> int:
+    """Numbers in the queries of one token, and in what attention gives: hidden_size unless head_dim is given."""
+    return head_dim(model) * model.num_attention_heads
+
+
 def kv_hidden_size(model: ModelOptions) -> int:
-    """Numbers in the keys of one token, and in its values: hidden_size unless queries are grouped."""
-    return model.hidden_size // model.num_attention_heads * num_kv_heads(model)
+    """Numbers in the keys of one token, and in its values: as many as in its queries unless those are grouped."""
+    return head_dim(model) * num_kv_heads(model)
+
+
+def qk_norm(model: ModelOptions) -> str | None:
+    """The kind of norm of queries and keys: layernorm or rmsnorm; None if they are not normalised."""
+    return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
+
+
+def norm_epsilon(model: ModelOptions, norm: str) -> float:
+    """The epsilon of a kind of norm."""
+    return model.layernorm_epsilon if norm == "layernorm" else model.rms_norm_epsilon
 
 
 def has_qkv_bias(model: ModelOptions) -> bool:
@@ -248,7 +313,7 @@ def padded_vocab_size(model: ModelOptions, vocab_size: int) -> int:
 def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[str, str]]:
     """Values that contradict each other: the key to blame, and one sentence with the values."""
     heads, width, length = model.num_attention_heads, model.hidden_size, model.seq_length
-    if width % heads:
+    if width % heads and model.head_dim is None:
         yield "num_attention_heads", f"hidden_size {width} is not divisible by num_attention_heads {heads}"
     if model.num_kv_heads is not None and heads % model.num_kv_heads:
         yield (
@@ -269,6 +334,15 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
         )
     if model.gpt_j_tied and not model.gpt_j_residual:
         yield "gpt_j_tied", "gpt_j_tied: true needs gpt_j_residual: true"
+    if model.norm_placement != "pre" and model.gpt_j_residual:
+        yield (
+            "norm_placement",
+            f"norm_placement {model.norm_placement} is for layers in series; gpt_j_residual: true reads one norm's "
+            "output twice",
+        )
+    for key in ("qk_norm", "qk_layernorm_over_heads"):
+        if getattr(model, key) and not model.use_qk_layernorm:
+            yield key, f"{key}: {_format_value(getattr(model, key))} needs use_qk_layernorm: true"
     if model.checkpoint_num_layers > model.num_layers:
         yield (
             "checkpoint_num_layers",
@@ -286,6 +360,9 @@ def _find_mup_conflicts(model: ModelOptions) -> Iterator[tuple[str, str]]:
             if name.startswith("mup_") and (value := getattr(model, name)) != field.default:
                 yield name, f"{name} is {value}, which has no effect without use_mup: true"
         return
+    for name in ("head_dim", "embedding_multiplier", "query_pre_attn_scalar"):
+        if (value := getattr(model, name)) != ModelOptions.model_fields[name].default:
+            yield name, f"{name} {value:g} is not offered with use_mup: true, which has a rule of its own for it"
     if model.mup_base_hidden_size is None:
         yield "use_mup", "use_mup: true needs mup_base_hidden_size, the width that was tuned"
         return
@@ -358,6 +435,10 @@ def find_indivisible_sizes(
     ):
         for dropout in (key for key in dropouts if size > 1 and getattr(model, key)):
             yield dropout, f"{dropout} {getattr(model, dropout)}: with {name} {size} {reason}; set it to 0"
+
+
+def _format_value(value: object) -> str:
+    return "true" if value is True else str(value)
 
 
 def _nearest_divisor(number: int, size: int) -> int:

@@ -264,6 +264,13 @@ class TrainingOptions(ConfigSection):
         le=MAX_BATCH_SIZE,
         policy="schedule",
     )
+    z_loss: float = config_field(
+        0.0,
+        "coefficient of the mean of log² Z over the tokens that are scored, which keeps the softmax's sum Z near 1 "
+        "(PaLM: 1e-4); it is reported by itself, and no part of losses and perplexities",
+        ge=0,
+        policy="numerics",
+    )
     zero_optimization: ZeroOptions = config_field(ZeroOptions, "DeepSpeed ZeRO")
     precision: Precision | None = config_field(
         None, "short for fp16/bf16 `enabled`; bfloat16 is accepted", policy="numerics"

@@ -11,6 +11,8 @@ bytes of the compute type:
 | q, k, v of grouped queries    | 3·n·(D/T_p)·b: queries leave their groups, keys and values are repeated            |
 | gathered k and v              | 2·B·T·(D/T_p)·b: of all places, where ranks share the sequence; of all heads, where |
 |                               | tensor ranks exchange heads for rows around a processor                            |
+| norms of q and k              | what they give, unless it is rotated, gathered or repeated; rmsnorm the normalised |
+|                               | values too; of grouped queries the tensor that q, k and v lie in                   |
 | attention's output            | n·(D/T_p)·b                                                                        |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
 
@@ -21,7 +23,15 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
-from megatron.options.model import GATED_ACTIVATIONS, ffn_hidden_size, kv_hidden_size, num_kv_heads
+from megatron.options.model import (
+    GATED_ACTIVATIONS,
+    ffn_hidden_size,
+    head_dim,
+    kv_hidden_size,
+    num_kv_heads,
+    q_hidden_size,
+    qk_norm,
+)
 from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape
 from megatron.planning.model_costs import plan_encoding, plan_processor
 
@@ -100,7 +110,7 @@ class _LayerEstimator:
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
-        self.local_hidden_size = self.hidden_size // sizes.tensor
+        self.head_dim, self.local_q_size = head_dim(model), q_hidden_size(model) // sizes.tensor
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.shares_rows = self.processor is not None and sizes.tensor > 1
@@ -110,7 +120,7 @@ class _LayerEstimator:
             self.micro_batch_size,
             self._share_rows(segments) if self.shares_rows else segments,
             self.num_heads if self.shares_rows else self.num_heads // sizes.tensor,
-            self.hidden_size // self.num_heads,
+            self.head_dim,
             self.bytes_per_element,
             self.encoding,
             self.processor,
@@ -119,6 +129,7 @@ class _LayerEstimator:
             model.attention_chunk_rows,
             bool(model.attention_dropout),
             gpu_bytes,
+            model.attn_logit_softcapping is not None,
         )
         self.attention = ATTENTION_MEMORY[backend or model.attention_backend](self.shape)
 
@@ -134,16 +145,21 @@ class _LayerEstimator:
         shares_norm = model.gpt_j_residual and model.gpt_j_tied
         num_norms = 1 if shares_norm else 2
         num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same
+        # After a branch as well as before it: what the second norm gives is added to the stream, and not kept.
+        num_added = 2 if model.norm_placement == "sandwich" else 0
         if model.norm == "rmsnorm" and self.bytes_per_element == 2:
             # PyTorch computes it in float32: a copy of the input and the normalised values, two bytes' worth twice.
-            return 5 * num_norms * size
+            return (5 * num_norms + 4 * num_added) * size
         num_normalized = num_norms if model.norm == "rmsnorm" else 0  # the normalised values, before the weight
-        return (num_inputs + num_norms + num_normalized) * size
+        num_normalized += num_added if model.norm == "rmsnorm" else 0
+        return (num_inputs + num_norms + num_normalized + num_added) * size
 
     def projection_bytes(self) -> int:
         """Queries, keys, values and the output, without any map."""
-        n, b, part = self.num_tokens, self.bytes_per_element, self.local_hidden_size
-        keys_part = self.hidden_size if self.shares_rows else part  # of the keys and values that attention reads
+        n, b, part = self.num_tokens, self.bytes_per_element, self.local_q_size
+        keys_part = (
+            q_hidden_size(self.model) if self.shares_rows else part
+        )  # of the keys and values that attention reads
         gathers = self.sizes.context > 1 or self.shares_rows
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         rotates = self.encoding.facts.rotates_qk
@@ -164,11 +180,34 @@ class _LayerEstimator:
             size += 2 * self.sizes.context * n * keys_part * b  # of all places, repeated
         elif rotates:
             size += n * part * b
+        size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
         size += n * part * b  # the output, which the projection after it reads
         if rotates:
-            size += (
-                12 * (n // self.micro_batch_size) * (self.hidden_size // self.num_heads)
-            )  # cosines and sines in float32
+            size += 12 * (n // self.micro_batch_size) * self.head_dim  # cosines and sines in float32
+        return size
+
+    def qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:
+        """Of the norms of queries and keys.
+
+        Args:
+            keeps_mixed: the tensor that queries, keys and values lie in is kept for others.
+            is_read: attention reads what the norms give, and no copy of it.
+        """
+        kind, model, per_token = qk_norm(self.model), self.model, self.num_tokens * self.bytes_per_element
+        if kind is None:
+            return 0
+        q_bytes, k_bytes = (
+            per_token * size // self.sizes.tensor for size in (q_hidden_size(model), kv_hidden_size(model))
+        )
+        in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `norm_bytes`
+        size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if kind == "rmsnorm" else 0
+        if model.qk_layernorm_over_heads and not in_float32:
+            size += q_bytes + k_bytes  # what they read, without the values between
+        elif not in_float32:
+            size += 0 if keeps_mixed else q_bytes + 2 * k_bytes
+            size += q_bytes if num_kv_heads(model) < self.num_heads else 0  # taken out of their groups
+        if is_read:
+            size += (0 if self.attention.copies_keys else k_bytes) + (0 if self.attention.copies_query else q_bytes)
         return size
 
     def mlp_bytes(self) -> int:
@@ -183,7 +222,7 @@ class _LayerEstimator:
 
     def attention_gradient_bytes(self) -> int:
         """Of the residual stream, of attention's output, and of keys or values, which blocks add to."""
-        return self.num_tokens * (self.hidden_size + 2 * self.local_hidden_size) * self.bytes_per_element
+        return self.num_tokens * (self.hidden_size + 2 * self.local_q_size) * self.bytes_per_element
 
     def freed_bytes(self) -> int:
         """What attention's backward pass finds freed: the feed-forward layer and its norm, unless they stand beside."""

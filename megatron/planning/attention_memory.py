@@ -60,6 +60,8 @@ class AttentionShape:
     has_dropout: bool
     gpu_bytes: int
     """Memory of the card."""
+    has_softcap: bool = False
+    """Are the scores soft-capped?"""
 
     @property
     def num_rows(self) -> int:
@@ -180,6 +182,8 @@ def _block_map_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) 
         4 + half_copy_bytes + encoding.cost.saved_bytes_per_head_score + b * encoding.cost.num_saved_maps
     )
     shared_bytes = encoding.cost.saved_bytes_per_score(encoding.options)
+    if shape.has_softcap:
+        per_sequence += b * heads  # the hyperbolic tangents
     if encoding.facts.multiplies_scores:
         per_sequence += b * heads
         shared_bytes += b * heads
@@ -316,7 +320,8 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
 
 def estimate_auto(shape: AttentionShape) -> AttentionMemory:
     """What `auto` takes where no check on a card has told it better."""
-    return estimate_sdpa(shape) if supports_sdpa(shape.encoding, shape.processor) else estimate_row_blocks(shape)
+    can_fuse = supports_sdpa(shape.encoding, shape.processor, has_softcap=shape.has_softcap)
+    return estimate_sdpa(shape) if can_fuse else estimate_row_blocks(shape)
 
 
 ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
@@ -331,16 +336,19 @@ ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
 """By the values of `attention_backend`."""
 
 
-def supports_sdpa(encoding: PlannedEncoding, processor: PlannedProcessor | None) -> bool:
+def supports_sdpa(encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool = False) -> bool:
     """Can PyTorch's fused attention compute a method?"""
-    return encoding.supports_sdpa and processor is None
+    return encoding.supports_sdpa and processor is None and not has_softcap
 
 
-def supports_triton(encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int) -> bool:
+def supports_triton(
+    encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
+) -> bool:
     """Can the kernels compute a method, or a part of it?"""
     facts = encoding.facts
     if (
-        head_dim > MAX_HEAD_DIM
+        has_softcap
+        or head_dim > MAX_HEAD_DIM
         or "contextual" in facts.hooks
         or ("dense" in facts.hooks and not facts.has_kernel_parameters)
     ):
@@ -348,12 +356,15 @@ def supports_triton(encoding: PlannedEncoding, processor: PlannedProcessor | Non
     return processor is None or (processor.width <= MAX_PROCESSOR_WIDTH and not facts.multiplies_scores)
 
 
-def list_backends(encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int) -> list[str]:
+def list_backends(
+    encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
+) -> list[str]:
     """The backends that can compute a method on a GPU, `auto` first."""
     names = ["auto"]
-    if supports_triton(encoding, processor, head_dim):
+    if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap):
         names.append("triton")
-    if processor is None and encoding.facts.adds_bias and not encoding.facts.multiplies_scores:
-        names += ["flex"] if "table" in encoding.facts.hooks and "contextual" not in encoding.facts.hooks else []
+    facts = encoding.facts
+    if processor is None and (facts.adds_bias or has_softcap) and not facts.multiplies_scores:
+        names += ["flex"] if not {"dense", "contextual"} & set(facts.hooks) else []
     names += ["chunked", "eager"]
-    return [*names, "sdpa"] if supports_sdpa(encoding, processor) else names
+    return [*names, "sdpa"] if supports_sdpa(encoding, processor, has_softcap=has_softcap) else names

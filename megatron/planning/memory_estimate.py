@@ -256,6 +256,8 @@ class _StageMemory:
         # in place: the copy in float32, and beside it the logits or their gradient in a half type.
         b = self.bytes_per_element
         per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
+        per_logit += 4 if self.config.model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
+        per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
         scored = count_scored_at_once(
             self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )

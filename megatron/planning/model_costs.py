@@ -20,8 +20,11 @@ from megatron.options.model import (
     PositionOptions,
     ffn_hidden_size,
     has_qkv_bias,
+    head_dim,
     kv_hidden_size,
     padded_vocab_size,
+    q_hidden_size,
+    qk_norm,
 )
 from megatron.position.catalog import (
     MethodFacts,
@@ -126,8 +129,15 @@ def list_layer_matrices(model: ModelOptions) -> tuple[int, ...]:
     """Elements of the weights of one layer: queries, keys and values; attention's output; both of the feed-forward."""
     ffn_size = ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
-    rows = (model.hidden_size + 2 * kv_hidden_size(model), model.hidden_size, fc1_size, ffn_size)
+    rows = (q_hidden_size(model) + 2 * kv_hidden_size(model), q_hidden_size(model), fc1_size, ffn_size)
     return tuple(size * model.hidden_size for size in rows)
+
+
+def count_layer_norms(model: ModelOptions) -> int:
+    """Of a layer, those of queries and keys not counted."""
+    if model.gpt_j_residual and model.gpt_j_tied:
+        return 1
+    return 4 if model.norm_placement == "sandwich" else 2
 
 
 def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
@@ -137,10 +147,15 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     norm_parameters = hidden_size * (2 if model.norm == "layernorm" else 1)
-    total_norm_parameters = norm_parameters * (1 if model.gpt_j_residual and model.gpt_j_tied else 2)
-    qkv_size = hidden_size + 2 * kv_hidden_size(model)
+    total_norm_parameters = norm_parameters * count_layer_norms(model)
+    qkv_size = q_hidden_size(model) + 2 * kv_hidden_size(model)
     matrices = sum(list_layer_matrices(model))
     sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
+    qk_norm_vectors = {None: 0, "rmsnorm": 1, "layernorm": 2}[qk_norm(model)]
+    if model.qk_layernorm_over_heads:
+        sharded_biases += qk_norm_vectors * (q_hidden_size(model) + kv_hidden_size(model))
+    else:
+        total_norm_parameters += qk_norm_vectors * 2 * head_dim(model)
     replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
         hidden_size if model.use_bias_in_mlp else 0
     )
@@ -216,8 +231,8 @@ def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
     )  # keys that a token sees: the mean of min(i + 1, window)
     encoding, processor_cost = plan_encoding(position), plan_processor(position)
     return ForwardFlops(
-        linear=2.0 * hidden_size * (2 * hidden_size + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
-        attention=hidden_size
+        linear=2.0 * hidden_size * (2 * q_hidden_size(model) + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
+        attention=q_hidden_size(model)
         * (4.0 * keys_per_token + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)),
         processor=0.0
         if processor_cost is None

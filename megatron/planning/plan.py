@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.options.model import head_dim
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding, plan_processor
@@ -68,8 +69,8 @@ class Plan:
     @property
     def supports_sdpa(self) -> bool:
         """Can PyTorch's fused attention compute the configuration's method?"""
-        position = self.config.position
-        return supports_sdpa(plan_encoding(position), plan_processor(position))
+        position, has_softcap = self.config.position, self.config.model.attn_logit_softcapping is not None
+        return supports_sdpa(plan_encoding(position), plan_processor(position), has_softcap=has_softcap)
 
     @property
     def rehearse_command(self) -> str:
@@ -84,7 +85,10 @@ class Plan:
             return {}
         position, model = layout.config.position, layout.config.model
         names = list_backends(
-            plan_encoding(position), plan_processor(position), model.hidden_size // model.num_attention_heads
+            plan_encoding(position),
+            plan_processor(position),
+            head_dim(model),
+            has_softcap=model.attn_logit_softcapping is not None,
         )
         return {
             name: BackendEstimate(

@@ -101,6 +101,12 @@ class _Toeplitz(torch.autograd.Function):
         return result, edge_grad if ctx.needs_input_grad[1] else None, None, None, None
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap·tanh(x/cap), which is x where that is small and never more than cap (Gemma 2, arXiv:2408.00118); x itself
+    without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
 def toeplitz(
     table: Tensor, query: TokenRange, key: TokenRange, *, edge: Tensor | None = None, channels_last: bool = False
 ) -> Tensor:

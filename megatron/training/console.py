@@ -24,6 +24,8 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
         parts += [f"loss {record.loss:.4f}", f"ppl {record.perplexity:.2f}"]
     else:
         parts.append("loss –")
+    if record.z_loss is not None:
+        parts.append(f"z-loss {record.z_loss:.2e}")
     parts.append(f"lr {record.learning_rate:.2e}")
     if record.grad_norm is not None:
         parts.append(f"grad {record.grad_norm:.2f}")

@@ -83,6 +83,9 @@ class Engine:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
             )
+        self.z_coefficient = config.training.z_loss
+        self.z_loss: Tensor | None = None
+        """This rank's share of the last step's z-loss, float64; None without one."""
         self.pipeline = None
         if mesh.pipeline.size > 1:
             self.pipeline = PipelineSchedule(self.deepspeed.module, config, groups)
@@ -128,7 +131,8 @@ class Engine:
             progress: called with the number of micro-batches that are done, before each.
 
         Returns:
-            This rank's share of the mean loss per token, a float64 scalar on its device.
+            This rank's share of the mean loss per token, a float64 scalar on its device. The z-loss (`z_loss`) is no
+            part of it, only of the gradient.
         """
         # DeepSpeed takes the mean over these ranks and, unless told not to, divides by the number of micro-steps.
         factor = self.groups.mesh.dp_cp.size / tokens
@@ -136,15 +140,24 @@ class Engine:
             progress(0)
             total = self.pipeline.forward_backward(micro_batches, factor, position_seed)
             self.deepspeed.allreduce_gradients()
+            self.z_loss = self.pipeline.z_loss / tokens if self.z_coefficient else None
             return total / tokens
+        z_total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         for index, batch in enumerate(micro_batches):
             progress(index)
             if index:
                 self.deepspeed.step()  # ends a micro-step; the last one of a step is ended by `step`
-            loss = self._compute_losses(batch, position_seed).sum()
-            self.deepspeed.backward(loss * factor, scale_wrt_gas=False)
+            if self.z_coefficient:
+                losses, log_z = self._compute_losses(batch, position_seed, with_log_z=True)
+                loss, z_loss = losses.sum(), self.z_coefficient * log_z.square().sum()
+                self.deepspeed.backward((loss + z_loss) * factor, scale_wrt_gas=False)
+                z_total += z_loss.detach()
+            else:
+                loss = self._compute_losses(batch, position_seed).sum()
+                self.deepspeed.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
+        self.z_loss = z_total / tokens if self.z_coefficient else None
         return total / tokens
 
     @torch.no_grad()
@@ -162,11 +175,11 @@ class Engine:
             total += self._compute_losses(batch, None).sum(dtype=torch.float64)
         return total
 
-    def _compute_losses(self, batch: Batch, position_seed: int | None) -> Tensor:
-        """The loss of each token, 0 where it does not count, float32 [B, T]."""
+    def _compute_losses(self, batch: Batch, position_seed: int | None, *, with_log_z: bool = False) -> Tensor:
+        """The loss of each token, 0 where it does not count, float32 [B, T]; or that and log Z, [2, B, T]."""
         device = self.groups.device
         tokens, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
-        return self.deepspeed(tokens, labels=labels, position_seed=position_seed) * mask
+        return self.deepspeed(tokens, labels=labels, position_seed=position_seed, with_log_z=with_log_z) * mask
 
     def step(self, lr: float) -> None:
         """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""

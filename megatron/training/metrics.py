@@ -44,6 +44,7 @@ class IntervalMetrics:
         self.flops = 0.0
         self.counted = counted
         self._losses: Tensor = torch.tensor(loss, dtype=torch.float64, device=self._groups.device)
+        self._z_losses: Tensor | None = None
         self._grad_norm: Tensor | float | None = None
         self._seconds = 0.0
         self._start_time: float | None = time.perf_counter()
@@ -51,23 +52,36 @@ class IntervalMetrics:
     def state_dict(self) -> dict[str, Any]:
         """The steps that were not reported yet. All ranks must call this; waits for the device."""
         loss = sum_over_batch(self._groups, float(self._losses))
-        return {"interval_loss": loss, "interval_steps": self.counted}
+        z_loss = None if self._z_losses is None else sum_over_batch(self._groups, float(self._z_losses))
+        return {"interval_loss": loss, "interval_steps": self.counted, "interval_z_loss": z_loss}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin with what an earlier session left of the interval."""
         # One rank carries its loss: shares are added over the batch's ranks.
         carries = self._groups.mesh.dp_cp.index == 0
         self._reset(state_dict["interval_loss"] if carries else 0.0, state_dict["interval_steps"])
+        if (z_loss := state_dict["interval_z_loss"]) is not None:
+            self._z_losses = torch.full_like(self._losses, z_loss if carries else 0.0)
 
-    def add(self, loss: Tensor, tokens: int, flops: float, grad_norm: Tensor | float, skipped: bool) -> None:
+    def add(
+        self,
+        loss: Tensor,
+        tokens: int,
+        flops: float,
+        grad_norm: Tensor | float,
+        skipped: bool,
+        z_loss: Tensor | None = None,
+    ) -> None:
         """One step: this rank's share of its loss (a scalar on the device), the tokens that all ranks together read,
-        and the FLOPs of that."""
+        the FLOPs of that, and this rank's share of its z-loss, where there is one."""
         self.steps += 1
         self.tokens += tokens
         self.flops += flops
         if not skipped:
             self.counted += 1
             self._losses += loss
+            if z_loss is not None:
+                self._z_losses = z_loss if self._z_losses is None else self._z_losses + z_loss
             self._grad_norm = grad_norm
 
     def pause(self) -> None:
@@ -108,6 +122,8 @@ class IntervalMetrics:
             skipped_steps: since step 0.
         """
         loss, norm, seconds = self.read()
+        z_share = None if self._z_losses is None or not self.counted else float(self._z_losses) / self.counted
+        z_loss = None if z_share is None else sum_over_batch(self._groups, z_share)
         self.last_loss = loss if loss is not None else self.last_loss
         memory = self._groups.all_reduce_max(get_peak_memory(self._groups.device))
         tflops = self.flops / seconds / self._groups.world_size / 1e12
@@ -126,6 +142,7 @@ class IntervalMetrics:
             memory_gib=memory,
             tokens=tokens,
             seconds_left=seconds / self.steps * (train_iters - step),
+            z_loss=z_loss,
         )
         self._reset()
         return record

@@ -43,6 +43,7 @@ class TrainRecord:
     memory_gib: float  # the largest of any process
     tokens: int  # consumed since step 0
     seconds_left: float
+    z_loss: float | None = None  # mean over the interval's steps, its coefficient included; None without one
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": "train", **asdict(self)}

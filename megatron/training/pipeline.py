@@ -33,10 +33,14 @@ class PipelineSchedule:
         training, mesh = config.training, groups.mesh
         self.gpt, self.groups = gpt, groups
         self._factor = 1.0
+        self.z_coefficient = training.z_loss
+        self._sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        """With a z-loss: the counted tokens' losses and z-losses of the last pass, on the last stage; elsewhere 0."""
         batch, length = training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
-        losses = torch.empty(batch, length, dtype=torch.float32, device="meta", requires_grad=True)
+        shape = (2, batch, length) if self.z_coefficient else (batch, length)
+        losses = torch.empty(shape, dtype=torch.float32, device="meta", requires_grad=True)
         dtype = get_torch_dtype(training.compute_dtype)
         hidden = torch.empty(length, batch, config.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         stage = PipelineStage(
@@ -51,7 +55,12 @@ class PipelineSchedule:
         self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:
-        return (losses * mask).sum() * self._factor
+        if not self.z_coefficient:
+            return (losses * mask).sum() * self._factor
+        of_tokens, log_z = losses * mask
+        z_loss = self.z_coefficient * log_z.square().sum()
+        self._sums += torch.stack([of_tokens.sum(), z_loss]).detach()
+        return (of_tokens.sum() + z_loss) * self._factor
 
     def forward_backward(self, micro_batches: Sequence[Batch], factor: float, position_seed: int | None) -> Tensor:
         """Forward and backward of a whole step, the loss times `factor`.
@@ -60,20 +69,27 @@ class PipelineSchedule:
             On the last stage the sum of the counted tokens' losses, elsewhere 0: float64 on this rank's device.
         """
         self._factor = factor
+        self._sums.zero_()
         losses: list[Tensor] = []
         args, kwargs = self._collect_inputs(micro_batches, position_seed)
         self.schedule.step(*args, losses=losses, return_outputs=False, **kwargs)
         for stages, parameter in self.gpt.replicated_parameters():
             all_reduce_sum_(_get_gradient(parameter), self.groups, stages)
-        return self._sum_losses(losses) / factor
+        return self._sums[0].clone() if self.z_coefficient else self._sum_losses(losses) / factor
 
     def evaluate_loss(self, micro_batches: Sequence[Batch]) -> Tensor:
         """The same without gradients, and without a factor."""
         self._factor = 1.0
+        self._sums.zero_()
         losses: list[Tensor] = []
         args, kwargs = self._collect_inputs(micro_batches, None)
         self.schedule.eval(*args, losses=losses, **kwargs)
-        return self._sum_losses(losses)
+        return self._sums[0].clone() if self.z_coefficient else self._sum_losses(losses)
+
+    @property
+    def z_loss(self) -> Tensor:
+        """On the last stage the sum of the counted tokens' z-losses in the last step, elsewhere 0."""
+        return self._sums[1]
 
     def _collect_inputs(
         self, micro_batches: Sequence[Batch], position_seed: int | None
@@ -87,6 +103,7 @@ class PipelineSchedule:
         kwargs: dict[str, Any] = {"position_seed": position_seed}
         if self.gpt.is_last_stage:
             kwargs |= {"labels": join("labels"), "target": join("loss_mask")}
+            kwargs |= {"with_log_z": True} if self.z_coefficient else {}
         return args, kwargs
 
     def _sum_losses(self, losses: list[Tensor]) -> Tensor:

@@ -310,7 +310,8 @@ class Trainer:
         engine.step(run.schedule(step))
         self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
-        self.interval.add(loss, read, read * run.flops_per_token[length], engine.grad_norm, engine.skipped)
+        flops = read * run.flops_per_token[length]
+        self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped, engine.z_loss)
         self._check_loss(loss)
         run.console.step(self.data_position.step)
         return False

@@ -105,7 +105,7 @@ ARITHMETIC_OPS = (
     *(aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub),
     *(aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt),
 )
-ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid)
+ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid, aten.tanh)
 UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
 """By how many units of roundoff an operation that works element by element is off."""
 
@@ -181,6 +181,12 @@ def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs
     return mode.disturbed(p * mode.disturbed(gradient - mean))
 
 
+def _tanh_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    """1 − tanh² cancels where the tangent is near ±1."""
+    gradient, tangent = args
+    return mode.disturbed(gradient * mode.disturbed(1 - mode.disturbed(tangent.square())))
+
+
 def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, dim, *rest = args
     out = func(mode.disturbed(x, 2), dim, *rest)
@@ -200,6 +206,7 @@ RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] =
     aten._softmax: _softmax,
     aten._softmax_backward_data: _softmax_backward,
     aten.logsumexp: _logsumexp,
+    aten.tanh_backward: _tanh_backward,
 }
 
 

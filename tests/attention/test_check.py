@@ -33,12 +33,14 @@ def make_problem(
     heads: slice = ALL_HEADS,
     dtype: torch.dtype = torch.float32,
     batch: int = 2,
+    softcap: float | None = None,
 ) -> CheckProblem:
     torch.manual_seed(1)
     encoding, processor = build(*method, SHAPE)
     return build_problem(
-        encoding, processor, segments, batch=batch, window=window, heads=heads, dtype=dtype, device=DEVICE
-    )
+        encoding, processor, segments, batch=batch, window=window, heads=heads, dtype=dtype, device=DEVICE,
+        softcap=softcap,
+    )  # fmt: skip
 
 
 class Wrong:
@@ -127,10 +129,13 @@ def test_a_problem_that_would_take_long_has_fewer_sequences_then_fewer_rows(monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape")])
-def test_half_precision_is_held_to_its_own_rounding(method, dtype) -> None:
+@pytest.mark.parametrize(
+    ("method", "softcap"),
+    [(("kerple_log", "none"), None), (("kerple_log", "none"), 0.8), (("kerple_log", "cdape"), None)],
+)
+def test_half_precision_is_held_to_its_own_rounding(method, softcap, dtype) -> None:
     trial, wrong = try_backends(
-        make_problem(method, dtype=dtype),
+        make_problem(method, dtype=dtype, softcap=softcap),
         {"row blocks": RowBlockBackend(8), "coarse": Wrong(lambda out, _: out * 1.02)},
         timer=count_passes,
     )

@@ -45,11 +45,13 @@ def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int,
             assert (column in found["kv"]) == (bool(block.any()) and not is_full)
 
 
-def results(backend, method, qkv, query: TokenRange, window: int | None, heads: slice) -> dict[str, torch.Tensor]:
+def results(
+    backend, method, qkv, query: TokenRange, window: int | None, heads: slice, cap: float | None
+) -> dict[str, torch.Tensor]:
     encoding, processor = method
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     key = TokenRange(0, query.stop)
-    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, window=window, heads=heads))
+    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, window=window, heads=heads, softcap=cap))
     named = dict(encoding.named_parameters())
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
     found = torch.autograd.grad(out, [*leaves, *named.values()], upstream)
@@ -57,22 +59,30 @@ def results(backend, method, qkv, query: TokenRange, window: int | None, heads: 
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "window", "heads"),
-    [("kerple_log", 0, None, slice(None)), ("t5", 7, None, slice(None)), ("alibi", 0, 5, slice(1, 3))],
+    ("name", "start", "window", "heads", "cap"),
+    [
+        ("kerple_log", 0, None, slice(None), None),
+        ("t5", 7, None, slice(None), None),
+        ("alibi", 0, 5, slice(1, 3), None),
+        ("kerple_log", 0, None, slice(None), 0.7),
+        ("none", 7, 9, slice(None), 0.7),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_it_equals_eager_in_the_output_and_all_gradients(name, start, window, heads, monkeypatch) -> None:
+def test_it_equals_eager_in_the_output_and_all_gradients(name, start, window, heads, cap, monkeypatch) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch refuses gradients on a CPU
     encoding, _ = build(name, "none")
     q, k, v = (x[:, heads] for x in random_qkv(20))
     query = TokenRange(start, 20 - start)
     qkv = (q[:, :, start:], k, v)
-    found = results(FlexBackend(EagerBackend()), (encoding, None), qkv, query, window, heads)
+    found = results(FlexBackend(EagerBackend()), (encoding, None), qkv, query, window, heads, cap)
     exact = (build(name, "none")[0], None)
     exact[0].load_state_dict(encoding.state_dict())
     exact[0].double()
     doubled = [x.double() for x in qkv]
-    assert_within_rounding(found, lambda: results(EagerBackend(), exact, doubled, query, window, heads), torch.float32)
+    assert_within_rounding(
+        found, lambda: results(EagerBackend(), exact, doubled, query, window, heads, cap), torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,6 +102,8 @@ def test_it_refuses_what_is_not_a_bias_of_the_distance(pair, complaint, monkeypa
         assert backend.unsupported_reason(*build(*pair)) == "it needs a CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert backend.unsupported_reason(*build(*pair)) == complaint
+    able = complaint is None or pair == ("none", "none")
+    assert (backend.unsupported_reason(*build(*pair), softcap=50.0) is None) == able
 
 
 def test_it_is_left_where_results_must_be_repeatable(monkeypatch) -> None:

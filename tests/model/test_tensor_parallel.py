@@ -43,6 +43,29 @@ EXTRA: dict[str, dict[str, Any]] = {
         "length": 14,
     },
     "losses of 5 tokens at a time": {"model": {}, "position": {"pos_emb": "rotary"}, "max_logits": 2 * 16 * 5},
+    "queries and keys normalised, scores capped": {
+        "model": {"use_qk_layernorm": True, "num_kv_heads": 2, "attn_logit_softcapping": 1.5, "head_dim": 12},
+        "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+    },
+    "normalised over heads, z-loss": {
+        "model": {
+            "use_qk_layernorm": True,
+            "qk_norm": "rmsnorm",
+            "qk_layernorm_over_heads": True,
+            "num_kv_heads": 2,
+            "norm_placement": "post",
+            "final_logit_softcapping": 2.0,
+            "embedding_multiplier": 3.0,
+        },
+        "position": {"pos_emb": "rotary"},
+        "z_loss": 0.1,
+        "max_logits": 2 * 16 * 5,
+    },
+    "layernorm over heads, z-loss": {
+        "model": {"use_qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "sandwich"},
+        "position": {"pos_emb": "rotary"},
+        "z_loss": 0.1,
+    },
     "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA

@@ -105,6 +105,9 @@ def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> 
         {"norm": "rmsnorm", "gpt_j_residual": True},
         {"norm": "rmsnorm", "gpt_j_residual": True, "gpt_j_tied": True},
         {"activation": "geglu", "intermediate_size": 96},
+        {"norm_placement": "post", "head_dim": 32},
+        {"norm_placement": "sandwich", "activation": "geglu_tanh"},
+        {"norm_placement": "sandwich", "norm": "rmsnorm"},
     ],
 )
 def test_other_layers(keys: dict[str, Any], precision: str) -> None:
@@ -126,6 +129,24 @@ def test_grouped_queries(method: str, backend: str, groups: int, precision: str)
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("norm", [{"qk_norm": "layernorm"}, {"qk_norm": "rmsnorm"}, {"qk_layernorm_over_heads": True}])
+@pytest.mark.parametrize(
+    ("method", "backend"), [("rotary", "sdpa"), ("rotary", "eager"), ("kerple_log", "chunked"), ("cdape", "auto")]
+)
+def test_normalised_queries_and_keys_and_capped_scores(
+    method: str, backend: str, norm: dict[str, Any], precision: str
+) -> None:
+    cap = None if backend == "sdpa" else 20.0
+    for groups in (4, 2):
+        keys = {"num_kv_heads": groups, "head_dim": 32, "attn_logit_softcapping": cap, "norm": "rmsnorm"}
+        wanted = config(256, **METHODS[method], attention_backend=backend, precision=precision, use_qk_layernorm=True,
+                        **keys, **norm)  # fmt: skip
+        assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+            measured(wanted), rel=0.1
+        )
 
 
 def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> None:

@@ -58,15 +58,22 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
         encoding, processor = registry.build_encoding(name, dims), None
         if processor_name != "none":
             processor = registry.build_processor(processor_name, dims, {}, has_bias=encoding.adds_bias)
-        wanted = {key for key, backend in backends.items() if backend.unsupported_reason(encoding, processor) is None}
-        found = list_backends(plan_encoding(position), plan_processor(position), dims.head_dim)
-        assert set(found) == {"auto", "chunked", "eager", *wanted}, name
         # What is refused before torch is imported, of those and of our C code.
-        reasons = {key: backend.unsupported_reason(encoding, processor) for key, backend in backends.items()}
-        reasons["native"] = NativeBackend.combination_unsupported_reason(encoding, processor)
         facts, has_processor = read_encoding_facts(name), processor is not None
-        known = {key: find_backend_problem(key, facts, has_processor=has_processor) for key in reasons}
-        assert known == reasons, name
+        for softcap in (None, 50.0):
+            reasons = {key: x.unsupported_reason(encoding, processor, softcap) for key, x in backends.items()}
+            wanted = {key for key, reason in reasons.items() if reason is None}
+            has_softcap = softcap is not None
+            found = list_backends(
+                plan_encoding(position), plan_processor(position), dims.head_dim, has_softcap=has_softcap
+            )
+            assert set(found) == {"auto", "chunked", "eager", *wanted}, name
+            reasons["native"] = NativeBackend.combination_unsupported_reason(encoding, processor, softcap)
+            known = {
+                key: find_backend_problem(key, facts, has_processor=has_processor, has_softcap=has_softcap)
+                for key in reasons
+            }
+            assert known == reasons, name
 
 
 @pytest.mark.parametrize(("heads", "gib"), product((12, 32), (16, 40, 80)))

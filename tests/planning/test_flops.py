@@ -30,6 +30,8 @@ def test_every_method(processor: str) -> None:
     [
         {"attention_window": 5},
         {"attention_window": 500},
+        {"num_kv_heads": 1, "head_dim": 24, "score_processor": "cdape"},
+        {"head_dim": 24, "pos_emb": "transformer_xl"},
         {"num_attention_heads": 4, "num_kv_heads": 2, "activation": "gelu_tanh"},
         {"activation": "swiglu", "mlp_multiple_of": 24, "no_weight_tying": True},
         {"num_layers": 3, "intermediate_size": 40, "score_processor": "cdape",

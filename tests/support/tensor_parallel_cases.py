@@ -19,6 +19,7 @@ def gradients(
     position: dict[str, Any],
     max_logits: int = MAX_LOGITS,
     length: int = LENGTH,
+    z_loss: float = 0.0,
 ) -> dict[str, Any]:
     """Losses, logits and gradients of a fresh model on fixed tokens."""
     options = ModelOptions(
@@ -39,8 +40,12 @@ def gradients(
     x, labels = torch.randint(VOCABULARY, (2, 2, length), generator=generator)
     with torch.no_grad():
         logits = gpt(x)
-    losses = gpt(x, labels)
-    losses.mean().backward()
+    if z_loss:
+        losses = gpt(x, labels, with_log_z=True)
+        (losses[0].mean() + z_loss * losses[1].square().mean()).backward()
+    else:
+        losses = gpt(x, labels)
+        losses.mean().backward()
     return {
         "parameters": gpt.num_parameters(),
         "flops": gpt.flops_per_token(length),

@@ -17,6 +17,7 @@ from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_excess
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
 MUON = "Muon, cdape(kerple_log), grouped"
+STABLE = "rotary, normalised, capped, z-loss"
 TWO = [
     ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
     ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),
@@ -27,6 +28,8 @@ TWO = [
     ParityCase("fire", Layout(context=2, stage=2), steps=STEPS),
     ParityCase(CDAPE, Layout(context=2, stage=1), "bf16", STEPS),
     ParityCase("kerple_log per layer", Layout(pipeline=2), steps=STEPS),
+    ParityCase(STABLE, Layout(pipeline=2), steps=STEPS),
+    ParityCase(STABLE, Layout(context=2, stage=1), steps=STEPS),
     ParityCase("fire", Layout(pipeline=2, stage=1), "bf16", STEPS),
     ParityCase(MUON, Layout(tensor=2, stage=1), steps=STEPS),
     ParityCase(MUON, Layout(data=2, stage=2), "bf16", STEPS),
@@ -42,6 +45,7 @@ FOUR = [
     ParityCase("t5", Layout(context=2, pipeline=2, stage=1), "bf16", STEPS),
     ParityCase("rotary", Layout(context=4, stage=1), steps=STEPS),
     ParityCase("cdape(rotary), grouped", Layout(tensor=2, context=2, stage=2), steps=STEPS),
+    ParityCase(STABLE, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(tensor=4, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
     ParityCase(MUON, Layout(tensor=2, data=2, stage=2), steps=STEPS),

@@ -15,18 +15,31 @@ CPU = torch.device("cpu")
 
 def test_an_interval_averages_the_steps_that_counted() -> None:
     interval = IntervalMetrics(single_process())
-    interval.load_state_dict({"interval_loss": 10.0, "interval_steps": 2})
+    interval.load_state_dict({"interval_loss": 10.0, "interval_steps": 2, "interval_z_loss": None})
     interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
     interval.add(torch.tensor(math.nan), 64, 1e6, math.inf, skipped=True)
     loss, norm, _ = interval.read()
     assert loss == pytest.approx(4.0)
     assert norm == 0.5
     assert (interval.steps, interval.tokens, interval.counted) == (2, 128, 3)
-    assert interval.state_dict() == {"interval_loss": pytest.approx(12.0), "interval_steps": 3}
+    assert interval.state_dict() == {
+        "interval_loss": pytest.approx(12.0), "interval_steps": 3, "interval_z_loss": None
+    }  # fmt: skip
     record = interval.report(step=3, train_iters=5, tokens=192, learning_rate=0.1, loss_scale=1.0, skipped_steps=1)
     assert (record.loss, record.grad_norm) == (pytest.approx(4.0), 0.5)
     assert interval.read()[:2] == (None, None)
     assert interval.last_loss == pytest.approx(4.0)
+    assert record.z_loss is None
+
+
+def test_a_z_loss_is_averaged_over_the_same_steps_across_sessions() -> None:
+    first, second = IntervalMetrics(single_process()), IntervalMetrics(single_process())
+    first.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False, z_loss=torch.tensor(0.25))
+    first.add(torch.tensor(9.0), 64, 1e6, math.inf, skipped=True, z_loss=torch.tensor(9.0))
+    second.load_state_dict(first.state_dict())
+    second.add(torch.tensor(4.0), 64, 1e6, 0.5, skipped=False, z_loss=torch.tensor(0.75))
+    record = second.report(step=3, train_iters=5, tokens=192, learning_rate=0.1, loss_scale=1.0, skipped_steps=1)
+    assert (record.loss, record.z_loss) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
 def test_the_clock_stands_while_paused() -> None:

@@ -35,6 +35,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary, randomized": {"pos_emb": "rotary", "randomized_positions": 80},
     "kerple_log, untied": {"pos_emb": "kerple_log", "no_weight_tying": True, "activation": "swiglu"},
     "cdape(rotary), grouped": {"pos_emb": "rotary", "score_processor": "cdape", **GROUPED},
+    "rotary, normalised, capped, z-loss": {
+        "pos_emb": "rotary",
+        "use_qk_layernorm": True,
+        "qk_norm": "rmsnorm",
+        "norm_placement": "sandwich",
+        "num_kv_heads": 2,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "z_loss": 0.01,
+        "checkpoint_activations": True,
+    },
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
     "Muon, cdape(kerple_log), grouped": {
         "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,

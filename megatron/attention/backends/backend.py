@@ -41,8 +41,10 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
 class AttentionBackend(Protocol):
     """A way to compute softmax(logits)·v, the logits being `megatron.attention.reference.compute_logits`."""
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        """Why this backend cannot do the combination, or None if it can."""
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
+        """Why this backend cannot do the combination, or None if it can. `softcap`: a bound of q·k/√d."""
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Attention output [B, h, R, d]."""

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention, compiled, for encodings that add a bias of the distance alone: memory linear in T.
+"""PyTorch's FlexAttention, compiled, for a bias of the distance alone and a soft cap of the scores: memory linear in T.
 
 What it leaves out (padding, sampled positions, dropout, shapes that were not trained on) goes to PyTorch's row blocks,
 which is said once. The gradient of the bias is summed by atomic additions, so it is not repeatable bit for bit.
@@ -17,7 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
-from megatron.position.encoding import Encoding
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
 from megatron.position.token_range import select_heads
 
@@ -30,7 +31,7 @@ MAX_SHAPES = 4
 
 
 class FlexBackend:
-    """FlexAttention with the bias as its score modification.
+    """FlexAttention with the bias and the soft cap as its score modification.
 
     Args:
         fallback: computes what it leaves out.
@@ -43,13 +44,16 @@ class FlexBackend:
         self._trained: set[tuple[int, int, int]] = set()
         """Rows, columns and first row of the calls with gradients that it has computed."""
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
         if processor is not None:
             return "it cannot process scores"
         adds_other = any(type(encoding).overrides_hook(hook) for hook in ("dense", "contextual"))
-        if adds_other or encoding.multiplies_scores or not encoding.adds_bias:
+        changes_scores = encoding.adds_bias or softcap is not None
+        if adds_other or encoding.multiplies_scores or not changes_scores:
             return "it is for a bias of the distance alone"
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not repeatable (deterministic: true)"
@@ -97,19 +101,18 @@ def _compile_flex() -> Any:
 
 
 def attend_with_flex(inputs: AttentionInputs) -> Tensor:
-    """Attention output [B, h, R, d] with the encoding's bias, compiled on a GPU."""
+    """Attention output [B, h, R, d] with the encoding's bias and the soft cap, compiled on a GPU."""
     offset = inputs.query.start - inputs.key.start
-    terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
-    assert terms is not None
-    assert terms.bias is not None
-    table = select_heads(terms.bias, inputs.heads)
+    terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
+    table, cap = None if terms.bias is None else select_heads(terms.bias, inputs.heads), inputs.softcap
 
-    def add_bias(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return score + table[head, (row + offset - column).clamp(min=0)]
+    def modify_score(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        score = soft_cap(score, cap)
+        return score if table is None else score + table[head, (row + offset - column).clamp(min=0)]
 
     mask = build_block_mask(inputs.query.length, inputs.key.length, offset, inputs.window, inputs.q.device)
     flex = _compile_flex() if inputs.q.is_cuda else flex_attention
-    output: Tensor = flex(inputs.q, inputs.k, inputs.v, score_mod=add_bias, block_mask=mask)
+    output: Tensor = flex(inputs.q, inputs.k, inputs.v, score_mod=modify_score, block_mask=mask)
     return output
 
 

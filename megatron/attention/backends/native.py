@@ -35,14 +35,20 @@ class NativeBackend:
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
-        return self.combination_unsupported_reason(encoding, processor) or cpu.unavailable_reason()
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
+        return self.combination_unsupported_reason(encoding, processor, softcap) or cpu.unavailable_reason()
 
     @staticmethod
-    def combination_unsupported_reason(encoding: Encoding, processor: Processor | None) -> str | None:
+    def combination_unsupported_reason(
+        encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         """Why it refuses, wherever the model will run."""
         if processor is None:
             return "it is for score processors"
+        if softcap is not None:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         return processor_unsupported_reason(encoding, processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:

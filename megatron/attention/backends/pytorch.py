@@ -28,7 +28,9 @@ class EagerBackend:
 
     takes_first_keys = True
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
@@ -48,7 +50,9 @@ class ChunkedBackend:
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
         self.block_size, self.recompute = block_size, recompute
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
@@ -96,7 +100,9 @@ class RowBlockBackend:
         self.kept_with_processor = ChunkedBackend(block_size, recompute=False)
         self.kept_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_KEPT), recompute=False)
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
@@ -112,9 +118,13 @@ class SdpaBackend:
 
     takes_first_keys = True
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         if processor is not None:
             return "it cannot process scores"
+        if softcap is not None:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         adds = [hook for hook in ("table", "dense", "contextual") if type(encoding).overrides_hook(hook)]
         return "it cannot add a position bias to the scores" if adds else None
 

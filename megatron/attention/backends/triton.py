@@ -66,7 +66,9 @@ class TritonBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
 
-    def unsupported_reason(self, encoding: Encoding, processor: Processor | None) -> str | None:
+    def unsupported_reason(
+        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    ) -> str | None:
         if not triton_is_available():
             return "it needs a CUDA device"
         from kernels.head_dim import MAX_HEAD_DIM
@@ -75,6 +77,8 @@ class TritonBackend:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.dims.head_dim}"
         if type(encoding).overrides_hook("contextual"):
             return "it cannot add contextual terms"
+        if softcap is not None:
+            return "it cannot cap the scores (attn_logit_softcapping)"
         if type(encoding).overrides_hook("dense"):
             return _fire_unsupported_reason(encoding)
         if processor is None:

@@ -67,6 +67,8 @@ class CheckProblem:
     """The rank's own of all heads."""
     dtype: torch.dtype
     device: torch.device
+    softcap: float | None = None
+    """Bound of q·k/√d."""
     seed: int = SEED
     """Of queries, keys, values and the output's gradient."""
 
@@ -149,6 +151,7 @@ class CheckProblem:
             encoding=self.encoding,
             processor=self.processor,
             window=self.window,
+            softcap=self.softcap,
             heads=self.heads,
         )
 
@@ -213,6 +216,7 @@ class CheckProblem:
                     encoding=encoding,
                     processor=processor,
                     window=self.window,
+                    softcap=self.softcap,
                     heads=own if self.processor is None else self.heads,
                 )
                 # Without the columns that none of its rows depends on.
@@ -257,6 +261,7 @@ def build_problem(
     heads: slice,
     dtype: torch.dtype,
     device: torch.device,
+    softcap: float | None = None,
 ) -> CheckProblem:
     """The attention of one layer on copies of its modules, with less of it where that would take long: fewer sequences
     first, then each segment's last rows.
@@ -269,10 +274,11 @@ def build_problem(
         heads: the rank's own.
         dtype: what the run computes in, its parameters too.
         device: where.
+        softcap: bound of q·k/√d; None for none.
     """
     own = _copy_disturbed(encoding, dtype, device)
     own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
-    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device)
+    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, softcap)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
     if affordable >= batch:
         return problem

@@ -195,5 +195,5 @@ FARFIELD = ModelFamily(
     to_hf_keys=_to_hf_keys,
     weight_mappings=_weight_mappings,
     auto_map=AUTO_MAP,
-    has_multipliers=True,
+    multipliers=tuple(asdict(Multipliers())),
 )
