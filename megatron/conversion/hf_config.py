@@ -87,6 +87,10 @@ class HFConfigReader:
         value = self._values.get(name)
         return default if value is None else value
 
+    def is_null(self, name: str) -> bool:
+        """Is a key there, and null? For the few whose absence means something else."""
+        return name in self._values and self._values[name] is None
+
     def get_positive_int(self, name: str, default: Any = _REQUIRED) -> int:
         """A whole number above 0."""
         value = self.get(name, default)

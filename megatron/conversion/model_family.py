@@ -135,6 +135,17 @@ class SkipRows:
         return [_cat([tensor.new_zeros(self.num_rows, *tensor.shape[1:]), tensor])]
 
 
+@dataclass(frozen=True)
+class AddOne:
+    """The weight of a norm that multiplies by 1 + weight (Gemma). In float32, which rounds what is lost beside 1."""
+
+    def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
+        return hf_tensors[0].float() + 1.0
+
+    def to_hf(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor - 1.0]
+
+
 IDENTITY = Identity()
 
 
@@ -215,9 +226,11 @@ def _format_value(value: Any) -> str:
 
 
 COMMON_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
-    "score_processor": ("none",), "attention_window": (None,), "randomized_positions": (None,)
+    "score_processor": ("none",), "attention_window": (None,), "randomized_positions": (None,),
+    "use_qk_layernorm": (False,), "norm_placement": ("pre",), "head_dim": (None,),
+    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
 }  # fmt: skip
-"""What no family has."""
+"""What a family has that says nothing else (`supported_values`)."""
 
 
 def map_layers(

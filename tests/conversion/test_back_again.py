@@ -29,8 +29,10 @@ from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % 257
+NATIVE_WIDTH = 48
 PLAIN = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 1, **PLAIN}
+GEMMA = {**LLAMA, "activation": "geglu_tanh", "embedding_multiplier": NATIVE_WIDTH**0.5}
 ROUND = [
     *(
         ExportCase(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
@@ -44,6 +46,17 @@ NATIVE = {
     "GPT2LMHeadModel": {"pos_emb": "learned", "activation": "gelu_tanh"},
     "LlamaForCausalLM": {**LLAMA, "no_weight_tying": True},
     "Qwen2ForCausalLM": {**LLAMA, "use_bias_in_qkv": True},
+    "Qwen3ForCausalLM": {**LLAMA, "use_qk_layernorm": True, "head_dim": 12},
+    "Olmo2ForCausalLM": {**LLAMA, "use_qk_layernorm": True, "qk_layernorm_over_heads": True, "norm_placement": "post"},
+    "GemmaForCausalLM": {**GEMMA, "head_dim": 12},
+    "Gemma2ForCausalLM": {
+        **GEMMA,
+        "norm_placement": "sandwich",
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 4.0,
+        "query_pre_attn_scalar": 11.0,
+        "attention_window": 9,
+    },
 }
 
 
@@ -82,7 +95,7 @@ def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", NATIVE)
 def test_native(architecture: str, tmp_path: Path) -> None:
-    case = ExportCase(architecture, {**NATIVE[architecture], "hidden_size": 48, "score_processor": "none"})
+    case = ExportCase(architecture, {**NATIVE[architecture], "hidden_size": NATIVE_WIDTH, "score_processor": "none"})
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     lines: list[str] = []
     target = export_model(run, tmp_path / "native", native=True, max_shard_size="30KB", log=lines.append)

@@ -10,7 +10,7 @@ from published import MODELS, ROWS, model_of
 from megatron.config.schema import Config
 from megatron.conversion.families.opt import POSITION_OFFSET
 from megatron.conversion.hf_config import HFConfigReader
-from megatron.conversion.model_family import ModelFamily
+from megatron.conversion.model_family import AddOne, ModelFamily
 from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_family
 
 
@@ -38,7 +38,8 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
         for before, after in zip(theirs, back, strict=True):
             assert after.is_contiguous()
             skipped = POSITION_OFFSET if "embed_positions" in weight.hf_names[0] else 0
-            assert torch.equal(before[skipped:], after[skipped:])
+            rounding = 2**-24 if isinstance(weight.transform, AddOne) else 0.0  # of sums with 1
+            assert (before[skipped:] - after[skipped:]).abs().max() <= rounding
     assert stored == {}
 
 
@@ -58,7 +59,22 @@ def test_the_configuration_there_and_back(name: str) -> None:
     assert HFConfigReader(values, name).unread_keys() != []  # before anybody has asked for them
 
 
-@pytest.mark.parametrize("name", ["pythia", "gpt2", "opt, no bias", "llama, yarn, biases", "llama3, tied", "qwen2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pythia",
+        "gpt2",
+        "opt, no bias",
+        "llama, yarn, biases",
+        "llama3, tied",
+        "qwen2",
+        "qwen3",
+        "olmo2",
+        "gemma",
+        "gemma2",
+        "gemma2, windows, no caps",
+    ],
+)
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     """The configuration, by its own class: it builds the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -113,10 +113,11 @@ def test_a_run_folder_like_any_other(tmp_path: Path) -> None:
 
 REFUSED = {
     "llama": [
-        ({"model_type": "gemma"}, "model_type 'gemma' is not known"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu': gates are silu or gelu"),
+        ({"model_type": "gemini"}, "model_type 'gemini' is not known"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text' cannot be imported: its layers have windows and bases"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu': gates are silu, gelu"),
         ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu': not offered"),
-        ({"head_dim": 16}, "head_dim is 16: heads have"),
+        ({"head_dim": 16}, "comes out as"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_kv_heads 3"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling dynamic is not offered"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "warp": 1}}, "its warp means nothing here"),
@@ -146,6 +147,12 @@ REFUSED = {
         ({"scale_attn_weights": False}, "scale_attn_weights is False"),
         ({"n_head": 5}, "hidden_size 32 is not divisible by num_attention_heads 5"),
     ],
+    "gemma": [({"hidden_activation": "silu"}, "hidden_activation is 'silu': gates are gelu_pytorch_tanh"),
+              ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: tokens attend to earlier")],
+    "gemma2": [({"layer_types": ["sliding_attention", "full_attention"]}, "layers that attend to a window beside"),
+               ({"layer_types": None}, "layers that attend to a window beside")],
+    "qwen3": [({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*: every layer attends"),
+              ({"head_dim": None}, "comes out as")],
     "qwen2": [({"use_sliding_window": True}, "use_sliding_window is True: every layer attends")],
 }  # fmt: skip
 

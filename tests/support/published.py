@@ -46,6 +46,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("Qwen2", OF_LLAMA),
+    "qwen3": ("Qwen3", {**OF_LLAMA, "head_dim": 12}),
+    "qwen3, biases, tied": (
+        "Qwen3", {**OF_LLAMA, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}
+    ),
+    "olmo2": ("Olmo2", OF_LLAMA),
+    "gemma": ("Gemma", {**OF_LLAMA, "head_dim": 12}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **OF_LLAMA, "head_dim": 8, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0, "layer_types": ["full_attention"] * LAYERS,
+        },
+    ),
+    "gemma2, windows, no caps": (
+        "Gemma2",
+        {
+            **OF_LLAMA, "head_dim": 12, "query_pre_attn_scalar": 12, "attn_logit_softcapping": None,
+            "final_logit_softcapping": None, "layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 9,
+        },
+    ),
 }  # fmt: skip
 
 

@@ -82,6 +82,17 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
     yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
     yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})
+    normalised = {"use_qk_layernorm": True, "num_kv_heads": 1, "head_dim": 12}
+    yield ExportCase("queries and keys normalised", {**with_cdape, **normalised, "attn_logit_softcapping": 1.5})
+    over_heads = {"use_qk_layernorm": True, "qk_norm": "rmsnorm", "qk_layernorm_over_heads": True}
+    yield ExportCase(
+        "normalised over heads, norms after", {"pos_emb": "rotary", **over_heads, "norm_placement": "post"}
+    )
+    gemma = {
+        **llama, "norm_placement": "sandwich", "activation": "geglu_tanh", "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 11.0, "embedding_multiplier": 3.0,
+    }  # fmt: skip
+    yield ExportCase("as Gemma 2", gemma)
     mup = {
         "use_mup": True, "mup_base_hidden_size": 8, "mup_base_num_attention_heads": 2, "mup_base_num_layers": 1,
         "mup_depth_alpha": 0.75, "mup_embedding_mult": 3.0, "mup_attn_temp": 0.5, "mup_output_temp": 0.25,

@@ -12,9 +12,15 @@ class FarfieldConfig(PretrainedConfig):
         vocab_size: rows of the embedding, its padding included.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: as everywhere.
         num_key_value_heads: heads of keys and values, each shared by several heads of queries.
-        hidden_act: gelu, gelu_tanh, relu, silu, geglu or swiglu.
+        head_dim: numbers of a head; hidden_size / num_attention_heads if absent.
+        hidden_act: gelu, gelu_tanh, relu, silu, geglu, geglu_tanh or swiglu.
         norm: layernorm or rmsnorm.
         norm_epsilon: added to the variance.
+        norm_placement: pre, x + f(norm(x)); post, x + norm(f(x)); sandwich, x + norm(f(norm(x))).
+        qk_norm, qk_norm_epsilon: the kind of norm of queries and keys before their rotation, none for none.
+        qk_norm_over_heads: over all heads of a token together, not each by itself.
+        attn_logit_softcapping: c of c·tanh(q·k/(c√d)), before anything else happens to a score.
+        final_logit_softcapping: c of c·tanh(logit/c).
         parallel_residual: x + attention(norm(x)) + mlp(norm(x)) instead of one after the other.
         tied_norm: one norm for both, with parallel_residual.
         qkv_bias, attention_bias, mlp_bias: biases of queries, keys and values; of the layer after attention; of the
@@ -31,8 +37,8 @@ class FarfieldConfig(PretrainedConfig):
         attention_rows: query rows that are computed at a time, for memory; the result does not depend on it.
         initializer_range: standard deviation of fresh weights.
         embedding_multiplier, position_embedding_multiplier, query_multiplier, residual_multiplier, logits_multiplier:
-            factors on token embeddings, on position embeddings, on queries, on what a layer adds, and on logits (muP).
-        mup: the keys of the training from which they follow.
+            factors on token embeddings, on position embeddings, on queries, on what a layer adds, and on logits.
+        mup, query_pre_attn_scalar: the keys of the training from which they follow.
     """
 
     model_type = "farfield"
@@ -44,10 +50,17 @@ class FarfieldConfig(PretrainedConfig):
         num_hidden_layers: int = 12,
         num_attention_heads: int = 12,
         num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
         intermediate_size: int | None = None,
         hidden_act: str = "gelu",
         norm: str = "layernorm",
         norm_epsilon: float = 1e-5,
+        norm_placement: str = "pre",
+        qk_norm: str = "none",
+        qk_norm_epsilon: float = 1e-5,
+        qk_norm_over_heads: bool = False,
+        attn_logit_softcapping: float | None = None,
+        final_logit_softcapping: float | None = None,
         parallel_residual: bool = False,
         tied_norm: bool = False,
         qkv_bias: bool = True,
@@ -73,6 +86,7 @@ class FarfieldConfig(PretrainedConfig):
         residual_multiplier: float = 1.0,
         logits_multiplier: float = 1.0,
         mup: dict[str, Any] | None = None,
+        query_pre_attn_scalar: float | None = None,
         **kwargs: Any,
     ) -> None:
         self.vocab_size = vocab_size
@@ -80,10 +94,17 @@ class FarfieldConfig(PretrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
         self.intermediate_size = intermediate_size or 4 * hidden_size
         self.hidden_act = hidden_act
         self.norm = norm
         self.norm_epsilon = norm_epsilon
+        self.norm_placement = norm_placement
+        self.qk_norm = qk_norm
+        self.qk_norm_epsilon = qk_norm_epsilon
+        self.qk_norm_over_heads = qk_norm_over_heads
+        self.attn_logit_softcapping = attn_logit_softcapping
+        self.final_logit_softcapping = final_logit_softcapping
         self.parallel_residual = parallel_residual
         self.tied_norm = tied_norm
         self.qkv_bias = qkv_bias
@@ -108,6 +129,7 @@ class FarfieldConfig(PretrainedConfig):
         self.residual_multiplier = residual_multiplier
         self.logits_multiplier = logits_multiplier
         self.mup = mup
+        self.query_pre_attn_scalar = query_pre_attn_scalar
         self.max_position_embeddings = train_length
         self.use_cache = kwargs.pop("use_cache", randomized_positions is None)
         kwargs.pop("max_position_embeddings", None)

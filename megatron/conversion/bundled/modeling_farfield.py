@@ -29,12 +29,17 @@ from megatron.attention.segments import (
 from megatron.conversion.bundled.configuration_farfield import FarfieldConfig
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
+from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.token_range import TokenRange, sample_positions
 
 Activation = Callable[[Tensor], Tensor]
-GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu}
+GATED: dict[str, Activation] = {
+    "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": F.silu,
+}
 PLAIN: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -43,15 +48,32 @@ PLAIN: dict[str, Activation] = {
 }
 
 
+NORMS: dict[str, Any] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+
+
 def build_norm(config: FarfieldConfig) -> nn.Module:
-    norm_class = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
-    return norm_class(config.hidden_size, eps=config.norm_epsilon)
+    return NORMS[config.norm](config.hidden_size, eps=config.norm_epsilon)
+
+
+def build_norm_of_heads(config: FarfieldConfig, num_heads: int) -> nn.Module | None:
+    """Of the queries or the keys of so many heads, each by itself or all together."""
+    if config.qk_norm == "none":
+        return None
+    size = config.head_dim * (num_heads if config.qk_norm_over_heads else 1)
+    return NORMS[config.qk_norm](size, eps=config.qk_norm_epsilon)
+
+
+def normalize_heads(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """[B, T, H, d] → the same."""
+    if norm is None:
+        return x
+    return norm(x.flatten(2)).view_as(x) if norm.weight.numel() > x.shape[-1] else norm(x)  # type: ignore[union-attr, operator]
 
 
 def build_attention_dims(config: FarfieldConfig) -> AttentionDims:
     return AttentionDims(
         num_heads=config.num_attention_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
+        head_dim=config.head_dim,
         hidden_size=config.hidden_size,
         train_length=config.train_length,
         max_length=config.position_table,
@@ -63,17 +85,19 @@ def build_encoding_for(config: FarfieldConfig) -> Encoding:
 
 
 class FarfieldAttention(nn.Module):
-    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys."""
+    """softmax(processor(weight·q·k/√d + contextual, bias))·v over causal keys; q·k/√d may be soft-capped."""
 
     def __init__(self, config: FarfieldConfig, layer_idx: int, shared: Encoding | None) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.hidden_size // num_heads
+        self.head_dim = config.head_dim
         self.num_kv_heads, self.queries_per_key = num_kv_heads, num_heads // num_kv_heads
         width = num_heads * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, width + 2 * num_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = build_norm_of_heads(config, num_heads)
+        self.k_norm = build_norm_of_heads(config, num_kv_heads)
         # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
         self._shared: tuple[Encoding, ...] = () if shared is None else (shared,)
         self.encoding = build_encoding_for(config) if shared is None else None
@@ -91,8 +115,9 @@ class FarfieldAttention(nn.Module):
         grouped_qkv = self.qkv(hidden_states).unflatten(
             -1, (self.num_kv_heads, self.queries_per_key + 2, self.head_dim)
         )
-        q = grouped_qkv[:, :, :, : self.queries_per_key].flatten(2, 3).transpose(1, 2)
-        k, v = (grouped_qkv[:, :, :, index].transpose(1, 2) for index in (-2, -1))
+        q = normalize_heads(grouped_qkv[:, :, :, : self.queries_per_key].flatten(2, 3), self.q_norm)
+        k, v = (grouped_qkv[:, :, :, index] for index in (-2, -1))
+        q, k, v = (x.transpose(1, 2) for x in (q, normalize_heads(k, self.k_norm), v))
         q = q * self.config.query_multiplier
         q, k = rotate_segments(q, k, encoding, segments)
         if past_key_values is not None:
@@ -109,6 +134,7 @@ class FarfieldAttention(nn.Module):
                 encoding=encoding,
                 processor=self.processor,
                 window=self.config.attention_window,
+                softcap=self.config.attn_logit_softcapping,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
             return compute_attention_in_blocks(inputs, self.config.attention_rows)
@@ -135,25 +161,29 @@ class FarfieldMLP(nn.Module):
 
 
 class FarfieldLayer(GradientCheckpointingLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or both from the same x."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both from the same x; norms may stand after the branches."""
 
     def __init__(self, config: FarfieldConfig, layer_idx: int, shared: Encoding | None) -> None:
         super().__init__()
         self.parallel = config.parallel_residual
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
-        self.attention_norm = build_norm(config)
+        is_first, is_last = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = build_norm(config) if is_first else nn.Identity()
         self.attention = FarfieldAttention(config, layer_idx, shared)
-        self.mlp_norm = None if config.tied_norm else build_norm(config)
+        self.attention_post_norm = build_norm(config) if is_last else nn.Identity()
+        self.mlp_norm = None if config.tied_norm else build_norm(config) if is_first else nn.Identity()
         self.mlp = FarfieldMLP(config)
+        self.mlp_post_norm = build_norm(config) if is_last else nn.Identity()
 
     def forward(
         self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None = None
     ) -> Tensor:
         normed = self.attention_norm(hidden_states)
-        residual = hidden_states + self._apply_dropout(self.attention(normed, segments, past_key_values))
+        attended = self.attention_post_norm(self.attention(normed, segments, past_key_values))
+        residual = hidden_states + self._apply_dropout(attended)
         if self.mlp_norm is not None:
             normed = self.mlp_norm(hidden_states if self.parallel else residual)
-        return residual + self._apply_dropout(self.mlp(normed))
+        return residual + self._apply_dropout(self.mlp_post_norm(self.mlp(normed)))
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x * self.multiplier, self.dropout, self.training)
@@ -344,7 +374,7 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
         hidden = (
             outputs.last_hidden_state if isinstance(logit_slice, int) else outputs.last_hidden_state[:, logit_slice]
         )
-        logits = self.lm_head(hidden * self.config.logits_multiplier)
+        logits = soft_cap(self.lm_head(hidden * self.config.logits_multiplier), self.config.final_logit_softcapping)
         loss = None
         if labels is not None:
             loss_kwargs = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}

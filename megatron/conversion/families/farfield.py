@@ -22,7 +22,16 @@ from megatron.conversion.model_family import (
     map_linear_layers,
 )
 from megatron.model.mup import Multipliers, get_multipliers
-from megatron.options.model import ModelOptions, ffn_hidden_size, has_qkv_bias, intermediate_size_of, num_kv_heads
+from megatron.options.model import (
+    ModelOptions,
+    ffn_hidden_size,
+    has_qkv_bias,
+    head_dim,
+    intermediate_size_of,
+    norm_epsilon,
+    num_kv_heads,
+    qk_norm,
+)
 
 AUTO_MAP = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",
@@ -40,7 +49,8 @@ TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     norm = _read_choice(hf_config, "norm", "layernorm")
     epsilon_key = "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon"
-    num_heads = hf_config.get_positive_int("num_attention_heads")
+    hidden_size, num_heads = (hf_config.get_positive_int(name) for name in ("hidden_size", "num_attention_heads"))
+    size = hf_config.get_positive_int("head_dim", max(hidden_size // num_heads, 1))
     num_kv_heads = hf_config.get_positive_int("num_key_value_heads", num_heads)
     train_length = hf_config.get_positive_int("train_length")
     hf_config.get("max_position_embeddings")  # the training length again, for other programs
@@ -48,7 +58,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     attention_bias, qkv_bias = hf_config.get_bool("attention_bias", True), hf_config.get_bool("qkv_bias", True)
     return {
         "num_layers": hf_config.get_positive_int("num_hidden_layers"),
-        "hidden_size": hf_config.get_positive_int("hidden_size"),
+        "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         **({} if num_kv_heads == num_heads else {"num_kv_heads": num_kv_heads}),
         "intermediate_size": intermediate_size_of(hf_config.get_positive_int("intermediate_size"), activation),
@@ -56,6 +66,11 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "max_position_embeddings": hf_config.get_positive_int("position_table", train_length),
         "norm": norm,
         epsilon_key: hf_config.get_positive_float("norm_epsilon", 1e-5),
+        "norm_placement": _read_choice(hf_config, "norm_placement", "pre"),
+        **_read_qk_norm(hf_config),
+        **({} if size == hidden_size // num_heads and hidden_size % num_heads == 0 else {"head_dim": size}),
+        "attn_logit_softcapping": _read_optional_float(hf_config, "attn_logit_softcapping"),
+        "final_logit_softcapping": _read_optional_float(hf_config, "final_logit_softcapping"),
         "activation": activation,
         "gpt_j_residual": hf_config.get_bool("parallel_residual", False),
         "gpt_j_tied": hf_config.get_bool("tied_norm", False),
@@ -75,6 +90,23 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     }
 
 
+def _read_qk_norm(hf_config: HFConfigReader) -> dict[str, Any]:
+    """The norm of queries and keys; its epsilon is that of all norms of its kind."""
+    kind, over_heads = hf_config.get("qk_norm", "none"), hf_config.get_bool("qk_norm_over_heads", False)
+    epsilon = hf_config.get_positive_float("qk_norm_epsilon", 1e-5)
+    if kind == "none":
+        return {}
+    if kind not in ("layernorm", "rmsnorm"):
+        raise hf_config.value_error("qk_norm", "choose from none, layernorm, rmsnorm")
+    epsilon_key = "layernorm_epsilon" if kind == "layernorm" else "rms_norm_epsilon"
+    keys = {"use_qk_layernorm": True, "qk_norm": kind, epsilon_key: epsilon}
+    return keys | ({"qk_layernorm_over_heads": True} if over_heads else {})
+
+
+def _read_optional_float(hf_config: HFConfigReader, name: str) -> float | None:
+    return None if hf_config.get(name) is None else hf_config.get_positive_float(name, 1.0)
+
+
 def _read_choice(hf_config: HFConfigReader, name: str, default: str, field: str | None = None) -> str:
     """A value of ours, under its own name or another."""
     value = hf_config.get(name, default)
@@ -85,7 +117,7 @@ def _read_choice(hf_config: HFConfigReader, name: str, default: str, field: str 
 
 
 def _to_hf_keys(config: Config) -> dict[str, Any]:
-    model, position = config.model, config.position
+    model, position, kind = config.model, config.position, qk_norm(config.model)
     return {
         "auto_map": AUTO_MAP,
         "hidden_size": model.hidden_size,
@@ -95,7 +127,14 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "intermediate_size": ffn_hidden_size(model),
         "hidden_act": model.activation,
         "norm": model.norm,
-        "norm_epsilon": model.layernorm_epsilon if model.norm == "layernorm" else model.rms_norm_epsilon,
+        "head_dim": head_dim(model),
+        "norm_epsilon": norm_epsilon(model, model.norm),
+        "norm_placement": model.norm_placement,
+        "qk_norm": kind or "none",
+        "qk_norm_epsilon": norm_epsilon(model, kind or model.norm),
+        "qk_norm_over_heads": model.qk_layernorm_over_heads,
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
         "parallel_residual": model.gpt_j_residual,
         "tied_norm": model.gpt_j_tied,
         "qkv_bias": has_qkv_bias(model),
@@ -120,34 +159,56 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def _write_multipliers(model: ModelOptions) -> dict[str, Any]:
-    """muP's factors, and our keys from which they follow; nothing without muP."""
-    if not model.use_mup:
-        return {}
-    factors = {f"{name}_multiplier": factor for name, factor in asdict(get_multipliers(model)).items()}
-    return {**factors, "mup": {key: getattr(model, key) for key in MUP_KEYS}}
+    """The factors of the forward pass that are not 1, and our keys from which they follow."""
+    multipliers = asdict(get_multipliers(model)).items()
+    factors: dict[str, Any] = {f"{name}_multiplier": factor for name, factor in multipliers if factor != 1.0}
+    if model.query_pre_attn_scalar is not None:
+        factors["query_pre_attn_scalar"] = model.query_pre_attn_scalar
+    return {**factors, "mup": {key: getattr(model, key) for key in MUP_KEYS}} if model.use_mup else factors
 
 
 def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
     for name in asdict(Multipliers()):
         hf_config.get(f"{name}_multiplier")  # follow from the keys
-    keys = hf_config.get("mup", None)
+    scalar, keys = _read_optional_float(hf_config, "query_pre_attn_scalar"), hf_config.get("mup", None)
     if keys is None:
-        return {}
+        embedding = hf_config.get_positive_float("embedding_multiplier", 1.0)
+        return {"embedding_multiplier": embedding, "query_pre_attn_scalar": scalar}
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
         raise hf_config.value_error("mup", f"it has the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}
 
 
+NORM_PARTS: dict[str | None, tuple[str, ...]] = {
+    None: (), "rmsnorm": ("weight",), "layernorm": ("weight", "bias")
+}  # fmt: skip
+
+
+def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
+    """Our names of a layer's norms, and those of the export."""
+    if model.norm_placement != "post":
+        yield "input_layernorm", "attention_norm"
+        if not model.gpt_j_tied:
+            yield "pre_mlp_layernorm", "mlp_norm"
+    if model.norm_placement != "pre":
+        yield "post_self_attn_layernorm", "attention_post_norm"
+        yield "post_mlp_layernorm", "mlp_post_norm"
+
+
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
     encoding_parameters, processor_parameters = _list_position_parameters(config)
-    norm_parts = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    norm_parts, qk_norm_parts = (NORM_PARTS[kind] for kind in (model.norm, qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"
-        for megatron_name, name in (("input_layernorm", "attention_norm"), ("pre_mlp_layernorm", "mlp_norm")):
-            for part in norm_parts if megatron_name == "input_layernorm" or not model.gpt_j_tied else ():
+        for megatron_name, name in _list_layer_norms(model):
+            for part in norm_parts:
                 yield f"{megatron_name}.{part}", f"{hf_prefix}.{name}.{part}", IDENTITY
+        for part in qk_norm_parts:
+            for which in "qk":
+                megatron_name = f"self_attention.{which}_layernorm.{part}"
+                yield megatron_name, f"{hf_prefix}.attention.{which}_norm.{part}", IDENTITY
         hf_names = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
         yield from map_linear_layers(config, hf_prefix, hf_names, mlp_bias=model.use_bias_in_mlp)
         attention_prefix = "self_attention.core_attention"
@@ -190,7 +251,10 @@ FARFIELD = ModelFamily(
     base_model_prefix="model.",
     from_hf_config=_from_hf_config,
     supported_values=lambda config: {
-        key: (getattr(config.position, key),) for key in COMMON_SUPPORTED_VALUES
+        key: (value,)
+        for section in (config.model, config.position)
+        for key, value in section.model_dump().items()
+        if key in COMMON_SUPPORTED_VALUES
     },  # whatever there is
     to_hf_keys=_to_hf_keys,
     weight_mappings=_weight_mappings,
