@@ -212,10 +212,17 @@ def forward(scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_r
     output = torch.empty_like(scaled)
     stats = torch.empty(2, *scaled.shape[:3], dtype=torch.float32, device=scaled.device)
     for chunk in iter_chunks(problem, chunk_rows):
-        logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
-        tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :])
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
+        _forward_chunk(problem, chunk, scaled, k, v, output, stats)
     return output, stats
+
+
+def _forward_chunk(
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, output: Tensor, stats: Tensor
+) -> None:
+    """Output and softmax of a chunk's rows. A function of its own, so that its maps are freed before the next ones."""
+    logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
+    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :])
+    launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
 class TermSums(NamedTuple):
@@ -277,18 +284,23 @@ def backward(
     sums = _new_sums(terms, chunks, k)
     dq = torch.empty_like(scaled)
     flat_dq, flat_dout, flat_scaled, flat_k = (x.view(batch * heads, -1, dim) for x in (dq, dout, scaled, k))
-    for index, chunk in enumerate(chunks):
+
+    def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
+        """A function of its own, so that a chunk's maps are freed before the next ones."""
         maps = _compute_maps(problem, chunk, scaled, k)
         softmax_backward(problem, chunk, maps, v, dout, stats)
         rows, seen = slice(chunk.first, chunk.last), slice(chunk.left, chunk.right)
         probabilities = maps.probabilities.view(batch * heads, chunk.rows, -1)
         _add_product(sums.v[:, seen], probabilities.mT, flat_dout[:, rows], is_only=len(chunks) == 1)
-        _weights_backward(problem, chunk, maps, sums, is_first=index == 0)
-        _processor_backward(problem, product, chunk, maps, sums, is_first=index == 0)  # dS over P
+        _weights_backward(problem, chunk, maps, sums, is_first=is_first)
+        _processor_backward(problem, product, chunk, maps, sums, is_first=is_first)  # dS over P
         dscores = probabilities
         into = flat_dq[:, rows]
         torch.baddbmm(into, dscores, flat_k[:, seen], beta=0.0, alpha=scale, out=into)
         _add_product(sums.k[:, seen], dscores.mT, flat_scaled[:, rows], is_only=len(chunks) == 1)
+
+    for index, chunk in enumerate(chunks):
+        differentiate_chunk(chunk, is_first=index == 0)
     return dq, sums.k, sums.v
 
 

@@ -55,6 +55,7 @@ VOCABULARY = 320
 MAX_LEFT = 2**30
 """Bytes of the device that cases may leave behind for the next one."""
 
+LONGEST = 131072
 FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
@@ -72,7 +73,7 @@ FEATURES: dict[str, dict[str, Any]] = {
             "train_micro_batch_size_per_gpu": 1,
             "checkpoint_activations": True,
         }
-        for length in (512, 2048, 8192, 32768, 131072)
+        for length in (512, 2048, 8192, 32768, LONGEST)
     },
 }
 """What a single device does besides: keys by name."""
@@ -142,11 +143,23 @@ class Outcome:
 def list_feature_cases(overlays: Sequence[str] = OVERLAYS, features: Sequence[str] = tuple(FEATURES)) -> list[Case]:
     """Every overlay × backend × feature."""
     return [
-        Case(f"{overlay}-{backend}-{feature}", overlay, {"attention_backend": backend, **FEATURES[feature]})
+        Case(
+            f"{overlay}-{backend}-{feature}", overlay, {"attention_backend": backend, **_feature_keys(overlay, feature)}
+        )
         for overlay in overlays
         for backend in BACKENDS
         for feature in features
     ]
+
+
+def _feature_keys(overlay: str, feature: str) -> dict[str, Any]:
+    """Positions are drawn from at least as many as a sequence has."""
+    keys = FEATURES[feature]
+    return (
+        {**keys, "randomized_positions": 4 * LONGEST}
+        if overlay == "rotary_randomized" and "seq_length" in keys
+        else keys
+    )
 
 
 def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")) -> list[Case]:
