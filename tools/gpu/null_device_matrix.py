@@ -33,6 +33,7 @@ from megatron.utils.errors import FarfieldError  # noqa: E402
 from tools.arguments import ToolParser, comma_separated, parse_output_path, print_interrupts_in_one_line  # noqa: E402
 from tools.gpu.null_device_cases import (  # noqa: E402
     FEATURES,
+    LONGEST,
     OVERLAYS,
     REPRESENTATIVES,
     VOCABULARY,
@@ -50,7 +51,6 @@ from tools.records import collect_provenance, format_provenance, write_record  #
 
 WORKER = ROOT / "tools/gpu/null_device_worker.py"
 RANKS = 8
-LONGEST = 131072
 
 
 @dataclass(frozen=True)
