@@ -34,6 +34,7 @@ SAMPLE = [
     *list_feature_cases(REPRESENTATIVES, ["dropout", "gqa", "length_8192"]),
     *list_feature_cases(["rotary"], ["fp32", "head_dim_96", "windowed"]),
     *list_zero_cases(["kerple_log"]),
+    *[Case(f"{name}-auto-capped", name, {"attn_logit_softcapping": 50.0}) for name in ("rotary", "kerple_log")],
 ]
 CASES = list({case.name: case for case in SAMPLE}.values())
 

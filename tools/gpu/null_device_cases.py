@@ -64,6 +64,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "windowed": {"attention_window": 64},
     "gqa": {"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 256},
+    "norms_z_loss": {
+        "use_qk_layernorm": True,
+        "norm_placement": "sandwich",
+        "final_logit_softcapping": 30.0,
+        "z_loss": 1e-4,
+    },
     "accumulation": {"gradient_accumulation_steps": 2},
     **{f"head_dim_{size}": {"hidden_size": size * HEADS} for size in (80, 96, 112, 128)},
     **{
