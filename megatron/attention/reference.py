@@ -152,8 +152,9 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
         contribution = inputs.bias_contribution
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
         # Where a row's logits depend on nothing before its first visible key, the mask says it all.
-        begins_later = inputs.first_keys is not None and inputs.processor.left_context > 0
-        edge = {"first_columns": inputs.first_keys - inputs.key.start} if begins_later else {}
+        edge = {}
+        if inputs.first_keys is not None and inputs.processor.left_context > 0:
+            edge = {"first_columns": inputs.first_keys - inputs.key.start}
         logits = inputs.processor(scores, bias, visible, inputs.heads, rows, **edge)
         return logits.masked_fill_(~visible, float("-inf"))
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.

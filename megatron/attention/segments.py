@@ -275,6 +275,13 @@ def _split_segments(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
     return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
 
+def _find_rows(segment: Segment, num_sequences: int) -> tuple[int, int]:
+    """The first of a segment's sequences, which follow one another, and the one behind its last."""
+    assert isinstance(segment.sequences, slice)
+    start, stop, _ = segment.sequences.indices(num_sequences)
+    return start, stop
+
+
 def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
     """What x, which holds all tokens so far along `dim`, has of each segment's sequence from index 0 to its end."""
     starts_elsewhere = any(segment.first_key_column for segment in segments)
@@ -283,8 +290,7 @@ def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
     # Documents are split off once each, so that their gradients are put together once and not added up.
     ends: dict[tuple[int, int], dict[int, int]] = {}
     for segment in segments:
-        first, last, _ = segment.sequences.indices(x.shape[0])  # type: ignore[union-attr]
-        documents, start = ends.setdefault((first, last), {}), segment.first_key_column
+        documents, start = ends.setdefault(_find_rows(segment, x.shape[0]), {}), segment.first_key_column
         documents[start] = max(documents.get(start, 0), start + segment.tokens.stop)
     pieces: dict[tuple[int, int], Tensor] = {}
     for rows, part in zip(ends, _split_rows(x, ends.keys()), strict=True):
@@ -294,8 +300,8 @@ def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
             pieces[rows[0], start] = piece
     contexts = []
     for segment in segments:
-        first = segment.sequences.indices(x.shape[0])[0]  # type: ignore[union-attr]
-        piece, length = pieces[first, segment.first_key_column], segment.tokens.stop
+        first_row, _ = _find_rows(segment, x.shape[0])
+        piece, length = pieces[first_row, segment.first_key_column], segment.tokens.stop
         contexts.append(piece if length == piece.shape[dim] else piece.narrow(dim, 0, length))
     return contexts
 

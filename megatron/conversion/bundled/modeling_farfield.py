@@ -67,7 +67,7 @@ def normalize_heads(x: Tensor, norm: nn.Module | None) -> Tensor:
     """[B, T, H, d] → the same."""
     if norm is None:
         return x
-    return norm(x.flatten(2)).view_as(x) if norm.weight.numel() > x.shape[-1] else norm(x)  # type: ignore[union-attr, operator]
+    return norm(x.flatten(2)).view_as(x) if norm.weight.numel() > x.shape[-1] else norm(x)  # type: ignore[operator]
 
 
 def build_attention_dims(config: FarfieldConfig) -> AttentionDims:
