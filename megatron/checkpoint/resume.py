@@ -4,23 +4,30 @@ A run goes on bit for bit as if it had not stopped: masters, moments and loss sc
 data. In another layout, ZeRO stage or precision it goes on within rounding, because sums are taken in another order.
 It goes on from the newest checkpoint whose files are what was written; one that is damaged is named and put aside. What
 would silently make it another run is refused, naming the key.
+
+A run whose `load` names another run's checkpoint and whose `save` is a folder of its own is a branch: it goes on with
+every state of that checkpoint, which is not copied. Its schedule may be another one; what else may change from there on
+is said as a stage.
 """
 
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.legacy import DEEPSPEED_FOLDER, DeepSpeedStateReader
+from megatron.checkpoint.run_folder import get_config_path, is_saved_config
 from megatron.checkpoint.sharded_state import ShardedStateReader
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import load_finetuned_weights, names_other_encoding
+from megatron.config.load import read_config
 from megatron.config.schema import Config
+from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage, is_changing_key
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
@@ -68,9 +75,16 @@ class ResumePlan:
     """Where the run begins."""
     notes: tuple[str, ...] = ()
     """Lines worth telling."""
+    stages: tuple[Stage, ...] = ()
+    """Of the run; one if it has no list of them."""
     superseded: tuple[Path, ...] = ()
     """Later checkpoints in the run's folder, damaged or gone back behind: `move_superseded_aside` moves them out of the
     way."""
+
+    @property
+    def stage(self) -> Stage:
+        """The one that the run begins in, whose configuration it is built from."""
+        return find_stage(self.stages, self.trainer_state.step)
 
     @property
     def resumes(self) -> bool:
@@ -166,9 +180,15 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
         raise UserError("rollback: it goes back to the checkpoint that load names, and does not go with finetune")
     if options.load is None:
         layout.refuse_existing_run(options.save, next(reversed(saved), None))
-        return ResumePlan()
+        return ResumePlan(stages=build_stages(config))
     if _is_same_folder(options.load, options.save) and not options.finetune and not saved:
-        return ResumePlan(notes=(f"load: {options.load} has no checkpoint yet; starting at step 0",))
+        origin = groups.gather_objects(_find_origin(options.load))[0]
+        if origin is None:
+            note = f"load: {options.load} has no checkpoint yet; starting at step 0"
+            return ResumePlan(notes=(note,), stages=build_stages(config))
+        plan = plan_resume(config.replace(load=origin[0], finetune=origin[1]), groups)
+        note = f"load: {options.load} has no checkpoint yet; it begins from {origin[0]}, as it did"
+        return replace(plan, notes=(note, *plan.notes))
     if options.finetune and saved:
         raise UserError(
             f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would start at step 0; "
@@ -191,10 +211,16 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
             "ones with rollback=true (they are moved aside)"
         )
     stored_config = load_checkpoint_config(checkpoint)
-    check_architecture(config, checkpoint, stored_config, finetune=options.finetune)
+    state = TrainerState.read(checkpoint)
     if options.finetune:
+        stages = build_stages(config)
+        check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
         notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
-        return ResumePlan(StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint)), notes=notes)
+        return ResumePlan(StoredCheckpoint(checkpoint, stored_config, state), notes=notes, stages=stages)
+    stages = build_stages(_keep_epoch_steps(config, stored_config))
+    # What the checkpoint was written under is compared with what holds in that stage.
+    config = find_writing_stage(stages, state.step).config
+    check_architecture(config, checkpoint, stored_config)
     check_optimizer(config, checkpoint, stored_config)
     is_legacy = (checkpoint / DEEPSPEED_FOLDER).is_dir()
     if not is_legacy and not (checkpoint / manifest.STATES).is_dir():
@@ -202,20 +228,41 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
             f"load: {checkpoint} holds weights alone (it was imported), so there is no training to go on with; take "
             "the weights with finetune=true"
         )
-    source = StoredCheckpoint(checkpoint, stored_config, TrainerState.read(checkpoint))
+    source = StoredCheckpoint(checkpoint, stored_config, state)
     reader: StateReader = (
         DeepSpeedStateReader(source.path, source.config, source.trainer_state)
         if is_legacy
         else ShardedStateReader(source.path, source.trainer_state)
     )
-    state = source.trainer_state
     qualifier = "" if is_named else ", the newest whole checkpoint"
-    notes += (f"resuming from {checkpoint} at step {state.step}{qualifier}", *_describe_changes(config, source))
+    if options.save is not None and index is None:
+        notes += (_describe_branch(config, source), *_describe_changes(config, source, "initialization"))
+    else:
+        notes += (f"resuming from {checkpoint} at step {state.step}{qualifier}", *_describe_changes(config, source))
     layout_before = f"{state.sizes}, ZeRO {state.zero_stage}"
     layout_now = f"{groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
     if layout_before != layout_now:
         notes += (f"layout: {layout_before} until here, {layout_now} from here on",)
-    return ResumePlan(source, reader, state, notes, later)
+    return ResumePlan(source, reader, state, notes, stages, later)
+
+
+def _find_origin(run: str) -> tuple[str, bool] | None:
+    """What a run began from that has no checkpoint of its own yet, and whether it took the weights alone."""
+    path = get_config_path(run)
+    if not is_saved_config(path):
+        return None
+    options = read_config(path).checkpoint
+    if options.load is None or _is_same_folder(options.load, run):
+        return None
+    return options.load, options.finetune
+
+
+def _keep_epoch_steps(config: Config, stored: Config) -> Config:
+    """The configuration with the steps that its epochs made when the run began, whatever became of the corpus."""
+    training, before = config.training, stored.training
+    if training.train_epochs is None or training.train_epochs != before.train_epochs or training.stages:
+        return config
+    return config.replace(train_iters=before.train_iters)
 
 
 def _is_same_folder(one: str | Path, other: str | Path | None) -> bool:
@@ -310,20 +357,48 @@ def check_optimizer(config: Config, checkpoint: Path, stored: Config) -> None:
         )
 
 
-def _describe_changes(config: Config, source: StoredCheckpoint) -> list[str]:
-    """Changes that are allowed but make the run differ from an uninterrupted one."""
+def _list_changes(config: Config, stored: Config, *policies: ChangePolicy) -> Iterator[tuple[str, str, str]]:
+    """The keys of some policies that differ, with the stored and the new value."""
+    new, old = config.keys_by_policy(*policies), stored.keys_by_policy(*policies)
+    return ((key, _format_setting(old[key]), _format_setting(new[key])) for key in new if new[key] != old[key])
 
-    def list_changes(*policies: ChangePolicy) -> Iterator[tuple[str, str, str]]:
-        new, old = config.keys_by_policy(*policies), source.config.keys_by_policy(*policies)
-        return ((key, format_value(old[key]), format_value(new[key])) for key in new if new[key] != old[key])
 
-    return [
-        *(
-            f"{key}: {old} until here, {new} from here on"
-            for key, old, new in list_changes("data", "numerics", "schedule")
-        ),
-        *(
-            f"{key}: {new} has no effect: the weights come from {source.path}"
-            for key, _, new in list_changes("initialization")
-        ),
-    ]
+def _format_setting(value: Any) -> str:
+    """A value in a line; of stages their number."""
+    is_long = isinstance(value, list) and any(isinstance(entry, dict) for entry in value)
+    return f"a list of {len(value)}" if is_long else format_value(value)
+
+
+def _describe_changes(config: Config, source: StoredCheckpoint, *policies: ChangePolicy) -> list[str]:
+    """Changes that are allowed but make the run differ from an uninterrupted one; of some policies, or of all."""
+    lines = []
+    for policy in policies or get_args(ChangePolicy):
+        for key, old, new in _list_changes(config, source.config, policy):
+            if policy in ("data", "numerics", "schedule"):
+                lines.append(f"{key}: {old} until here, {new} from here on")
+            elif policy == "initialization":
+                lines.append(f"{key}: {new} has no effect: the weights come from {source.path}")
+    return lines
+
+
+PRECISION_KEYS = ("precision", "fp16", "bf16")
+"""What a branch may change beside its schedule, as it may its layout: results agree to rounding."""
+
+
+def _describe_branch(config: Config, source: StoredCheckpoint) -> str:
+    """A line for a run that begins, in a folder of its own, with all states of another's checkpoint.
+
+    Raises UserError: more than its schedule differs, so that it would be no branch of that run.
+    """
+    for key, old, new in _list_changes(config, source.config, "data", "numerics"):
+        if key.split(".")[0] in PRECISION_KEYS:
+            continue
+        step = source.trainer_state.step
+        in_stage = f"say it as a stage, stages: [{{until: {step}}}, {{{key}: …}}], or " if is_changing_key(key) else ""
+        raise UserError(
+            f"{key}: this run has {new}, but {source.path}, which it branches from, was trained with {old}; a branch "
+            f"changes the schedule alone: {in_stage}take the weights with finetune=true"
+        )
+    changes = [f"{key} {old} → {new}" for key, old, new in _list_changes(config, source.config, "schedule", "numerics")]
+    changed = f" with {', '.join(changes)}" if changes else ", with nothing changed"
+    return f"branches from {source.path} at step {source.trainer_state.step}{changed}"

@@ -55,6 +55,8 @@ class TrainerState:
     precision: str = "fp32"
     directory: str | None = None
     """Where it was trained: what relative paths of its configuration are relative to."""
+    data_order: dict[str, Any] | None = None
+    """How the stage that it was in reads the text (`megatron.data.stage_order.StageOrder`); None without stages."""
     rollbacks: int = 0
     """How often the run went back to a checkpoint because of its loss."""
     skipped_samples: int = 0

@@ -23,6 +23,7 @@ from megatron.config import method_names
 from megatron.config.config_layers import COMMAND_LINE, ConfigLayers, SourcedValue
 from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
 from megatron.config.schema import SECTIONS, Config, KeyPath, get_default_value, map_key_owners
+from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
@@ -172,6 +173,7 @@ def _has_name(path: Path, text: str) -> bool:
 def _build_config(layers: ConfigLayers, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
     layers.resolve_deferred()
+    _resolve_stages(layers)
     _resolve_vocabulary_rows(layers)
     _resolve_tokenizer(layers)
     _resolve_task(layers)
@@ -251,6 +253,32 @@ def _group_by_section(layers: ConfigLayers) -> dict[str, dict[str, Any]]:
             target = target.setdefault(name, {})
         target[path[-1]] = setting.value
     return sections
+
+
+def _resolve_stages(layers: ConfigLayers) -> None:
+    """Each stage is a layer on top of all others: what it sets, under our names, is what remains in the list."""
+    setting = layers.values.get(("stages",))
+    if setting is None:
+        return
+    if not isinstance(setting.value, list) or not all(isinstance(entry, dict) for entry in setting.value):
+        layers.problems.append(
+            f"{setting.where}: stages is {format_value(setting.value)}; it must be a list of mappings"
+        )
+        layers.values[("stages",)] = SourcedValue([], setting.where)
+        return
+    entries = []
+    for number, entry in enumerate(setting.value, start=1):
+        changes = {name: value for name, value in entry.items() if name not in ENDS}
+        document = YamlDocument(f"{setting.where}, stage {number}", changes, {})
+        stage = ConfigLayers(RULES, VALUE_RULES, dict(layers.values), num_layers=layers.num_layers)
+        stage.add_file(document)
+        stage.resolve_deferred()
+        layers.problems += stage.problems
+        layers.notes += [note for note in stage.notes if "replaced by" not in note]  # what a stage is for
+        own = {path: value.value for path, value in stage.values.items() if layers.values.get(path) is not value}
+        ends = {name: value for name, value in entry.items() if name in ENDS}
+        entries.append(ends | {".".join(path): value for path, value in own.items()})
+    layers.values[("stages",)] = SourcedValue(entries, setting.where, setting.layer)
 
 
 def _resolve_vocabulary_rows(layers: ConfigLayers) -> None:

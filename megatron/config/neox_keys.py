@@ -359,7 +359,6 @@ UNSUPPORTED = (
     Unsupported(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
     Unsupported(("prescale_gradients", "sparse_gradients"), "gradients are averaged after the reduction, dense"),
     Unsupported(("gradient_predivide_factor",), "gradients are averaged after the reduction", (None, 1, 1.0)),
-    Unsupported(("train_epochs",), "give train_iters"),
     Unsupported(("exit_interval",), "give train_iters and, for the schedule, lr_decay_iters"),
     Unsupported(
         ("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from megatron.config import method_names
 from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.config.stages import find_stage_problems, list_changed_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
@@ -244,6 +245,31 @@ def _validate_run(config: Config) -> Iterator[ConfigProblem]:
         yield "finetune", "finetune: true needs load, the run to take the weights from"
 
 
+def _validate_stages(config: Config) -> Iterator[ConfigProblem]:
+    """The list of stages, and what is wrong in one of them that is not wrong in the run already."""
+    if config.training.train_epochs is not None:
+        if config.data.task is not None:
+            yield "train_epochs", f"train_epochs: the data of task {config.data.task} have no end; give train_iters"
+        if any("train_data_paths" in stage for stage in config.training.stages):
+            yield (
+                "train_epochs",
+                "train_epochs: a stage changes train_data_paths, so there is no one text; give train_iters",
+            )
+    if not config.training.stages:
+        return
+    problems = [("stages", problem) for problem in find_stage_problems(config)]
+    yield from problems
+    if problems:
+        return
+    validators = [v for v in VALIDATORS if v not in (_validate_stages, _validate_batch, _validate_task)]
+    known = {problem for validate in validators for problem in validate(config)}
+    for number, stage_config in enumerate(list_changed_configs(config), start=1):
+        for key, problem in (problem for validate in validators for problem in validate(stage_config)):
+            if (key, problem) not in known:
+                known.add((key, problem))
+                yield "stages", f"stages: stage {number}: {problem}"
+
+
 VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_model,
     _validate_position,
@@ -256,4 +282,5 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_task,
     _validate_launch,
     _validate_run,
+    _validate_stages,
 )

@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron.data.indexed_dataset import DatasetSlice, check_dataset_content, list_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
+from megatron.data.stage_order import StageOrder
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import UserError
@@ -74,6 +75,8 @@ class SampleOrder:
     """Sequences of an optimizer step: those of a task have one length."""
     consumed_samples: int = 0
     """Training samples that were read already; a task draws from there on."""
+    stage: StageOrder | None = None
+    """Of a run in stages, whose training samples are counted in blocks then."""
 
     @property
     def num_samples(self) -> dict[Split, int]:
@@ -82,7 +85,9 @@ class SampleOrder:
 
     @property
     def total_samples(self) -> dict[Split, int]:
-        """Samples per split, with those that extend the training."""
+        """Samples per split, with those that extend the training; of a stage, those until its end."""
+        if self.stage is not None:
+            return {**self.num_samples, "train": self.extend_train_to or 0}
         return {**self.num_samples, "train": max(self.train_samples, self.extend_train_to or 0)}
 
 
@@ -107,31 +112,37 @@ def build_datasets(
     if data.task is not None:
         return _build_task_datasets(data, order)
     slices = {split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] > 0}
+    lengths = dict.fromkeys(SPLITS, seq_length)
+    if order.stage is not None:
+        lengths["train"] = order.stage.block_length
     for split, slices_of_split in slices.items():
         for dataset_slice in slices_of_split:
-            check_dataset_slice(dataset_slice, split, seq_length, vocabulary)
+            check_dataset_slice(dataset_slice, split, lengths[split], vocabulary)
     _check_index_size(order)
     if not 0 <= order.seed < 1 << 32:
         raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
 
-    from megatron.data.gpt_dataset import SampleFormat, build_training_dataset
+    from megatron.data.gpt_dataset import CutDataset, SampleFormat, build_training_dataset
 
     notes: list[str] = []
     datasets = {
         split: build_training_dataset(
             slices_of_split,
-            SampleFormat(split, seq_length, vocabulary, data.eod_mask_loss),
+            SampleFormat(split, lengths[split], vocabulary, data.eod_mask_loss),
             ordered=order.num_samples[split],
             total=order.total_samples[split],
             seed=order.seed,
             cache=None if cache is None else Path(cache),
             groups=groups,
             notes=notes,
+            sources=order.stage.sources if order.stage is not None and split == "train" else None,
         )
         for split, slices_of_split in slices.items()
         if slices_of_split
     }
     train, valid, test = (datasets.get(split) for split in SPLITS)
+    if train is not None and lengths["train"] > seq_length:
+        train = CutDataset(train, lengths["train"] // seq_length)
     return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
 
 

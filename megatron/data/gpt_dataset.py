@@ -29,7 +29,7 @@ import hashlib
 import json
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
 from megatron.data.indexed_dataset import DatasetSlice, IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
-from megatron.data.megatron_core import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDataset
+from megatron.data.megatron_core import (
+    BlendedDataset,
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+)
 from megatron.data.megatron_core import Split as CoreSplit
+from megatron.data.stage_order import SourceOrder, count_ordered
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
 from megatron.utils.atomic_directory import atomic_directory
@@ -80,21 +86,25 @@ class SampleFormat:
 
 
 class ChainedGPTDataset(torch.utils.data.Dataset):
-    """The samples of one dataset, see the module. `unique_identifiers` and `index_split` are for BlendedDataset."""
+    """The samples of one dataset from number `start` on, see the module.
 
-    def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int) -> None:
-        self.prefix, self.datasets, self.vocab_size = prefix, list(links), vocab_size
+    `unique_identifiers` and `index_split` are for BlendedDataset.
+    """
+
+    def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int, start: int = 0) -> None:
+        self.prefix, self.datasets, self.vocab_size, self.start = prefix, list(links), vocab_size, start
         self.ends = np.cumsum([len(link) for link in links]).tolist()
         self.index_split = links[0].index_split
         self.unique_identifiers = {"links": [link.unique_identifiers for link in links]}
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.ends[-1] - self.start
 
     def __getitem__(self, index: int) -> Sample:
         index = int(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        index += self.start
         link = bisect_right(self.ends, index)
         sample = self.datasets[link][index - (self.ends[link - 1] if link else 0)]
         tokens, labels = sample["tokens"], sample["labels"]
@@ -123,6 +133,24 @@ class TrainingDataset(torch.utils.data.Dataset):
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
 
+class CutDataset(torch.utils.data.Dataset):
+    """Samples cut into `pieces` equal parts, which follow each other. The tensors of a sample are [T], T a multiple."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset, pieces: int) -> None:
+        self.dataset, self.pieces = dataset, pieces
+        self._last: tuple[int, Sample] | None = None  # consecutive parts are read one after the other
+
+    def __len__(self) -> int:
+        return len(self.dataset) * self.pieces  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Sample:
+        block, piece = divmod(index, self.pieces)
+        if self._last is None or self._last[0] != block:
+            self._last = block, self.dataset[block]
+        sample = self._last[1]
+        return {name: tensor.chunk(self.pieces)[piece] for name, tensor in sample.items()}
+
+
 def build_training_dataset(
     dataset_slices: Sequence[DatasetSlice],
     sample_format: SampleFormat,
@@ -133,23 +161,28 @@ def build_training_dataset(
     cache: Path | None,
     groups: ProcessGroups,
     notes: list[str],
+    sources: Mapping[str, SourceOrder] | None = None,
 ) -> TrainingDataset:
     """`total` samples of a split, in the order that a run of `ordered` samples began with.
 
-    What a person should know is added to `notes`.
+    What a person should know is added to `notes`. `sources` says of each dataset, by its prefix, where the stage of a
+    run takes it up.
     """
     weights = np.array([dataset_slice.weight for dataset_slice in dataset_slices])
     weights = weights / sum(dataset_slice.weight for dataset_slice in dataset_slices)
     chains = []
     for dataset_slice, weight in zip(dataset_slices, weights, strict=True):
         builder = _GPTDatasetBuilder(dataset_slice, sample_format, cache, groups, notes)
-        # After n samples of a blend, the greedy interleaving has taken at most weight·n + 1 of a dataset.
-        first_length, needed = (n if len(dataset_slices) == 1 else int(weight * n) + 2 for n in (ordered, total))
+        first_length, needed = (count_ordered(n, float(weight), len(dataset_slices)) for n in (ordered, total))
+        start = 0
+        if sources is not None:
+            source = sources[str(dataset_slice.dataset.prefix)]
+            first_length, start = source.ordered, source.consumed
         links = [builder.build(first_length, seed)]
-        while (length := sum(len(link) for link in links)) < needed:
+        while (length := sum(len(link) for link in links)) < start + needed:
             link_seed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
             links.append(builder.build(length, int(link_seed)))
-        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, sample_format.vocabulary.size))
+        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, sample_format.vocabulary.size, start))
     if len(chains) == 1:
         return TrainingDataset(chains[0], total)
     config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it

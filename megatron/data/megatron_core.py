@@ -13,8 +13,9 @@ with trim_imports():
     from megatron.core.datasets.blended_dataset import BlendedDataset
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.helpers import build_blending_indices
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
-    from megatron.core.datasets.utils import Split
+    from megatron.core.datasets.utils import Split, normalize
 
 __all__ = [
     "BlendedDataset",
@@ -25,4 +26,6 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Split",
+    "build_blending_indices",
+    "normalize",
 ]

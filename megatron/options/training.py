@@ -249,7 +249,24 @@ class TrainingOptions(ConfigSection):
         return self.precision or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32")
 
     train_iters: int = config_field(
-        0, "optimizer steps; a training needs it, an imported model has none", ge=0, le=MAX_STEPS, policy="schedule"
+        0,
+        "optimizer steps; a training needs it, or train_epochs; an imported model has none",
+        ge=0,
+        le=MAX_STEPS,
+        policy="schedule",
+    )
+    train_epochs: float | None = config_field(
+        None,
+        "times that the training text is read, instead of train_iters, which is computed from the corpus",
+        gt=0,
+        le=10**6,
+        policy="schedule",
+    )
+    stages: list[dict[str, Any]] = config_field(
+        list,
+        "stages of the training: where each ends (until: a step, or until_tokens) and the keys that it changes, such "
+        "as seq_length or train_data_weights (docs/schedules.md)",
+        policy="schedule",
     )
     train_micro_batch_size_per_gpu: int = config_field(
         4, "sequences per rank and micro-step", ge=1, le=MAX_BATCH_SIZE, policy="machine"

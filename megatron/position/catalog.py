@@ -13,7 +13,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.position.facts import HOOKS, MODEL_ARGUMENTS, OVERRIDABLE, EncodingCost, MethodOptions, ProcessorCost
+from megatron.position.facts import (
+    HOOKS,
+    MODEL_ARGUMENTS,
+    OVERRIDABLE,
+    AttentionDims,
+    EncodingCost,
+    MethodOptions,
+    ProcessorCost,
+)
 
 FOLDER = Path(__file__).parent
 SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
@@ -64,6 +72,15 @@ class MethodFacts:
     def only_adds_embeddings(self) -> bool:
         """Does it add to the token embeddings and do nothing else? The first pipeline stage alone holds it then."""
         return self.hooks == {"embed"}
+
+    def has_parameters(self, options: Mapping[str, Any], **dims: int) -> bool:
+        """Has an encoding with these options trained parameters? True where its file does not say.
+
+        dims: the fields of `AttentionDims`.
+        """
+        if not isinstance(self.cost, EncodingCost):
+            return True
+        return self.cost.num_parameters(AttentionDims(**dims), self.fill_options(options)) > 0
 
     def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
         """All options: those that are given, and defaults for the others."""

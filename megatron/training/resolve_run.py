@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
+from megatron.config.stages import ENDS, resolve_stages
 from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
@@ -62,7 +63,7 @@ def resolve_run(
     if topology.ranks is not None and topology.ranks_on_node is not None and not dry_run:
         _check_memory(config, hardware, topology.device, topology.ranks_on_node, topology.ranks)
     if topology.ranks is not None:
-        config = resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data)
+        config = resolve_stages(resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data))
     return ResolvedRun(config, topology.ranks, tuple(notes))
 
 
@@ -94,10 +95,18 @@ def _check_complete(config: Config) -> None:
         raise UserError(
             "no data to train on: give train_data_paths or data_path, or a task; `./deepy.py prepare` makes a corpus"
         )
-    if not config.training.train_iters:
+    training = config.training
+    if (
+        not training.train_iters
+        and training.train_epochs is None
+        and not any(key in stage for stage in training.stages[-1:] for key in ENDS)
+    ):
         raise UserError(
-            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…", "train_iters"
+            "train_iters is missing (optimizer steps); give it in a file or as train_iters=…, or give train_epochs",
+            "train_iters",
         )
+    if training.stages and config.checkpoint.save is None:
+        raise UserError("stages need save: each begins from the checkpoint at the end of the one before", "save")
 
 
 def _check_launched(config: Config, rank_info: RankInfo | None, dry_run: bool) -> None:

@@ -4,6 +4,7 @@ or what helps where memory does not suffice."""
 import re
 import shlex
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.config.stages import Stage
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
@@ -39,8 +41,12 @@ def estimate_seconds(run: TrainingRun, step: int) -> float:
     )
     lengths = run.datasets.lengths
     flops_per_sequence = sum(length * run.flops_per_token[length] for length in lengths) / len(lengths)
-    sequences = (training.train_iters - step) * (training.train_batch_size or 0)
-    return sequences * flops_per_sequence / run.groups.world_size / speed
+    sequences = (run.stage.end_step - step) * (training.train_batch_size or 0)
+    flops = sequences * flops_per_sequence
+    for stage in run.resume.stages[run.stage.index + 1 :]:
+        steps = stage.end_step - stage.first_step
+        flops += steps * stage.tokens_per_step * run.flops_per_token[stage.config.model.seq_length]
+    return flops / run.groups.world_size / speed
 
 
 def log_start(run: TrainingRun) -> None:
@@ -49,6 +55,8 @@ def log_start(run: TrainingRun) -> None:
     if run.console.console is not None and step < run.config.training.train_iters:
         seconds = estimate_seconds(run, step)
         run.console.log(describe_start(run, step, seconds))
+        if len(run.resume.stages) > 1:
+            run.console.log(describe_stage(run.stage, run.resume.stages, step, run.schedule(step)))
         for line in describe_layout(run.config, run.groups.mesh.sizes):
             run.console.log(line)
     run.console.begin(step, seconds)
@@ -71,14 +79,33 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     if training.zero_optimization.stage and world_size == 1:
         parts.append(f"ZeRO {training.zero_optimization.stage}")
     layout = f" ({', '.join(parts)})" if parts else ""
-    tokens = format_count(round(training.train_iters * batch * sum(lengths) / len(lengths)))
+    stages, steps = run.resume.stages, f"{training.train_iters:,} steps"
+    num_tokens = round(training.train_iters * batch * sum(lengths) / len(lengths))
+    if len(stages) > 1:
+        num_tokens = sum((stage.end_step - stage.first_step) * stage.tokens_per_step for stage in stages)
+        steps += f" in {len(stages)} stages, now"
+    else:
+        steps += " of"
+    tokens = format_count(num_tokens)
     progress = f"from step {step:,}, " if step else ""
     reason = run.engine.model.row_blocks_reason if device.type != "cpu" else None  # on a CPU nothing else is expected
     return (
         f"{format_count(run.parameters)} parameters on {hardware} in {training.compute_dtype}; "
-        f"{training.train_iters:,} steps of {batch:,} × {length} tokens{layout} are {tokens} tokens; "
+        f"{steps} {batch:,} × {length} tokens{layout}{', all' if len(stages) > 1 else ''} are {tokens} tokens; "
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
+    )
+
+
+def describe_stage(stage: Stage, stages: Sequence[Stage], step: int, rate: float | None = None) -> str:
+    """Which of the stages a run is in after `step` steps, and what changed with it; `rate` is its next step's."""
+    batch, length = stage.config.training.train_batch_size or 0, stage.config.model.seq_length
+    verb = "begins" if step == stage.first_step else f"goes on at step {step:,}"
+    changes = f"; {', '.join(stage.changes)}" if stage.changes else ""
+    rates = "" if rate is None else f", learning rate {rate:.2e}"
+    return (
+        f"stage {stage.index + 1} of {len(stages)} {verb}, until step {stage.end_step:,}: "
+        f"{batch:,} × {length:,} tokens a step{rates}{changes}"
     )
 
 

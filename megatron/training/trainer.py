@@ -6,6 +6,9 @@
         every eval_interval           the loss on held-out sequences (validate.py)
         every checkpoint_factor       a checkpoint (megatron.checkpoint.saver), and after each of extra_save_iters
 
+A run in stages (megatron/config/stages.py) is built anew for each, from the checkpoint that ends the one before: so a
+stage begins as a run goes on that was stopped there.
+
 A run ends after train_iters steps; after a signal, with a checkpoint of the last whole step; or with an error when the
 loss stays bad (loss_guard.py), its last good checkpoint untouched.
 
@@ -77,6 +80,14 @@ class TrainingHooks:
     save: SaveHooks = field(default_factory=SaveHooks)
 
 
+@dataclass(frozen=True)
+class StageEnd:
+    """A stage is over, and the next one begins from its last checkpoint."""
+
+    load: str
+    """The run's folder."""
+
+
 class RollbackRequested(Exception):
     """The run goes back."""
 
@@ -142,8 +153,8 @@ def train_resolved(
             raise RunError(summary.describe_memory_error(config, rank_info.world_size, error)) from error
         if isinstance(outcome, TrainResult):
             return outcome
-        rollback = outcome
-        config = config.replace(load=rollback.load, finetune=False, rollback=False)
+        rollback = outcome if isinstance(outcome, Rollback) else None
+        config = config.replace(load=outcome.load, finetune=False, rollback=False)
 
 
 def _run_attempt(
@@ -155,8 +166,9 @@ def _run_attempt(
     rollback: Rollback | None,
     stderr_fd: int,
     hooks: TrainingHooks,
-) -> TrainResult | Rollback:
-    """One start of a run, to its end or to where it goes back: as if it were started anew, by the same path."""
+) -> TrainResult | Rollback | StageEnd:
+    """One start of a run, to its end, to the end of a stage or to where it goes back: as if it were started anew, by
+    the same path."""
     run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
     try:
         hooks.on_built(run)
@@ -214,8 +226,8 @@ class Trainer:
         self.watchdog.close()
         self.saver.close()
 
-    def train(self) -> TrainResult:
-        """All steps that are left, then the last checkpoint and the test."""
+    def train(self) -> TrainResult | StageEnd:
+        """All steps that are left of the stage and its last checkpoint; after the last stage the test."""
         run, train_iters = self.run, self.run.config.training.train_iters
         is_tested = is_test_done(run, self.saver.last_checkpoint)
         if self.data_position.step >= train_iters:
@@ -229,6 +241,9 @@ class Trainer:
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
+            if not is_stopped and self.data_position.step < train_iters:
+                assert run.config.checkpoint.save is not None  # `resolve_run`
+                return StageEnd(run.config.checkpoint.save)
             if is_stopped:
                 # It may have reached another process only.
                 signum = round(run.groups.all_reduce_max(stop.signal or 0))
@@ -252,12 +267,12 @@ class Trainer:
         )
 
     def _train_steps(self, stop: GracefulStop) -> bool:
-        """Train to the last step; True if the run was asked to stop before it."""
+        """Train to the last step of the stage; True if the run was asked to stop before it."""
         config = self.run.config
         training, checkpoint = config.training, config.checkpoint
         if self.data_position.step == 0:
             self._save_checkpoint()
-        while self.data_position.step < training.train_iters:
+        while self.data_position.step < self.run.stage.end_step:
             if self.train_step(stop):
                 return True
             step = self.data_position.step

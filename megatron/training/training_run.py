@@ -26,9 +26,11 @@ from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.config.stages import Stage, build_stages, find_longest_length, find_stage
 from megatron.data.dataloader import Batch, build_dataloader
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_tokenizer
+from megatron.data.stage_order import StageOrder, begin_order, continue_order
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
@@ -126,6 +128,13 @@ class DataPosition:
     """The number of samples that the order of the training data was built for."""
     skipped_samples: int = 0
     """Of those read, the ones that no weight has seen, because the run went back."""
+    order: StageOrder | None = None
+    """How the stage reads the text; None without stages: the samples are the order's first."""
+
+    @property
+    def next_sequence(self) -> int:
+        """Which sequence of the order is read next."""
+        return self.samples if self.order is None else self.order.find_sequence(self.samples)
 
     def advance(self, samples: int, tokens: int) -> None:
         """One step, over so many sequences and tokens."""
@@ -140,12 +149,14 @@ class DataPosition:
             "consumed_tokens": self.tokens,
             "train_samples": self.ordered_samples,
             "skipped_samples": self.skipped_samples,
+            "data_order": None if self.order is None else self.order.to_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.step, self.ordered_samples = state_dict["step"], state_dict["train_samples"]
         self.samples, self.tokens = state_dict["consumed_samples"], state_dict["consumed_tokens"]
-        self.skipped_samples = state_dict["skipped_samples"]
+        self.skipped_samples, order = state_dict["skipped_samples"], state_dict["data_order"]
+        self.order = None if order is None else StageOrder.from_dict(order)
 
 
 @dataclass
@@ -155,6 +166,7 @@ class TrainingRun:
     config: Config
     session: TrainingSession
     resume: ResumePlan
+    stage: Stage
     vocabulary: Vocabulary
     datasets: Datasets
     data_position: DataPosition
@@ -224,10 +236,14 @@ def build_training_run(
     session = begin_session(config, rank_info)
     try:
         resume = plan_resume(config, session.groups)
+        config = resume.stage.config
+        resume, order_notes = _enter_stage(resume)
         if rollback is not None:
             resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
         with _announce_resume(console, session, resume):
             run = build_components(config, session, resume, console, kept_backend)
+            for note in order_notes:
+                run.console.log(note)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -263,7 +279,7 @@ def build_components(
     check_position_options(config.model, config.position)  # before the data leave anything behind
     position = DataPosition()
     resume.trainer_state.restore(position)
-    datasets = _build_datasets(config, position, vocabulary, groups)
+    datasets = _build_datasets(config, resume.stage, position, vocabulary, groups)
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
     for note in (*resume.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
@@ -284,24 +300,26 @@ def build_components(
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
-    flops_per_token = {length: model.flops_per_token(length) for length in sorted(set(datasets.lengths))}
+    lengths = {*datasets.lengths, *(stage.config.model.seq_length for stage in resume.stages[1:])}
+    flops_per_token = {length: model.flops_per_token(length) for length in sorted(lengths)}
     parameters = model.num_parameters()
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
     return TrainingRun(
         config=config,
         session=session,
         resume=resume,
+        stage=resume.stage,
         vocabulary=vocabulary,
         datasets=datasets,
         data_position=position,
         engine=Engine(config, model, groups),
-        schedule=build_schedule(config.optimizer, training.train_iters),
+        schedule=_build_stage_schedule(resume.stage),
         batches=iter(
             build_dataloader(
                 datasets.train,  # type: ignore[arg-type]
                 micro_batch_size=training.train_micro_batch_size_per_gpu,
                 mesh=groups.mesh,
-                start=position.samples,
+                start=position.next_sequence,
                 num_workers=config.data.num_workers,
             )
         ),
@@ -366,17 +384,68 @@ def _describe_rate_jump(config: Config, resume: ResumePlan) -> list[str]:
     step = resume.trainer_state.step
     if resume.source is None or not resume.resumes or step >= config.training.train_iters:
         return []
-    old, new = (build_schedule(run.optimizer, run.training.train_iters) for run in (resume.source.config, config))
+    if step == resume.stage.first_step:
+        return []  # a stage may begin with another rate
+    stored = build_stages(resume.source.config)
+    old, new = (_build_stage_schedule(stage) for stage in (find_stage(stored, step), resume.stage))
     note = describe_rate_jump(old, new, step)
     return [] if note is None else [note]
 
 
-def _build_datasets(config: Config, position: DataPosition, vocabulary: Vocabulary, groups: ProcessGroups) -> Datasets:
+def _build_stage_schedule(stage: Stage) -> LearningRateSchedule:
+    return build_schedule(stage.config.optimizer, stage.schedule_end, stage.schedule_first)
+
+
+def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
+    """What a run in stages begins from, with the order of the text in its stage; lines worth telling.
+
+    Of a run without stages, or one that learns a task, nothing changes.
+    """
+    state, config = resume.trainer_state, resume.stage.config
+    if config.data.task is not None or not (config.training.stages or state.data_order):
+        return resume, []
+    length, block = config.model.seq_length, find_longest_length(config)
+    num_blocks = sum((s.end_step - s.first_step) * s.tokens_per_step for s in resume.stages) // block + len(
+        resume.stages
+    )
+    order = None if state.data_order is None else StageOrder.from_dict(state.data_order)
+    notes = []
+    if resume.source is None or not resume.resumes:
+        order, state = begin_order(config.data, block, num_blocks), replace(state, train_samples=num_blocks)
+    else:
+        before = resume.source.config
+        if order is None:
+            order = begin_order(before.data, before.model.seq_length, state.train_samples)
+        if order.block_length == block:
+            order, left_out = continue_order(
+                order,
+                state.consumed_samples,
+                before=(before.data, before.model.seq_length),
+                now=(config.data, length),
+                num_blocks=state.train_samples,
+            )
+            if left_out:
+                notes.append(f"the text goes on at the next {length:,} tokens: {left_out:,} before them are left out")
+        else:
+            notes.append(
+                f"the text is cut into blocks of {block:,} tokens instead of {order.block_length:,}: a new order, "
+                "which may read again what was read before"
+            )
+            order = begin_order(config.data, block, num_blocks, first_sample=state.consumed_samples)
+            state = replace(state, train_samples=num_blocks)
+    return replace(resume, trainer_state=replace(state, data_order=order.to_dict())), notes
+
+
+def _build_datasets(
+    config: Config, stage: Stage, position: DataPosition, vocabulary: Vocabulary, groups: ProcessGroups
+) -> Datasets:
     """The datasets; `position` learns how many samples the order of the training data is built for."""
     training, batch = config.training, config.training.train_batch_size
     assert batch is not None
     # A resumed run keeps the order it began with, also when it is now longer, shorter or has another batch size.
-    total = position.samples + max(0, training.train_iters - position.step) * batch
+    total = position.next_sequence + max(0, stage.end_step - position.step) * batch
+    if position.order is not None:
+        total = max(1, position.order.count_blocks(total, config.model.seq_length))
     position.ordered_samples = position.ordered_samples or total
     held_out = training.eval_iters * batch if training.eval_interval else 0
     cache = config.data.data_cache
@@ -390,6 +459,7 @@ def _build_datasets(config: Config, position: DataPosition, vocabulary: Vocabula
         extend_train_to=total,
         batch_size=batch,
         consumed_samples=position.samples,
+        stage=position.order,
     )
     return build_datasets(
         config.data,

@@ -27,6 +27,9 @@ KNOWN = {
     "pos_emb_options": {"r1_start": 1.0},
     "score_processor": "cdape",
     "score_processor_options": {"width": 4},
+    "optimizer.type": "AdamW",
+    "train_iters": 7,
+    "stages": [{"until": 1}, {"min_lr": 1e-3}],
 }
 ALONE = ProcessGroups()
 COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compared with what

@@ -146,7 +146,7 @@ def test_other_data_are_refused_if_their_tokenizer_is_another(trained: Path, tmp
     sources = [str(tmp_path / "other" / "counting.jsonl")]
     prepare(sources, other, tokenizer="HFTokenizer", vocab_file=numbers, workers=1, overwrite=True)
     with pytest.raises(UserError, match=r"\(63 tokens\), but .* vocabulary HFTokenizer-\w+ \(61 tokens\)"):
-        train(tiny_config(other, tmp_path / "new", load=str(trained)))
+        train(tiny_config(other, shutil.copytree(trained, tmp_path / "new"), load=str(tmp_path / "new")))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_another_precision_goes_on_from_the_masters_and_says_so(trained: Path, c
     stream = io.StringIO()
     keys = {"precision": "bf16", "train_iters": 6, "zero_optimization": {"stage": 1}}
     train(tiny_config(corpus, tmp_path, load=str(trained), **keys), Console(file=stream, width=200))
-    assert "precision: null until here, bf16 from here on" in stream.getvalue()
+    assert "at step 4 with train_iters 4 → 6, precision null → bf16" in stream.getvalue()
     train(tiny_config(corpus, tmp_path / "fp32", load=str(trained), train_iters=6))
     # A bfloat16 model computes what float32 does to a few units of its eighth bit.
     assert losses(tmp_path) == pytest.approx(losses(tmp_path / "fp32"), rel=2**-5)

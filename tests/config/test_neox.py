@@ -195,7 +195,6 @@ def test_other_names(read, theirs, key, value):
         ({"moe_num_experts": 4}, "mixtures of experts"),
         ({"optimizer": {"type": "OneBitAdam"}}, "use Adam, AdamW, Muon or Lion"),
         ({"scheduler": {"type": "WarmupLR"}}, "use lr_decay_style"),
-        ({"train_epochs": 1}, "give train_iters"),
         ({"checkpoint_scale": "log"}, "extra_save_iters"),
         ({"num_nodes": 2}, "refused: use nodes"),
         ({"include": "node1"}, "give a hostfile"),

@@ -156,6 +156,7 @@ def test_a_gpu_is_told_why_its_attention_is_not_fused(corpus: Path, monkeypatch:
     for device in ("cpu", "cuda"):
         processes = SimpleNamespace(device=torch.device(device), world_size=1)
         own = {"engine": SimpleNamespace(model=model), "datasets": SimpleNamespace(lengths=(16,))}
+        own["resume"] = SimpleNamespace(stages=())
         run = SimpleNamespace(config=config, groups=processes, parameters=5, **own)
         lines[device] = summary.describe_start(cast(TrainingRun, run), 0, 1.0)
     assert "attention" not in lines["cpu"]

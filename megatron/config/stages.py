@@ -1,0 +1,390 @@
+"""Stages of a training: from which step on some keys have other values, as one file lists it.
+
+    seq_length: 512
+    train_batch_size: 64
+    stages:
+      - {until: 8000}
+      - {until_tokens: 2e9, seq_length: 2048, pos_emb_options.base: 500000}
+      - {seq_length: 8192, train_data_weights: [1, 3], lr_decay_style: linear}
+
+A stage changes the keys that it names, and they stay changed in the stages after it. It lasts until the step `until`,
+or the first step after which `until_tokens` tokens are read, counted over the whole run; the last one ends with the
+run. A run without `stages` is one stage.
+
+The batch in tokens stays: where a stage names a seq_length and no batch, its batch is as many sequences less as they
+are longer. A stage that names lr_decay_style begins a schedule of its own (`Stage.schedule_first`).
+
+A stage is a configuration, `Stage.config`: whatever a run is built from, it is built from its stage's. The list itself
+is in all of them, so that each says the stages after it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.config.parallelism import resolve_batch_size
+from megatron.config.schema import Config, KeyPath, list_config_keys
+from megatron.config.validation_errors import describe_validation_error
+from megatron.config.yaml_files import format_value
+from megatron.options.section import ChangePolicy
+from megatron.options.training import ACCUMULATION_KEY, BATCH_SIZES, GLOBAL_BATCH_KEY, MAX_STEPS, MICRO_BATCH_KEY
+from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
+from megatron.utils.errors import UserError
+
+UNTIL, UNTIL_TOKENS = "until", "until_tokens"
+ENDS = (UNTIL, UNTIL_TOKENS)
+"""Keys of a stage that no configuration has."""
+
+_CHANGING_POLICIES: tuple[ChangePolicy, ...] = ("context", "numerics", "schedule")
+_CHANGING_DATA = ("train_data_paths", "train_data_weights", "eod_mask_loss")
+_CHANGING_MACHINE = (
+    *(MICRO_BATCH_KEY, ACCUMULATION_KEY, "checkpoint_activations", "checkpoint_num_layers"),
+    *("attention_backend", "attention_check", "attention_chunk_rows"),
+)
+_OF_THE_RUN: dict[str, str] = {
+    **dict.fromkeys(("train_iters", "train_epochs", "stages"), "is the run's, not a stage's"),
+    "seed": "decides the order of the data, which goes on from stage to stage",
+    "optimizer.type": "has states of its own, which do not go over",
+    **dict.fromkeys(("precision", "fp16", "bf16"), "is the run's: masters and loss scale go over as they are"),
+}
+"""Keys that no stage changes although their policy would let it, and why."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive steps of a run under one configuration."""
+
+    index: int
+    """From 0."""
+    first_step: int
+    end_step: int
+    """The first step that is no longer its."""
+    config: Config
+    """With the values that hold in it, batch sizes settled if the run's are."""
+    schedule_first: int
+    """Where the learning rate's schedule began, maybe in an earlier stage."""
+    schedule_end: int
+    """Where it ends, maybe in a later one."""
+    changes: tuple[str, ...] = ()
+    """`key: old → new`, what is another than in the stage before."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Once its batch is settled."""
+        return (self.config.training.train_batch_size or 0) * self.config.model.seq_length
+
+
+def list_changing_keys() -> list[str]:
+    """The keys that a stage may change."""
+    return [
+        key.name
+        for key in list_config_keys().values()
+        if not key.opens and not key.allows_free_values and _is_changing(key.path)
+    ] + ["pos_emb_options.OPTION"]
+
+
+def flatten_changes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a stage changes, nested ones dotted; without its end."""
+    flat: dict[str, Any] = {}
+
+    def add(prefix: KeyPath, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            path = (*prefix, *name.split("."))
+            key = list_config_keys().get(path)
+            if isinstance(value, Mapping) and key is not None and (key.opens or key.allows_free_values):
+                add(path, value)
+            else:
+                flat[".".join(path)] = value
+
+    add((), {name: value for name, value in entry.items() if name not in ENDS})
+    return flat
+
+
+def find_stage_problems(config: Config) -> Iterator[str]:
+    """What is wrong with the list of stages, before the batch is settled: sentences that begin with the stage."""
+    entries = config.training.stages
+    if not entries:
+        return
+    if len(entries) == 1:
+        yield "stages: there is one stage alone; write its keys beside the others, or add a second"
+        return
+    last_end: dict[str, float] = dict.fromkeys(ENDS, 0)
+    current = config
+    for number, entry in enumerate(entries, start=1):
+        name, is_last = f"stages: stage {number}", number == len(entries)
+        problems = [*_find_end_problems(entry, last_end, is_last=is_last), *_find_key_problems(config, entry)]
+        if not problems:
+            try:
+                current = _apply_changes(current, flatten_changes(entry))
+            except ValidationError as error:
+                problems = list(describe_validation_error(error, lambda _: None))
+            else:
+                problems = list(_find_length_problems(config, current, entries))
+        yield from (f"{name}: {problem}" for problem in problems)
+        if problems:
+            return
+
+
+def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, is_last: bool) -> Iterator[str]:
+    given = [key for key in ENDS if key in entry]
+    if len(given) > 1:
+        yield f"{UNTIL} and {UNTIL_TOKENS} exclude each other; give one"
+    elif not given and not is_last:
+        yield f"it does not say where it ends; give {UNTIL} (a step) or {UNTIL_TOKENS}"
+    for key in given:
+        value = entry[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
+            yield f"{key} is {format_value(value)}; it must be a whole number, at least 1"
+        elif key == UNTIL and value > MAX_STEPS:
+            yield f"{key} is {format_value(value)}; it must be at most {MAX_STEPS}"
+        elif value <= last_end[key]:
+            yield f"{key} {format_value(value)} is not after the end of a stage before it, {last_end[key]:g}"
+        else:
+            last_end[key] = value
+
+
+def _is_changing(path: KeyPath) -> bool:
+    if path[0] == "pos_emb_options":
+        return True
+    key = list_config_keys().get(path)
+    if key is None or any(".".join(path[:end]) in _OF_THE_RUN for end in range(1, len(path) + 1)):
+        return False
+    name = key.name
+    return key.policy in _CHANGING_POLICIES or name in _CHANGING_DATA or name in _CHANGING_MACHINE
+
+
+def is_changing_key(name: str) -> bool:
+    """May a stage change a key, nested ones dotted?"""
+    return _is_changing(tuple(name.split(".")))
+
+
+def _find_key_problems(config: Config, entry: Mapping[str, Any]) -> Iterator[str]:
+    changes = flatten_changes(entry)
+    for name in changes:
+        path = tuple(name.split("."))
+        reason = next((_OF_THE_RUN[n] for n in (name, path[0]) if n in _OF_THE_RUN), None)
+        if reason is not None:
+            yield f"{name}: {reason}"
+        elif not _is_changing(path):
+            yield f"{name}: a stage cannot change it; it can change {', '.join(list_changing_keys())}"
+        elif config.data.task is not None and (path[0] in ("seq_length", *_CHANGING_DATA)):
+            yield f"{name}: the lengths and the data of a task stay (task {config.data.task})"
+    if config.data.data_path is not None and {"train_data_paths", "train_data_weights"} & changes.keys():
+        yield "train_data_paths: a run with data_path has one dataset; give train_data_paths instead"
+    if any(name.startswith("pos_emb_options.") for name in changes) and _has_parameters(config):
+        yield (
+            f"pos_emb_options: {config.position.pos_emb} has parameters that are trained with its options; a stage "
+            "can change those of an encoding without parameters, such as rotary's base"
+        )
+
+
+def _has_parameters(config: Config) -> bool:
+    """Has the encoding parameters, as far as its file says?"""
+    name, model = config.position.pos_emb, config.model
+    sizes = {
+        "num_heads": model.num_attention_heads,
+        "head_dim": model.hidden_size // model.num_attention_heads,
+        "hidden_size": model.hidden_size,
+        "train_length": model.seq_length,
+        "max_length": model.max_position_embeddings or model.seq_length,
+    }
+    try:
+        facts = read_encoding_facts(name) if name in list_encodings() else None
+    except MethodFileError:
+        return False  # refused elsewhere
+    return facts is not None and facts.has_parameters(config.position.pos_emb_options, **sizes)
+
+
+def _find_length_problems(config: Config, current: Config, entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What is wrong with the length of a stage whose configuration is `current`."""
+    length, longest = current.model.seq_length, find_longest_length(config)
+    if longest % length:
+        yield (
+            f"seq_length {length} does not divide {longest}, the longest of the stages; the text is cut into pieces of "
+            f"{longest} tokens, which shorter stages divide further"
+        )
+    name, table = config.position.pos_emb, config.model.max_position_embeddings
+    try:
+        has_table = name in list_encodings() and read_encoding_facts(name).has_position_table
+    except MethodFileError:
+        return
+    rows = table or config.model.seq_length
+    if has_table and length > rows:
+        says = f"max_position_embeddings {table}" if table else f"{rows}, the first stage's seq_length"
+        yield f"seq_length {length} is longer than the {name} table, {says}; set max_position_embeddings to {longest}"
+
+
+def find_longest_length(config: Config) -> int:
+    """The longest seq_length of a configuration and its stages: texts are cut into pieces of so many tokens."""
+    lengths = [entry["seq_length"] for entry in config.training.stages if isinstance(entry.get("seq_length"), int)]
+    return max([config.model.seq_length, *lengths])
+
+
+def list_changed_configs(config: Config) -> list[Config]:
+    """The configuration of every stage, batches as they are given. The list of stages has no problem."""
+    configs, current = [], config
+    for entry in config.training.stages:
+        current = _apply_changes(current, flatten_changes(entry))
+        configs.append(current)
+    return configs
+
+
+def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with some dotted keys changed."""
+    values: dict[str, Any] = {}
+    for name, value in changes.items():
+        key, *inner = name.split(".")
+        if not inner:
+            values[key] = value
+            continue
+        if key not in values:
+            section = list_config_keys()[(key,)].section
+            values[key] = getattr(config, section).model_dump(exclude_unset=True).get(key, {})
+        target = values[key]
+        for part in inner[:-1]:
+            target = target.setdefault(part, {})
+        target[inner[-1]] = value
+    return config.replace(**values)
+
+
+def build_stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of a run whose batch and whose `stages` are settled (`resolve_stages`); one without a list.
+
+    Raises UserError: a batch that does not divide.
+    """
+    training = config.training
+    if not training.stages:
+        return (Stage(0, 0, training.train_iters, config, 0, training.train_iters),)
+    stages: list[Stage] = []
+    current, first = config, 0
+    begins = [0]  # of schedules
+    for index, entry in enumerate(training.stages):
+        changes = flatten_changes(entry)
+        before, current = current, _enter_stage(current, changes, is_first=index == 0, name=f"stage {index + 1}")
+        end = min(int(entry.get(UNTIL, training.train_iters)), training.train_iters)
+        if index == len(training.stages) - 1:
+            end = training.train_iters
+        if index and "lr_decay_style" in changes:
+            begins.append(first)
+        stages.append(Stage(index, first, end, current, begins[-1], 0, _describe_changes(before, current)))
+        if end >= training.train_iters:
+            break
+        first = end
+    return tuple(
+        replace(stage, schedule_end=min([b for b in begins if b > stage.schedule_first], default=training.train_iters))
+        for stage in stages
+    )
+
+
+def _enter_stage(config: Config, changes: dict[str, Any], *, is_first: bool, name: str) -> Config:
+    """The configuration of a stage, from that of the stage before."""
+    if "lr_decay_style" in changes and not is_first:
+        fresh: dict[str, Any] = {"lr_decay_iters": None, "lr_warmup_iters": None if "warmup" in changes else 0}
+        changes = fresh | changes
+    after = _apply_changes(config, changes)
+    batch = config.training.train_batch_size
+    if batch is None or not ({"seq_length", *BATCH_SIZES} & changes.keys()):
+        return after
+    try:
+        return _settle_batch(config, after, changes)
+    except UserError as error:
+        raise UserError(f"stages: {name}: {error}", "stages") from None
+
+
+def _settle_batch(before: Config, after: Config, changes: Mapping[str, Any]) -> Config:
+    """The batch sizes of a stage: in tokens that of the stage before, unless the stage says otherwise."""
+    training, old_length, length = before.training, before.model.seq_length, after.model.seq_length
+    old_batch, micro = training.train_batch_size or 0, training.train_micro_batch_size_per_gpu
+    ranks = old_batch // (micro * training.gradient_accumulation_steps)
+    settled = {key: changes[key] for key in BATCH_SIZES if key in changes}
+    if GLOBAL_BATCH_KEY not in settled and not {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= settled.keys():
+        tokens = old_batch * old_length
+        if tokens % length or tokens // length % ranks:
+            raise UserError(
+                f"seq_length {length}: a batch of {old_batch} × {old_length} = {tokens:,} tokens is no whole number of "
+                f"such sequences on each of {ranks} ranks; give {GLOBAL_BATCH_KEY} (sequences), a multiple of {ranks}"
+            )
+        settled[GLOBAL_BATCH_KEY] = tokens // length
+    if not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & settled.keys():
+        share = settled[GLOBAL_BATCH_KEY] // ranks
+        most = max(1, micro * old_length // length)
+        settled[MICRO_BATCH_KEY] = max(size for size in range(1, min(most, max(share, 1)) + 1) if share % size == 0)
+    sections = after.training.model_dump(exclude_unset=True)
+    kept = {key: value for key, value in sections.items() if key not in BATCH_SIZES}
+    unsettled = after.model_copy(update={"training": type(after.training).model_validate(kept | settled)})
+    return resolve_batch_size(unsettled, ranks)
+
+
+def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
+    policies: tuple[ChangePolicy, ...] = ("architecture", "context", "data", "numerics", "schedule", "machine")
+    old, new = before.keys_by_policy(*policies), after.keys_by_policy(*policies)
+    lines = []
+    for key, value in new.items():
+        if value == old.get(key) or key in (MICRO_BATCH_KEY, ACCUMULATION_KEY):
+            continue
+        if isinstance(value, dict):
+            inner, was = value, old.get(key) or {}
+            lines += [
+                f"{key}.{k}: {format_value(was.get(k))} → {format_value(v)}"
+                for k, v in inner.items()
+                if was.get(k) != v
+            ]
+        else:
+            lines.append(f"{key}: {format_value(old.get(key))} → {format_value(value)}")
+    return tuple(lines)
+
+
+def resolve_stages(config: Config) -> Config:
+    """The configuration with every stage's end as a step, and `train_iters` if the last stage decides it.
+
+    Args:
+        config: its batch settled. Resolving it again changes nothing.
+
+    Raises:
+        UserError: stages that do not follow each other, or a batch that does not divide.
+    """
+    training = config.training
+    if not training.stages:
+        return config
+    entries, current, first, tokens = [], config, 0, 0
+    for index, entry in enumerate(training.stages):
+        changes = flatten_changes(entry)
+        current = _enter_stage(current, changes, is_first=index == 0, name=f"stage {index + 1}")
+        per_step = (current.training.train_batch_size or 0) * current.model.seq_length
+        end: int | None = int(entry[UNTIL]) if UNTIL in entry else None
+        if UNTIL_TOKENS in entry:
+            end = first + -(-(int(entry[UNTIL_TOKENS]) - tokens) // per_step)
+        if end is not None and end <= first:
+            raise UserError(
+                f"stages: stage {index + 1} would end at step {end}, and the one before it ends at step {first}",
+                "stages",
+            )
+        ends = {} if end is None else {UNTIL: end}
+        if not index:  # said, so that every stage's configuration knows all lengths
+            changes = {"seq_length": current.model.seq_length} | changes
+        entries.append(ends | changes)
+        if end is not None:
+            tokens, first = tokens + (end - first) * per_step, end
+    last = entries[-1].get(UNTIL)
+    if last is not None and training.train_iters > last:
+        raise UserError(
+            f"stages: the last stage ends at step {last}, but train_iters is {training.train_iters}; leave one out",
+            "stages",
+        )
+    config = config.replace(stages=entries, train_iters=training.train_iters or last or 0)
+    build_stages(config)
+    return config
+
+
+def find_stage(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage that a run is in which has taken `step` steps: the one of its next step."""
+    return next((stage for stage in stages if step < stage.end_step), stages[-1])
+
+
+def find_writing_stage(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage that a checkpoint of this step was written in: the one of its last step."""
+    return find_stage(stages, max(0, step - 1))

@@ -1,0 +1,316 @@
+"""Runs in stages and branches of runs: bit for bit what an unbroken run computes, and every token once."""
+
+import io
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.resume import plan_resume
+from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.schema import Config
+from megatron.config.stages import build_stages
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.engine import Engine
+from megatron.training.resolve_run import resolve_run
+from megatron.training.schedule import build_schedule
+from megatron.training.trainer import Trainer, train
+from megatron.utils.errors import UserError
+
+STAGES = [
+    {"until": 3, "seq_length": 8},
+    {"until": 5, "seq_length": 16, "pos_emb_options.base": 500.0},
+    {"seq_length": 32, "optimizer.params.lr": 3e-3},
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def staged(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
+    flat = {
+        "pos_emb": "rotary", "train_iters": 8, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 8,
+        "seq_length": 8, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3, "stages": STAGES, "hidden_dropout": 0.1,
+    }  # fmt: skip
+    return tiny_config(corpus, run, **{**flat, **keys})
+
+
+def printed(config: Config) -> list[str]:
+    stream = io.StringIO()
+    train(config, Console(file=stream, width=400))
+    return stream.getvalue().splitlines()
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing is written after it."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    """End a run without a word before its step of this number, counted from where it starts."""
+    usual, count = Trainer.train_step, itertools.count()
+
+    def train_step(self: Trainer, stop: Any) -> bool:
+        if next(count) == num_steps:
+            raise Killed
+        return usual(self, stop)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+@pytest.fixture
+def read_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[torch.Tensor]]:
+    """The tokens of every step that is trained, flat, in order."""
+    steps: list[torch.Tensor] = []
+    usual = Engine.forward_backward
+
+    def forward_backward(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Every token is the label of the one before it: each is once a label.
+        steps.append(torch.cat([batch["labels"].flatten() for batch in micro_batches]))
+        return usual(self, micro_batches, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
+    return lambda: steps
+
+
+def test_a_staged_run_is_the_same_wherever_it_is_killed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = staged(corpus, tmp_path / "whole", checkpoint_factor=2)
+    lines = printed(config)
+    said = [line for line in lines if line.startswith("stage ")]
+    assert said == [
+        "stage 1 of 3 begins, until step 3: 16 × 8 tokens a step, learning rate 1.00e-02",
+        "stage 2 of 3 begins, until step 5: 8 × 16 tokens a step, learning rate 1.00e-02; seq_length: 8 → 16, "
+        "pos_emb_options.base: null → 500.0, train_batch_size: 16 → 8",
+        "stage 3 of 3 begins, until step 8: 4 × 32 tokens a step, learning rate 3.00e-03; seq_length: 16 → 32, "
+        "train_batch_size: 8 → 4, optimizer.params.lr: 0.01 → 0.003",
+    ]
+    found = records(tmp_path / "whole")
+    assert list(found) == list(range(1, 9))
+    assert [found[step]["tokens"] for step in found] == [128 * step for step in found]
+    # Every checkpoint holds the configuration of the stage it was written in, and what is loaded is the last one's.
+    for step, length in ((2, 8), (3, 8), (4, 16), (5, 16), (6, 32), (8, 32)):
+        path = tmp_path / "whole" / "checkpoints" / layout.format_checkpoint_name(step)
+        assert load_checkpoint_config(path).model.seq_length == length
+        assert TrainerState.read(path).step == step
+    assert load_model(tmp_path / "whole").config.model.seq_length == 32
+    for killed in range(1, 8):  # at boundaries too: 3 and 5
+        run = tmp_path / f"killed_{killed}"
+        again = config.replace(save=str(run), load=str(run))
+        with monkeypatch.context() as patch:
+            kill_at(patch, killed)
+            with pytest.raises(Killed):
+                train(again)
+        train(again)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert same_weights(run, tmp_path / "whole")
+
+
+def test_stages_that_change_nothing_are_one_run(corpus: Path, tmp_path: Path) -> None:
+    """Law: a list of stages of one length reads and computes what a run without it does, to the bit."""
+    plain = staged(corpus, tmp_path / "plain", stages=[], seq_length=16)
+    train(plain)
+    train(plain.replace(save=str(tmp_path / "staged"), stages=[{"until": 3}, {"until": 6}, {}]))
+    assert losses(tmp_path / "plain") == losses(tmp_path / "staged")
+    assert same_weights(tmp_path / "plain", tmp_path / "staged")
+    # And one that is stopped, and goes on with a list, goes on with the same text.
+    first = plain.replace(save=str(tmp_path / "later"), stages=[], train_iters=4, lr_decay_iters=8)
+    train(first)
+    train(first.replace(load=str(tmp_path / "later"), stages=[{"until": 5}, {}], train_iters=8))
+    assert losses(tmp_path / "later") == losses(tmp_path / "plain")
+
+
+def test_the_text_is_the_same_at_any_length(
+    corpus: Path, tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
+) -> None:
+    """Step s reads the same tokens whatever the stages' lengths: those of one run at the longest length, whose samples
+    megatron-core's order gives."""
+    train(staged(corpus, tmp_path / "staged"))
+    staged_steps, _ = read_text()[:], read_text().clear()
+    plain = {"stages": [], "seq_length": 32, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4}
+    train(staged(corpus, tmp_path / "plain", **plain))
+    assert all(torch.equal(one, other) for one, other in zip(staged_steps, read_text(), strict=True))
+
+
+def test_new_weights_read_on_behind_what_was_read(tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]) -> None:
+    """Whatever the weights, lengths and datasets of stages: no block of a dataset is read twice or left out but those
+    that a line says, and their shares are the weights."""
+    paths = []
+    for name, first in (("a", 0), ("b", 20_000), ("c", 40_000)):  # whose tokens say where they are
+        paths.append(str(write_numbered(tmp_path / name, first, 2400)))
+    keys = {
+        "train_data_paths": paths[:2], "valid_data_paths": [], "train_iters": 12, "seq_length": 4,
+        "train_batch_size": 16,
+    }  # fmt: skip
+    config = tiny_config(
+        tmp_path, tmp_path / "run", pos_emb="rotary", tokenizer_type="bytes", **keys,
+        stages=[
+            {"until": 4, "train_data_weights": [1.0, 1.0]},
+            {"until": 7, "seq_length": 16, "train_data_weights": [3.0, 1.0]},
+            {"until": 9, "train_data_paths": [paths[0], paths[2]], "train_data_weights": [1.0, 1.0]},
+            {"seq_length": 8},
+        ],
+    )  # fmt: skip
+    lines = printed_with_large_vocabulary(config)
+    assert not [line for line in lines if "left out" in line]
+    steps = [step.numpy() for step in read_text()]
+    assert all(len(step) == 64 for step in steps)
+    read = np.concatenate(steps)
+    assert len(np.unique(read)) == len(read)  # nothing twice
+    shares = [[int(((step // 20_000) == name).sum()) // 16 for name in range(3)] for step in steps]
+    assert np.sum(shares[:4], axis=0).tolist() == [8, 8, 0]
+    assert np.sum(shares[4:7], axis=0).tolist() == [9, 3, 0]
+    assert np.sum(shares[7:], axis=0).tolist() == [10, 0, 10]
+    blocks = [np.unique(read[read // 20_000 == name]) for name in range(3)]
+    for tokens in blocks:  # whole blocks of 16: each begins where a sample of its dataset does
+        assert len(tokens) % 16 == 0
+        runs = np.split(tokens, np.flatnonzero(np.diff(tokens) != 1) + 1)
+        assert all(len(run) % 16 == 0 for run in runs)
+
+
+def write_numbered(prefix: Path, first: int, tokens: int) -> Path:
+    """A dataset of one document whose tokens count up."""
+    from megatron.data.megatron_core import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    builder.add_document(np.arange(first, first + tokens, dtype=np.uint16), [tokens])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def printed_with_large_vocabulary(config: Config) -> list[str]:
+    from megatron.data.load_tokenizer import Vocabulary
+    from megatron.training import training_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "read_vocabulary", lambda data: Vocabulary(50_000, "numbers", None, None))
+        return printed(config)
+
+
+def test_a_stage_that_ends_within_a_sequence_says_what_is_left_out(corpus: Path, tmp_path: Path) -> None:
+    config = staged(
+        corpus, tmp_path, train_iters=5,
+        stages=[{"until": 3, "train_batch_size": 3, "train_micro_batch_size_per_gpu": 3}, {"seq_length": 32,
+                "train_batch_size": 2}],
+    )  # fmt: skip
+    # 3 steps of 3 × 8 tokens are 72: a block of 32 and more than two.
+    lines = printed(config)
+    assert "the text goes on at the next 32 tokens: 24 before them are left out" in lines
+
+
+def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path: Path) -> None:
+    """Law: trunk and branch are, to the bit, one run; nothing of the trunk's checkpoint is copied."""
+    trunk = tiny_config(
+        corpus, tmp_path / "trunk", train_iters=8, lr_decay_style="wsd", lr_warmup_iters=1, lr_decay_iters=10**6,
+        extra_save_iters=[4], hidden_dropout=0.1, attention_dropout=0.1,
+    )  # fmt: skip
+    train(trunk)
+    start = tmp_path / "trunk" / "checkpoints" / layout.format_checkpoint_name(4)
+    for name, keys in {
+        "a": {"train_iters": 7, "lr_decay_iters": 7, "lr_wsd_decay_iters": 3},
+        "b": {"train_iters": 6, "lr_decay_iters": 6, "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"},
+    }.items():
+        branch = trunk.replace(save=str(tmp_path / name), load=str(start), extra_save_iters=[], **keys)
+        lines = printed(branch)
+        said = [line for line in lines if line.startswith("branches from")]
+        assert len(said) == 1
+        assert said[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
+        assert not [line for line in lines if "until here" in line]
+        train(trunk.replace(save=str(tmp_path / f"one_{name}"), extra_save_iters=[], **keys))
+        assert losses(tmp_path / name) == losses(tmp_path / f"one_{name}")[4:]
+        assert same_weights(tmp_path / name, tmp_path / f"one_{name}")
+        names = [path.name for path in layout.list_checkpoints(tmp_path / name)]
+        assert names == [layout.format_checkpoint_name(keys["train_iters"])]
+    with pytest.raises(UserError, match=r"^weight_decay: this run has 0\.3, but .* was trained with 0\.1; a branch"):
+        train(trunk.replace(save=str(tmp_path / "c"), load=str(start), weight_decay=0.3))
+    with pytest.raises(UserError, match=r"^seed: .*a branch changes the schedule alone: take the weights"):
+        train(trunk.replace(save=str(tmp_path / "c"), load=str(start), seed=3))
+    # What is no schedule is said as a stage: other data for the decay, or a longer context.
+    stages = [{"until": 4}, {"weight_decay": 0.3}]
+    train(trunk.replace(save=str(tmp_path / "d"), load=str(start), stages=stages))
+    assert losses(tmp_path / "d")[:1] == losses(tmp_path / "trunk")[4:5]
+    assert not same_weights(tmp_path / "d", tmp_path / "trunk")
+
+
+def test_a_branch_that_was_killed_before_its_first_checkpoint_is_a_branch_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = tiny_config(corpus, tmp_path / "trunk", train_iters=3, lr_decay_style="constant")
+    train(trunk)
+    branch = trunk.replace(save=str(tmp_path / "a"), load=str(tmp_path / "trunk"), train_iters=6)
+    with monkeypatch.context() as patch:
+        kill_at(patch, 2)
+        with pytest.raises(Killed):
+            train(branch)
+    train(branch.replace(load=str(tmp_path / "a")))
+    train(branch.replace(save=str(tmp_path / "b")))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert same_weights(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    """Restart of the infinite schedule: warm-up, cooldown and annealing again, on the second half of a run."""
+    infinite = {
+        "lr_decay_style": "infinite", "constant_lr": 5e-3, "min_lr": 1e-4, "lr_warmup_iters": 2,
+        "lr_cooldown_iters": 3, "lr_anneal_iters": 2,
+    }  # fmt: skip
+    config = staged(corpus, tmp_path, train_iters=20, stages=[{"until": 10, **infinite}, {**infinite, "warmup": 0.0}])
+    config = resolve_run(config, LocalHardware.detect()).config
+    rates = []
+    for stage in build_stages(config):
+        schedule = build_schedule(stage.config.optimizer, stage.schedule_end, stage.schedule_first)
+        rates += [schedule(step) for step in range(stage.first_step, stage.end_step)]
+    assert rates[:10] == pytest.approx(rates[10:], rel=1e-12)
+    assert rates[9] == pytest.approx(5e-3 * (1e-4 / 5e-3) ** 0.5)
+    assert rates[10] == pytest.approx(1e-2 / 3)
+    quiet = staged(corpus, tmp_path, stages=[{"until": 4, "lr_decay_style": "constant"}, {"lr_decay_style": "linear"}])
+    *_, last = build_stages(resolve_run(quiet, LocalHardware.detect()).config)
+    schedule = build_schedule(last.config.optimizer, last.schedule_end, last.schedule_first)
+    assert [schedule(step) for step in range(4, 8)] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])  # no new warm-up
+
+
+def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpus: Path, tmp_path: Path) -> None:
+    config = staged(
+        corpus, tmp_path, train_iters=0,
+        stages=[{"until_tokens": 500}, {"until_tokens": 900.0, "seq_length": 16, "train_batch_size": 4},
+                {"until_tokens": 1100, "seq_length": 32}],
+    )  # fmt: skip
+    resolved = resolve_run(config, LocalHardware.detect()).config
+    stages = build_stages(resolved)
+    # 128 tokens a step until 512, then 64: 900 is reached after 7 more, 1100 after 3.
+    assert [(stage.first_step, stage.end_step, stage.tokens_per_step) for stage in stages] == [
+        (0, 4, 128), (4, 11, 64), (11, 14, 64),
+    ]  # fmt: skip
+    assert resolved.training.train_iters == 14
+    assert resolve_run(resolved, LocalHardware.detect()).config == resolved
+    for stage in stages:  # what a checkpoint stores knows the stages after it
+        later = build_stages(stage.config)[stage.index :]
+        ends = [[(s.first_step, s.end_step) for s in some] for some in (later, stages[stage.index :])]
+        assert ends[0] == ends[1]
+        assert later[0].config == stage.config
+    with pytest.raises(UserError, match="the last stage ends at step 14, but train_iters is 20; leave one out"):
+        resolve_run(config.replace(train_iters=20), LocalHardware.detect())
+    with pytest.raises(UserError, match="stages need save"):
+        resolve_run(config.replace(save=None), LocalHardware.detect())
+
+
+def test_a_checkpoint_of_another_stage_than_the_list_says_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = staged(corpus, tmp_path, train_iters=3)
+    train(config)
+    moved = resolve_run(
+        staged(corpus, tmp_path, load=str(tmp_path), stages=[{"until": 2}, {"seq_length": 16}]), LocalHardware.detect()
+    ).config
+    with pytest.raises(UserError, match=r"^seq_length: this run has 16, but .* was trained with 8"):
+        plan_resume(moved, ProcessGroups())
