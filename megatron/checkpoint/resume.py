@@ -260,7 +260,7 @@ def _find_origin(run: str) -> tuple[str, bool] | None:
 def _keep_epoch_steps(config: Config, stored: Config) -> Config:
     """The configuration with the steps that its epochs made when the run began, whatever became of the corpus."""
     training, before = config.training, stored.training
-    if training.train_epochs is None or training.train_epochs != before.train_epochs or training.stages:
+    if training.train_epochs is None or training.train_epochs != before.train_epochs:
         return config
     return config.replace(train_iters=before.train_iters)
 

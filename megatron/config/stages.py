@@ -72,6 +72,25 @@ class Stage:
     changes: tuple[str, ...] = ()
     """`key: old → new`, what is another than in the stage before."""
 
+    def describe(self, num_stages: int, step: int | None = None, rate: float | None = None) -> str:
+        """Which of how many stages it is, its steps and batch, and what changes with it.
+
+        Args:
+            num_stages: of the run.
+            step: steps that the run has taken, if it is running.
+            rate: the learning rate of the next.
+        """
+        batch, length = self.config.training.train_batch_size or 0, self.config.model.seq_length
+        verb = f", from step {self.first_step:,}"
+        if step is not None:
+            verb = " begins," if step == self.first_step else f" goes on at step {step:,},"
+        changes = f"; {', '.join(self.changes)}" if self.changes else ""
+        rates = "" if rate is None else f", learning rate {rate:.2e}"
+        return (
+            f"stage {self.index + 1} of {num_stages}{verb} until step {self.end_step:,}: "
+            f"{batch:,} × {length:,} tokens a step{rates}{changes}"
+        )
+
     @property
     def tokens_per_step(self) -> int:
         """Once its batch is settled."""
@@ -376,8 +395,15 @@ def resolve_stages(config: Config) -> Config:
             "stages",
         )
     config = config.replace(stages=entries, train_iters=training.train_iters or last or 0)
-    build_stages(config)
+    if config.training.train_iters:
+        build_stages(config)  # refuses a batch that does not divide
     return config
+
+
+def count_late_stages(config: Config) -> int:
+    """Stages that a run is too short for; its `stages` are settled."""
+    training = config.training
+    return len(training.stages) - len(build_stages(config)) if training.stages and training.train_iters else 0
 
 
 def find_stage(stages: Sequence[Stage], step: int) -> Stage:

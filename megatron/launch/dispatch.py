@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.load import LoadedConfig
+from megatron.config.schema import Config
+from megatron.config.stages import build_stages, list_changed_configs
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
@@ -18,6 +20,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
+from megatron.training.resolve_epochs import resolve_epochs
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
 
@@ -79,8 +82,12 @@ def launch_training(
                 _check_here(
                     loaded, has_data=hosts is None
                 )  # nothing is printed of what is refused: it may be meant for a file
-                print(resolved.config.to_yaml(), end="")
-                print_notes((*resolved.notes, *_describe_groups(loaded), *suggest_rehearsal(resolved)))
+                settled, notes = resolved.config, resolved.notes
+                if hosts is None and resolved.world_size is not None:
+                    settled, epochs = resolve_epochs(settled)
+                    notes = (*notes, *epochs, *_describe_stages(settled))
+                print(settled.to_yaml(), end="")
+                print_notes((*notes, *_describe_groups(loaded), *suggest_rehearsal(resolved)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
@@ -122,6 +129,12 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     return 0
 
 
+def _describe_stages(config: Config) -> tuple[str, ...]:
+    """A line for each of a run's stages, if it has several."""
+    stages = build_stages(config)
+    return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
+
+
 def _describe_groups(loaded: LoadedConfig) -> tuple[str, ...]:
     """Which algorithm steps each parameter. Where the data are elsewhere, the vocabulary is taken for the smallest."""
     from megatron.training.optimizer import describe_parameter_groups  # torch takes seconds
@@ -145,7 +158,8 @@ def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:
         local_launcher.check_run_folder(loaded.config)
         from megatron.model.build import check_position_options  # torch takes seconds
 
-        check_position_options(loaded.config.model, loaded.config.position)
+        for config in (loaded.config, *list_changed_configs(loaded.config)):
+            check_position_options(config.model, config.position)
 
 
 @contextmanager

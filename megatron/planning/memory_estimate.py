@@ -33,10 +33,12 @@ Gradients come one after the other while activations go (a test sums the tensors
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.config.stages import Stage
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
@@ -358,3 +360,14 @@ class _ModelStates:
     def count_buffer_bytes(self, elements: int) -> int:
         """Of buckets in the backward pass, when it has made so many elements of gradients."""
         return self.gathered + (0 if self.is_flat or not elements else self.bucket_bytes)
+
+
+def find_largest_stage(
+    stages: Sequence[Stage], sizes: ParallelSizes, vocab_size: int, gpu_bytes: int = DEFAULT_GPU_BYTES
+) -> Stage:
+    """The stage of a run that needs most memory, of equal ones the last. Raises UserError as `estimate_memory`."""
+
+    def count_bytes(stage: Stage) -> tuple[int, int]:
+        return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index
+
+    return max(stages, key=count_bytes)

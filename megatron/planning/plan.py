@@ -1,14 +1,16 @@
 """A plan: what a configuration needs on so many GPUs, whether it fits, and the layouts that do."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
+from megatron.config.stages import build_stages, list_changed_configs, resolve_stages
 from megatron.options.model import head_dim
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
-from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
 from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding, plan_processor
 from megatron.planning.parallel_layouts import (
     ParallelLayout,
@@ -34,8 +36,20 @@ class BackendEstimate:
 
 
 @dataclass(frozen=True)
+class PlannedStage:
+    """One stage of a run in stages, in the layout of the configuration."""
+
+    description: str
+    gpu_bytes: int
+    """Of the worst moment on one GPU."""
+    step_seconds: float
+    days: float
+    """Of all its steps."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Everything that is told."""
+    """Everything that is told; of a run in stages, of the one that needs most memory."""
 
     config: Config
     cluster: Cluster
@@ -50,6 +64,10 @@ class Plan:
     """Where none fits: the one that needs least."""
     checked_backend: str | None = None
     """What a check on the run's card chose for `auto`; None where there was none."""
+    stages: tuple[PlannedStage, ...] = ()
+    """Of a run that has several, all."""
+    largest_stage: str | None = None
+    """Which of them the plan is about, in words."""
 
     @property
     def detailed_layout(self) -> ParallelLayout | None:
@@ -124,6 +142,7 @@ class Plan:
             "network_gb_per_second": cluster.network_gb_per_s,
             "mfu": cluster.mfu,
             "vocabulary": self.vocab_size,
+            "stages": [asdict(stage) for stage in self.stages],
             "parameters": self.num_parameters,
             "flops_per_token": self.flops_per_token,
             "as_configured": {"refused": self.config_error}
@@ -163,6 +182,8 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         UserError: nothing is known of its position encoding or score processor, it says no batch, or the GPUs are no
             whole nodes.
     """
+    if config.training.stages:
+        return _plan_stages(config, vocab_size, cluster)
     checked_backend = read_checked_backend(config)
     requested = config
     if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: they are what `auto` means here
@@ -188,6 +209,30 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         smallest_layout,
         checked_backend,
     )
+
+
+def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
+    """The plan of the stage that needs most memory, with a row for each."""
+    fitted = fit_config_to_cluster(cluster, config)
+    try:
+        sizes = resolve_mesh_shape(fitted, cluster.num_gpus)
+        settled = resolve_stages(resolve_batch_size(resolve_zero(fitted)[0], sizes.data))
+        stages = build_stages(settled)
+        largest = find_largest_stage(stages, sizes, vocab_size, cluster.gpu_bytes)
+        rows = []
+        for stage in stages:
+            layout = build_configured_layout(stage.config.replace(stages=[]), vocab_size, cluster)
+            days = layout.step_time.total * (stage.end_step - stage.first_step) / SECONDS_PER_DAY
+            rows.append(PlannedStage(stage.describe(len(stages)), layout.memory.total, layout.step_time.total, days))
+    except UserError:
+        # So many GPUs cannot have it as it is configured: the longest stage, whose plan says why, in any layout.
+        longest = max(list_changed_configs(config), key=lambda stage: stage.model.seq_length)
+        plan = make_plan(longest.replace(stages=[]), vocab_size, cluster)
+        return replace(plan, largest_stage="the longest stage")
+    steps = largest.end_step - largest.first_step
+    plan = make_plan(largest.config.replace(stages=[], train_iters=steps), vocab_size, cluster)
+    name = f"stage {largest.index + 1} of {len(stages)}, which needs most memory"
+    return replace(plan, stages=tuple(rows), largest_stage=name)
 
 
 def read_checked_backend(config: Config) -> str | None:

@@ -20,6 +20,14 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         console: where.
         max_layouts: layouts that are listed.
     """
+    for stage in plan.stages:
+        console.print(
+            f"{stage.description}: {stage.gpu_bytes / GIB:.1f} GiB, {stage.step_seconds:.3g} s a step, "
+            f"{stage.days:.3g} days",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    if plan.largest_stage is not None:
+        console.print(f"the plan is of {plan.largest_stage}\n", markup=False, highlight=False)
     _print_summary(plan, console)
     if plan.config_error is not None:
         console.print(f"\nas configured: refused: {plan.config_error}", markup=False)

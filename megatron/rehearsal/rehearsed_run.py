@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.config.parallelism import get_known_world_size, ranks_per_replica, resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.config.stages import build_stages
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
@@ -18,7 +19,7 @@ from megatron.launch.local_launcher import check_data_files
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
-from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.memory_estimate import estimate_memory, find_largest_stage
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
 from megatron.training.resolve_run import resolve_remote_run
 from megatron.utils.errors import FarfieldError, UserError
@@ -145,6 +146,11 @@ def plan_rehearsal(
     requested = config.replace(num_gpus=per_node, nodes=nodes)
     config = resolve_remote_run(config.replace(**keys, nodes=nodes)).config
     sizes = resolve_mesh_shape(config, world_size)
+    stages = build_stages(config)
+    if len(stages) > 1:
+        largest = find_largest_stage(stages, sizes, size)
+        notes.append(f"stage {largest.index + 1} of {len(stages)} is rehearsed, which needs most memory")
+        config = largest.config.replace(stages=[])
     run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
     _check_host_memory(run, detect_memory())
     return replace(run, notes=(*notes, *_describe_changes(run)))

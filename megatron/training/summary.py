@@ -4,7 +4,6 @@ or what helps where memory does not suffice."""
 import re
 import shlex
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.config.stages import Stage
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
@@ -56,7 +54,7 @@ def log_start(run: TrainingRun) -> None:
         seconds = estimate_seconds(run, step)
         run.console.log(describe_start(run, step, seconds))
         if len(run.resume.stages) > 1:
-            run.console.log(describe_stage(run.stage, run.resume.stages, step, run.schedule(step)))
+            run.console.log(run.stage.describe(len(run.resume.stages), step, run.schedule(step)))
         for line in describe_layout(run.config, run.groups.mesh.sizes):
             run.console.log(line)
     run.console.begin(step, seconds)
@@ -94,18 +92,6 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
         f"{steps} {batch:,} × {length} tokens{layout}{', all' if len(stages) > 1 else ''} are {tokens} tokens; "
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
-    )
-
-
-def describe_stage(stage: Stage, stages: Sequence[Stage], step: int, rate: float | None = None) -> str:
-    """Which of the stages a run is in after `step` steps, and what changed with it; `rate` is its next step's."""
-    batch, length = stage.config.training.train_batch_size or 0, stage.config.model.seq_length
-    verb = "begins" if step == stage.first_step else f"goes on at step {step:,}"
-    changes = f"; {', '.join(stage.changes)}" if stage.changes else ""
-    rates = "" if rate is None else f", learning rate {rate:.2e}"
-    return (
-        f"stage {stage.index + 1} of {len(stages)} {verb}, until step {stage.end_step:,}: "
-        f"{batch:,} × {length:,} tokens a step{rates}{changes}"
     )
 
 

@@ -276,7 +276,8 @@ def build_components(
     resume.check_engine(config, groups.mesh.sizes)
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
-    check_position_options(config.model, config.position)  # before the data leave anything behind
+    for stage in (resume.stage, *resume.stages):  # before the data leave anything behind, and hours pass
+        check_position_options(stage.config.model, stage.config.position)
     position = DataPosition()
     resume.trainer_state.restore(position)
     datasets = _build_datasets(config, resume.stage, position, vocabulary, groups)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -22,6 +22,7 @@ from megatron.config.stages import build_stages
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
+from megatron.training.resolve_epochs import resolve_epochs
 from megatron.training.resolve_run import resolve_run
 from megatron.training.schedule import build_schedule
 from megatron.training.trainer import Trainer, train
@@ -106,7 +107,7 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
         assert load_checkpoint_config(path).model.seq_length == length
         assert TrainerState.read(path).step == step
     assert load_model(tmp_path / "whole").config.model.seq_length == 32
-    for killed in range(1, 8):  # at boundaries too: 3 and 5
+    for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries
         run = tmp_path / f"killed_{killed}"
         again = config.replace(save=str(run), load=str(run))
         with monkeypatch.context() as patch:
@@ -116,6 +117,19 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
         train(again)
         assert losses(run) == losses(tmp_path / "whole")
         assert same_weights(run, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout_keys", [{"zero_optimization": {"stage": 1}}, {"context_parallel_size": 2}])
+def test_two_processes_go_through_the_same_stages(
+    corpus: Path, tmp_path: Path, layout_keys: dict[str, Any]
+) -> None:
+    keys = {"hidden_dropout": 0.0, "train_micro_batch_size_per_gpu": 2}
+    train(staged(corpus, tmp_path / "one", **keys))
+    both = staged(corpus, tmp_path / "two", num_gpus=2, **keys, **layout_keys)
+    assert train_with_processes(tmp_path / "job", [both]) == [None]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    ends = [records(tmp_path / name)[8]["tokens"] for name in ("one", "two")]
+    assert ends == [8 * 128] * 2
 
 
 def test_stages_that_change_nothing_are_one_run(corpus: Path, tmp_path: Path) -> None:
@@ -314,3 +328,43 @@ def test_a_checkpoint_of_another_stage_than_the_list_says_is_refused(corpus: Pat
     ).config
     with pytest.raises(UserError, match=r"^seq_length: this run has 16, but .* was trained with 8"):
         plan_resume(moved, ProcessGroups())
+
+
+def test_epochs_make_the_steps_and_a_run_keeps_them(
+    tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
+) -> None:
+    """Steps are counted by hand from the datasets' sizes; one epoch reads no token twice and leaves out less than a
+    step of each dataset; a corpus that has grown since changes nothing."""
+    path = str(write_numbered(tmp_path / "a", 0, 1000))
+    keys = {"valid_data_paths": [], "pos_emb": "rotary", "train_iters": 0, "tokenizer_type": "bytes"}
+    config = tiny_config(tmp_path, tmp_path / "run", train_data_paths=[path], train_epochs=1.0, **keys)
+    lines = printed_with_large_vocabulary(config)
+    # 999 / 16 sequences of 16 (a label follows the last token) are 62, and 15 steps of 4.
+    assert "train_epochs 1: 1,000 tokens of text make 15 steps" in lines
+    read = torch.cat(read_text())
+    assert len(read) == 15 * 64 == len(read.unique())
+    assert load_checkpoint_config(layout.resolve_checkpoint_path(tmp_path / "run")).training.train_iters == 15
+    other = tiny_config(
+        tmp_path, tmp_path / "other", train_data_paths=[path], train_epochs=2.5,
+        stages=[{"until": 4}, {"seq_length": 32}], **keys,
+    )  # fmt: skip
+    settled, _ = resolve_epochs(resolve_run(other, LocalHardware.detect()).config)
+    assert settled.training.train_iters == (2499 // 32 * 32) // 64  # whatever the length, 64 tokens a step
+    twice = config.replace(
+        train_data_paths=[path, str(write_numbered(tmp_path / "b", 1000, 3000))], train_data_weights=[1.0, 1.0]
+    )
+    settled, (line,) = resolve_epochs(resolve_run(twice, LocalHardware.detect()).config)
+    assert settled.training.train_iters == (62 + 187) // 4
+    assert line.endswith("by train_data_weights that is a 2.00 times, b 0.67 times")
+    with pytest.raises(UserError, match="train_iters is 7, but train_epochs 1 makes 15 steps; leave one out"):
+        resolve_epochs(resolve_run(config.replace(train_iters=7), LocalHardware.detect()).config)
+    with pytest.raises(UserError, match="which are less than one step"):
+        resolve_epochs(resolve_run(config.replace(train_epochs=0.05), LocalHardware.detect()).config)
+
+    write_numbered(tmp_path / "a", 0, 2000)
+    plan = plan_resume(
+        resolve_epochs(resolve_run(config.replace(load=str(tmp_path / "run")), LocalHardware.detect()).config)[0],
+        ProcessGroups(),
+    )
+    assert plan.stage.config.training.train_iters == 15
+    assert not [note for note in plan.notes if "train_iters" in note]
