@@ -32,6 +32,11 @@ def format_checkpoint_name(step: int) -> str:
     return f"step_{step:07d}"
 
 
+def get_checkpoint_path(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in a run's folder, whether it is there or not."""
+    return run / CHECKPOINTS / format_checkpoint_name(step)
+
+
 def parse_step(checkpoint: Path) -> int | None:
     """The step in a checkpoint's name, or None if it is not one."""
     match = _NAME.fullmatch(checkpoint.name)

@@ -122,9 +122,7 @@ class Saver:
             log(f"step {state.step}: waits until the checkpoint of step {self.pending_step} is written")
         self.finish()
         assert self.run is not None
-        self._save = save = _PendingSave(
-            self.run / layout.CHECKPOINTS / layout.format_checkpoint_name(state.step), state, None
-        )
+        self._save = save = _PendingSave(layout.get_checkpoint_path(self.run, state.step), state, None)
         try:
             snapshot = Snapshot(engine, self.groups.mesh, self._copies)
         except (RuntimeError, MemoryError) as error:  # as one rank may run out of memory, and all must hear of it

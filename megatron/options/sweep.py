@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatron.options.data import CorpusOptions
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.section import ConfigSection, config_field
+from megatron.options.section import MAX_STEPS, ConfigSection, config_field
 from megatron.options.training import MAX_SEED
 
 
@@ -28,13 +28,27 @@ class PublishedOptions(ConfigSection):
     )
 
 
+BRANCH = "branch"
+"""The key of a variant that says what it branches from."""
+
+
+class BranchOptions(ConfigSection):
+    """`branch` of a variant: it begins with every state of another variant's checkpoint of the same seed."""
+
+    variant: str = config_field(..., "the variant whose keys it has, but for those that it names, and that it goes on")
+    step: int = config_field(..., "of that variant's checkpoint, which is saved for it", ge=1, le=MAX_STEPS)
+
+
 class SweepOptions(ConfigSection):
     """Variants × seeds, trained and scored alike."""
 
     output: str = config_field(..., "folder for runs and results", min_length=1)
     name: str | None = config_field(None, "a folder inside output, for sweeps that share one", min_length=1)
     variants: dict[str, dict[str, Any]] = config_field(
-        ..., "name → keys that this variant changes; the name becomes a folder and the method", min_length=1
+        ...,
+        "name → keys that this variant changes; the name becomes a folder and the method; `branch` makes it go on from "
+        "another's checkpoint",
+        min_length=1,
     )
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = config_field(
         lambda: [1234], "every variant is trained with each", min_length=1
@@ -48,3 +62,20 @@ class SweepOptions(ConfigSection):
     published: list[PublishedOptions] = config_field(list, "tables of papers that the report puts beside its own")
     differences: list[str] = config_field(list, "what is done otherwise than in the papers, sentences of the report")
     evaluate: EvaluationOptions = config_field(EvaluationOptions, "how trained models are scored")
+
+    @property
+    def branches(self) -> dict[str, BranchOptions]:
+        """What each variant that is a branch begins from."""
+        return {
+            name: BranchOptions.model_validate(keys[BRANCH]) for name, keys in self.variants.items() if BRANCH in keys
+        }
+
+    def sort_variants(self) -> list[str]:
+        """The variants, each behind the one that it branches from, else in the order of the file; those that branch
+        from themselves in the end are left out."""
+        branches, order = self.branches, []
+        waiting = list(self.variants)
+        while ready := [name for name in waiting if name not in branches or branches[name].variant in order]:
+            order.append(ready[0])
+            waiting.remove(ready[0])
+        return order

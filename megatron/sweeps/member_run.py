@@ -44,7 +44,7 @@ def run_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> l
 
 def _train_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> None:
     """Train a member to its end, or find it trained."""
-    done, steps, job = work.finished_steps, member.config.training.train_iters, work.training
+    done, steps, job = work.finished_steps, member.resolved_config.training.train_iters, work.training
     if done >= steps and not lacks_test_record(member):
         meter.skip(job)
         meter.log(f"{member.name}: trained already, {done} steps in {member.folder}")
@@ -52,6 +52,8 @@ def _train_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -
     if done:
         plan = f"resumes after step {done} of {steps}" if done < steps else "is trained; its test is made up for"
         meter.log(f"{member.name}: {plan}")
+    if not done and member.origin is not None and not member.origin.is_dir():
+        raise RunError(f"it branches from {member.origin}, which is not there: {member.trunk.name} has not come so far")  # type: ignore[union-attr]
     # With `load` naming its own folder a run resumes.
     config = member.config.replace(load=str(member.folder)) if done else member.config
     config.save(member.get_path_beside(".yml"))

@@ -19,6 +19,7 @@ from megatron.checkpoint.manifest import find_latest_valid
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
+from megatron.config.stages import build_stages
 from megatron.config.yaml_files import format_value
 from megatron.data.datasets import list_sequence_lengths
 from megatron.data.indexed_dataset import compute_sequence_range
@@ -86,7 +87,7 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
 
 def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
     """A member that gave no result, as reports have it."""
-    config = member.config
+    config = member.trained_config
     return RunFailure(
         member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
     )
@@ -94,7 +95,7 @@ def build_failure(member: SweepMember, reason: str, step: int | None = None) -> 
 
 def lacks_test_record(member: SweepMember) -> bool:
     """Was a finished training killed between its last checkpoint and the end of its test?"""
-    training, data = member.config.training, member.config.data
+    training, data = member.resolved_config.training, member.config.data
     tests = (
         data.task is not None
         or bool(data.test_data_paths)
@@ -192,9 +193,10 @@ def _build_scoring(member: SweepMember) -> EvalEstimate:
     from megatron.evaluation.targets import estimate_untrained
     from megatron.model.build import check_position_options
 
-    config = member.config
+    config = member.trained_config
     try:
-        check_position_options(config.model, config.position)
+        for stage_config in (member.config, config):
+            check_position_options(stage_config.model, stage_config.position)
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
     return estimate_untrained(member.name, config, member.evaluation)
@@ -202,14 +204,17 @@ def _build_scoring(member: SweepMember) -> EvalEstimate:
 
 def _estimate_member(member: SweepMember, position: str, finished_steps: int, scoring: EvalEstimate) -> MemberWork:
     config = member.resolved_config
-    training, lengths = config.training, list_sequence_lengths(config.data, config.model.seq_length)
-    assert training.train_batch_size is not None
-    sequences = training.train_batch_size * training.train_iters
-    flops = sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)
-    left = max(0.0, 1 - finished_steps / training.train_iters)
+    training, done = config.training, max(finished_steps, member.first_step)
+    flops = 0.0
+    for stage in build_stages(config):
+        stage_config = stage.config
+        lengths = list_sequence_lengths(stage_config.data, stage_config.model.seq_length)
+        sequences = max(0, stage.end_step - max(stage.first_step, done)) * (stage_config.training.train_batch_size or 0)
+        flops += sequences * sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)
+    left = max(0, training.train_iters - finished_steps)
     is_evaluated = left == 0 and read_evaluated_records(member) is not None
     return MemberWork(
         finished_steps=finished_steps,
-        training=WorkItem(f"{position} train {member.name}", "train", flops * sequences * left),
+        training=WorkItem(f"{position} train {member.name}", "train", flops),
         evaluation=WorkItem(f"{position} evaluate {member.name}", "evaluate", 0.0 if is_evaluated else scoring.flops),
     )

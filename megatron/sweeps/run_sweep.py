@@ -186,6 +186,16 @@ def _run_members(
     works = estimate_work(sweep, finished_steps, log)
     indices = [i for i, (member, work) in enumerate(works.items()) if work.has_work and member not in diverged]
     if array is not None and indices:
+        waiting = [i for i in indices if (origin := sweep.members[i].origin) is not None and not origin.is_dir()]
+        indices = [i for i in indices if i not in waiting]
+        if waiting:
+            log(
+                f"{len(waiting)} runs branch from checkpoints that are not there yet; the same command submits them "
+                "once they are"
+            )
+        if not indices:
+            return []
+    if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
             log(line)

@@ -9,7 +9,11 @@
       variants:
         rotary: {pos_emb: rotary}     ordinary keys again, on top of the shared ones
         t5: {pos_emb: t5}
+        t5_decayed: {branch: {variant: t5, step: 800}, train_iters: 900, lr_decay_style: wsd}
       evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
+
+A branch has the keys of the variant that it branches from, and its own on top; it goes on from that one's checkpoint
+of the same seed, which is not copied. So one trunk may have several decays.
 
 torch is not imported: a mistake in the file is reported at once.
 """
@@ -22,15 +26,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE
 from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.schema import Config, KeyPath
+from megatron.config.stages import list_changed_configs
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.sweep import SweepOptions
+from megatron.options.sweep import BRANCH, SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
+from megatron.training.resolve_epochs import resolve_epochs
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
 
@@ -47,6 +54,20 @@ class SweepMember:
     evaluation: EvaluationOptions
     results: Path
     """For what this sweep measures of it: the run's own folder, unless sweeps share the run."""
+    trunk: "SweepMember | None" = None
+    """The member that it branches from."""
+    first_step: int = 0
+    """Of its own training: where it branches."""
+
+    @property
+    def origin(self) -> Path | None:
+        """The checkpoint that it branches from."""
+        return None if self.trunk is None else get_checkpoint_path(self.trunk.folder, self.first_step)
+
+    @property
+    def trained_config(self) -> Config:
+        """The configuration that its training ends with: of its last stage."""
+        return next(reversed(list_changed_configs(self.config)), self.config)
 
     @property
     def name(self) -> str:
@@ -63,7 +84,7 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
-        return resolve(self.config).config
+        return resolve_epochs(resolve(self.config).config)[0]
 
     @cached_property
     def text(self) -> str:
@@ -117,17 +138,26 @@ def read_sweep(
     for document in shared:
         refuse_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
-    members = []
-    for variant in options.variants:
-        overridden, in_file = _split_variant(options.variants[variant], ("sweep", "variants", variant), locate)
-        layers = [
+    built: dict[str, list[SweepMember]] = {}
+    layers_by_variant: dict[str, list[YamlDocument]] = {}
+    for variant in options.sort_variants():
+        keys = {name: value for name, value in options.variants[variant].items() if name != BRANCH}
+        overridden, in_file = _split_variant(keys, ("sweep", "variants", variant), locate)
+        branch = options.branches.get(variant)
+        layers_by_variant[variant] = [
+            *([] if branch is None else layers_by_variant[branch.variant]),
             _select_part(setters["variants"], ("sweep", "variants", variant), in_file),
             YamlDocument(f"{COMMAND_LINE}, variant {variant}", overridden, {}),
         ]
-        variant_members, replaced = _build_members(variant, options, shared, layers, common)
-        members += variant_members
+        trunks = [] if branch is None else built[branch.variant]
+        steps = sorted({other.step for other in options.branches.values() if other.variant == variant})
+        built[variant], replaced = _build_members(
+            variant, options, shared, layers_by_variant[variant], common, trunks, 0 if branch is None else branch.step
+        )
+        built[variant] = [_save_for_branches(member, steps) for member in built[variant]]
         notes += replaced
-    lengths = {member.config.model.seq_length for member in members}
+    members = [member for variant_members in built.values() for member in variant_members]
+    lengths = {member.trained_config.model.seq_length for member in members}
     evaluation = options.evaluate
     if len(lengths) > 1 and (evaluation.lengths is None or evaluation.multiples is not None):
         raise UserError(
@@ -143,14 +173,30 @@ def read_sweep(
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
 
+def _save_for_branches(member: SweepMember, steps: Sequence[int]) -> SweepMember:
+    """A member that saves the checkpoints that others branch from. Raises UserError: it has not so many steps."""
+    train_iters = member.config.training.train_iters
+    if steps and train_iters and steps[-1] > train_iters:
+        raise UserError(
+            f"sweep.variants: branch.step {steps[-1]} of {member.variant}, which ends at train_iters {train_iters}"
+        )
+    saved = sorted({*member.config.checkpoint.extra_save_iters, *steps})
+    return replace(member, config=member.config.replace(extra_save_iters=saved)) if steps else member
+
+
 def _build_members(
     variant: str,
     options: SweepOptions,
     shared: Sequence[YamlDocument],
     own: Sequence[YamlDocument],
     common: Sequence[str],
+    trunks: Sequence[SweepMember],
+    first_step: int,
 ) -> tuple[list[SweepMember], list[str]]:
-    """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced."""
+    """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced.
+
+    trunks, first_step: the members that a branch's go on from, by seed, and where.
+    """
     loaded = merge_documents([*shared, *own], common)
     # That a variant replaces a shared key is what it is for.
     locations = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
@@ -160,14 +206,18 @@ def _build_members(
         evaluation = evaluation.replace(device=loaded.config.launch.device)
     members = []
     for seed in options.seeds:
+        trunk = next((trunk for trunk in trunks if trunk.seed == seed), None)
+        origin = None if trunk is None else (trunk.folder.parent.name, first_step)
         results = get_output_folder(options) / variant / f"seed_{seed}"
         folder = (
             results
             if options.runs is None
-            else Path(options.runs) / compute_run_identity(loaded.config) / f"seed_{seed}"
+            else Path(options.runs) / compute_run_identity(loaded.config, origin) / f"seed_{seed}"
         )
-        config = loaded.config.replace(seed=seed, save=str(folder))
-        members.append(SweepMember(variant, seed, config, folder, evaluation, results))
+        member = SweepMember(variant, seed, loaded.config, folder, evaluation, results, trunk, first_step)
+        load = None if member.origin is None else str(member.origin)
+        config = loaded.config.replace(seed=seed, save=str(folder), load=load)
+        members.append(replace(member, config=config))
     return members, [note for note in loaded.notes if not note.endswith(intended)]
 
 
@@ -176,12 +226,15 @@ def get_output_folder(options: SweepOptions) -> Path:
     return Path(options.output, *([] if options.name is None else [options.name]))
 
 
-def compute_run_identity(config: Config) -> str:
+def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) -> str:
     """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
 
-    Defaults are left out, so that a key that is new tomorrow gives the runs of today no other name.
+    `origin` is the identity of the run that it branches from, and the step. Defaults are left out, so that a key that
+    is new tomorrow gives the runs of today no other name.
     """
     decisive_keys = {key: value for key, value in config.training_fingerprint(defaults=False).items() if key != "seed"}
+    if origin is not None:
+        decisive_keys["origin"] = origin
     digest = hashlib.sha256(json.dumps(decisive_keys, sort_keys=True, default=str).encode()).hexdigest()[:8]
     position = config.position
     processor = "" if position.score_processor == "none" else f"{position.score_processor}+"

@@ -10,7 +10,7 @@ from megatron.config.schema import KeyPath
 from megatron.config.validation_errors import describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection
-from megatron.options.sweep import SweepCorpusOptions, SweepOptions
+from megatron.options.sweep import BRANCH, BranchOptions, SweepCorpusOptions, SweepOptions
 from megatron.reports.metrics import METRICS
 from megatron.utils.errors import UserError, shorten_text
 from megatron.utils.suggestions import format_choices, suggest_names
@@ -88,6 +88,7 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
             if (instead := SWEEP_OWNED_KEYS.get(key_name.replace("-", "_"))) is not None:
                 inside = locate(("sweep", "variants", name, key_name))
                 yield f"{inside}: {key_name} is set by the sweep: use sweep.{instead}"
+    yield from _find_branch_problems(options, locate)
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
@@ -107,6 +108,26 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
                 )
     if len(set(options.seeds)) < len(options.seeds):
         yield f"{locate(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
+
+
+def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:
+    problems = []
+    for name, keys in options.variants.items():
+        path, value = ("sweep", "variants", name, BRANCH), keys.get(BRANCH)
+        if BRANCH not in keys:
+            continue
+        try:
+            branch = BranchOptions.model_validate(value)
+        except ValidationError:
+            problems.append(f"{locate(path)}: branch is {value}; it must be {{variant: NAME, step: STEP}}")
+            continue
+        if branch.variant not in options.variants:
+            near = format_choices(branch.variant, options.variants)
+            problems.append(f"{locate(path)}: branch.variant is {branch.variant!r}, which is no variant; {near}")
+    yield from problems
+    if not problems and (left_out := options.variants.keys() - set(options.sort_variants())):
+        names = ", ".join(sorted(left_out))
+        yield f"{locate(('sweep', 'variants'))}: {names}: each branches from another of these, so none can be the first"
 
 
 def _suggest_key(name: str, keys: Sequence[str]) -> str:

@@ -1,0 +1,90 @@
+"""A sweep whose variants branch from another variant's checkpoint: one trunk, several decays."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import layout
+from megatron.config.load import read_config
+from megatron.sweeps import member_run
+from megatron.sweeps.spec import compute_run_identity, read_sweep
+from megatron.training.trainer import train
+from megatron.utils.errors import RunError, UserError
+
+from .conftest import BASE, run, write
+
+SCHEDULE = "    lr_decay_style: wsd\n    lr_decay_iters: 1000\n    lr_warmup_iters: 1\n"
+TRUNK = (
+    BASE.replace(
+        "    sweep:\n", "    lr_decay_style: wsd\n    lr_decay_iters: 1000\n    lr_warmup_iters: 1\n    sweep:\n"
+    )
+    .replace("        rotary: {pos_emb: rotary}\n", "")
+    .replace(
+        "        mine: {pos_emb: alibi, score_processor: cdape, score_processor_options: {width: 4}}\n",
+        "        late: {branch: {variant: early, step: 5}, train_iters: 8, lr_decay_iters: 8}\n"
+        "        early: {branch: {variant: trunk, step: 3}, train_iters: 5, lr_decay_iters: 5, lr_wsd_decay_iters: 2}\n"
+        "        trunk: {pos_emb: rotary, train_batch_size: 8, train_micro_batch_size_per_gpu: 4}\n",
+    )
+)
+
+
+def test_branches_follow_their_trunk_and_copy_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def train_here(configuration: Path, output: Path, metrics: Path, show_step: object) -> None:
+        config = read_config(configuration)
+        asked.append((configuration.parent.name, config.checkpoint.load))
+        if configuration.parent.name == fails_at:
+            raise RunError("the disk is full")
+        train(config)
+
+    monkeypatch.setattr(member_run, "train_in_subprocess", train_here)
+    write(TRUNK)
+    fails_at = "trunk"
+    with pytest.raises(
+        RunError, match=r"3 of 3 runs failed: trunk.*; early, seed 1234: failed: it branches from .*: trunk, seed"
+    ):
+        run()
+    fails_at, asked[:] = None, []
+    found, said = run()
+    assert asked == [
+        ("trunk", None),
+        ("early", "out/trunk/seed_1234/checkpoints/step_0000003"),
+        ("late", "out/early/seed_1234/checkpoints/step_0000005"),
+    ]
+    assert [(r.method, r.step) for r in found if r.length == 16] == [("trunk", 6), ("early", 5), ("late", 8)]
+    names = {
+        name: [path.name for path in layout.list_checkpoints(Path("out", name, "seed_1234"))]
+        for name in ("trunk", "early", "late")
+    }
+    assert names == {
+        "trunk": ["step_0000003", "step_0000006"], "early": ["step_0000005"], "late": ["step_0000008"],
+    }  # fmt: skip
+    assert read_config(Path("out/late/seed_1234.yml")).position.pos_emb == "rotary"  # the trunk's keys
+    asked.clear()
+    again, said = run()
+    assert again == found
+    assert "nothing to do: 3 of 3 runs are done" in said
+    assert not asked
+
+
+def test_what_a_branch_cannot_be(place: Path) -> None:
+    def problem(old: str, new: str) -> str:
+        write(TRUNK.replace(old, new))
+        with pytest.raises(UserError) as caught:
+            read_sweep(["sweep.yml"])
+        return str(caught.value)
+
+    assert "branch.variant is 'trunc', which is no variant; did you mean trunk?" in problem(
+        "variant: trunk", "variant: trunc"
+    )
+    assert "it must be {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
+    assert "early, late: each branches from another" in problem("variant: trunk", "variant: late")
+    assert "branch.step 7 of trunk, which ends at train_iters 6" in problem("step: 3", "step: 7")
+    # Runs that sweeps share are known by what they branch from too.
+    write(TRUNK.replace("output: out", "output: out\n      runs: shared"))
+    trunk, early, late = read_sweep(["sweep.yml"]).members
+    assert early.config.checkpoint.load == str(trunk.folder / "checkpoints" / "step_0000003")
+    own = compute_run_identity(early.config)
+    assert early.folder.parent.name != own
+    assert late.first_step == 5
