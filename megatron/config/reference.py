@@ -24,7 +24,7 @@ from megatron.options.commands import (
 )
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.section import ConfigSection, read_docstring
-from megatron.options.sweep import PublishedOptions, SweepCorpusOptions, SweepOptions
+from megatron.options.sweep import BranchOptions, PublishedOptions, SweepCorpusOptions, SweepOptions
 from megatron.position.catalog import list_encodings, list_processors
 from megatron.utils.suggestions import suggest_names
 
@@ -77,6 +77,7 @@ The `sweep:` mapping of a sweep file, beside ordinary keys ([evaluation.md](eval
 SWEEP: dict[str, type[ConfigSection]] = {
     "sweep": SweepOptions,
     "sweep.corpus": SweepCorpusOptions,
+    "sweep.variants.NAME.branch": BranchOptions,
     "sweep.evaluate": EvaluationOptions,
     "sweep.published": PublishedOptions,
 }

@@ -30,6 +30,7 @@ from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import Config, KeyPath, list_config_keys
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import format_value
+from megatron.options.model import head_dim
 from megatron.options.section import ChangePolicy
 from megatron.options.training import ACCUMULATION_KEY, BATCH_SIZES, GLOBAL_BATCH_KEY, MAX_STEPS, MICRO_BATCH_KEY
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
@@ -206,7 +207,7 @@ def _has_parameters(config: Config) -> bool:
     name, model = config.position.pos_emb, config.model
     sizes = {
         "num_heads": model.num_attention_heads,
-        "head_dim": model.hidden_size // model.num_attention_heads,
+        "head_dim": head_dim(model),
         "hidden_size": model.hidden_size,
         "train_length": model.seq_length,
         "max_length": model.max_position_embeddings or model.seq_length,

@@ -141,9 +141,9 @@ def build_datasets(
         if slices_of_split
     }
     train, valid, test = (datasets.get(split) for split in SPLITS)
-    if train is not None and lengths["train"] > seq_length:
-        train = CutDataset(train, lengths["train"] // seq_length)
-    return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
+    pieces = lengths["train"] // seq_length
+    cut = train if train is None or pieces == 1 else CutDataset(train, pieces)
+    return Datasets(cut, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
 
 
 def _check_index_size(order: SampleOrder) -> None:

@@ -89,7 +89,7 @@ class OptimizerOptions(ConfigSection):
     lr_decay_style: DecayStyle = config_field(
         "linear",
         "shape of the decay after warm-up; wsd stays at the peak until its last steps, infinite at constant_lr "
-        "(docs/training.md)",
+        "(docs/schedules.md)",
         policy="schedule",
     )
     lr_decay_iters: int | None = config_field(

@@ -19,7 +19,7 @@ from megatron.checkpoint.manifest import find_latest_valid
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
-from megatron.config.stages import build_stages
+from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.datasets import list_sequence_lengths
 from megatron.data.indexed_dataset import compute_sequence_range
@@ -52,7 +52,9 @@ def find_finished_step(member: SweepMember) -> int:
     if checkpoint is None:
         return 0
     checkpoint_config = load_checkpoint_config(checkpoint).training_fingerprint()
-    member_config = member.resolved_config.training_fingerprint()
+    step = TrainerState.read(checkpoint).step
+    stages = build_stages(member.resolved_config)
+    member_config = find_writing_stage(stages, step).config.training_fingerprint()
     differing = [key for key, value in member_config.items() if checkpoint_config.get(key) != value]
     if differing:
         changes = ", ".join(
@@ -63,7 +65,7 @@ def find_finished_step(member: SweepMember) -> int:
             f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
             "another sweep.output"
         )
-    return TrainerState.read(checkpoint).step
+    return step
 
 
 def find_member_divergence(member: SweepMember) -> RunFailure | None:

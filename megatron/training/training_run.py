@@ -164,6 +164,9 @@ class TrainingRun:
     """A run that is ready to take its next step."""
 
     config: Config
+    """Of its stage."""
+    requested: Config
+    """Of all stages, as the run was started; the run's folder has it."""
     session: TrainingSession
     resume: ResumePlan
     stage: Stage
@@ -235,9 +238,7 @@ def build_training_run(
     """
     session = begin_session(config, rank_info)
     try:
-        resume = plan_resume(config, session.groups)
-        config = resume.stage.config
-        resume, order_notes = _enter_stage(resume)
+        resume, order_notes = _enter_stage(plan_resume(config, session.groups))
         if rollback is not None:
             resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
         with _announce_resume(console, session, resume):
@@ -272,6 +273,9 @@ def build_components(
         UserError: the data, the model and what it starts from do not fit together.
         RunError: a file is damaged or cannot be written.
     """
+    requested, config = config, resume.stage.config
+    if requested.training.train_iters != config.training.train_iters:  # epochs of a corpus that has changed since
+        requested = requested.replace(train_iters=config.training.train_iters)
     training, groups = config.training, session.groups
     resume.check_engine(config, groups.mesh.sizes)
     vocabulary = read_vocabulary(config.data)
@@ -307,6 +311,7 @@ def build_components(
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
     return TrainingRun(
         config=config,
+        requested=requested,
         session=session,
         resume=resume,
         stage=resume.stage,
@@ -361,7 +366,8 @@ def restore_training_run(run: TrainingRun) -> None:
                 run.console.log(note)
         if resume.trainer_state.step < config.training.train_iters:
             # Started again from this file, it goes on; it does not go back once more.
-            again = config.replace(rollback=False, load=folder) if config.checkpoint.rollback else config
+            asked = run.requested
+            again = asked.replace(rollback=False, load=folder) if asked.checkpoint.rollback else asked
             if (line := save_config(again, folder)) is not None:
                 run.console.log(line)
             write_text_atomically(Path(folder) / PARAMETER_GROUPS, table)

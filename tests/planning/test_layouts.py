@@ -106,3 +106,26 @@ def test_maps_are_told_apart() -> None:
     assert found["auto"].kept_maps > 0.5 * found["auto"].get_largest("activations")
     for memory in found.values():
         assert memory.kept_maps < memory.get_largest("activations")
+
+
+def test_a_run_in_stages_is_planned_for_the_largest() -> None:
+    keys = ["save=run", "train_iters=3000", "train_micro_batch_size_per_gpu=16", "train_batch_size=128"]
+    stages = "[{until: 1000}, {until: 2500, seq_length: 4096, checkpoint_activations: true}, {seq_length: 2048}]"
+    cluster = Cluster(A100, 4)
+    made = make_plan(load_config(["125M", "rotary"], [*keys, f"stages={stages}"]).config, VOCABULARY, cluster)
+    longer = (
+        ["seq_length=4096", "train_micro_batch_size_per_gpu=2", "train_batch_size=16"],
+        ["seq_length=2048", "train_micro_batch_size_per_gpu=4", "train_batch_size=32"],
+    )
+    plain = [
+        make_plan(load_config(["125M", "rotary"], [*keys[:2], *batch]).config, VOCABULARY, cluster).configured_layout
+        for batch in (keys[2:], *([*batch, "checkpoint_activations=true"] for batch in longer))
+    ]
+    assert [stage.gpu_bytes for stage in made.stages] == [layout.memory.total for layout in plain if layout]
+    steps = (1000, 1500, 500)
+    days = [layout.step_time.total * n / 86400 for layout, n in zip(plain, steps, strict=True) if layout]
+    assert [stage.days for stage in made.stages] == pytest.approx(days)
+    largest = max(range(3), key=lambda index: (made.stages[index].gpu_bytes, index))
+    assert made.largest_stage == f"stage {largest + 1} of 3, which needs most memory"
+    assert made.configured_layout is not None
+    assert made.configured_layout.memory.total == made.stages[largest].gpu_bytes

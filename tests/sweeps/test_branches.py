@@ -21,7 +21,8 @@ TRUNK = (
     .replace("        rotary: {pos_emb: rotary}\n", "")
     .replace(
         "        mine: {pos_emb: alibi, score_processor: cdape, score_processor_options: {width: 4}}\n",
-        "        late: {branch: {variant: early, step: 5}, train_iters: 8, lr_decay_iters: 8}\n"
+        "        late: {branch: {variant: early, step: 5}, train_iters: 8, lr_decay_iters: 8, stages: "
+        "[{until: 6}, {lr: 5e-3}]}\n"
         "        early: {branch: {variant: trunk, step: 3}, train_iters: 5, lr_decay_iters: 5, lr_wsd_decay_iters: 2}\n"
         "        trunk: {pos_emb: rotary, train_batch_size: 8, train_micro_batch_size_per_gpu: 4}\n",
     )
@@ -58,7 +59,7 @@ def test_branches_follow_their_trunk_and_copy_nothing(place: Path, monkeypatch: 
         for name in ("trunk", "early", "late")
     }
     assert names == {
-        "trunk": ["step_0000003", "step_0000006"], "early": ["step_0000005"], "late": ["step_0000008"],
+        "trunk": ["step_0000003", "step_0000006"], "early": ["step_0000005"], "late": ["step_0000006", "step_0000008"],
     }  # fmt: skip
     assert read_config(Path("out/late/seed_1234.yml")).position.pos_emb == "rotary"  # the trunk's keys
     asked.clear()
