@@ -120,9 +120,7 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
 
 
 @pytest.mark.parametrize("layout_keys", [{"zero_optimization": {"stage": 1}}, {"context_parallel_size": 2}])
-def test_two_processes_go_through_the_same_stages(
-    corpus: Path, tmp_path: Path, layout_keys: dict[str, Any]
-) -> None:
+def test_two_processes_go_through_the_same_stages(corpus: Path, tmp_path: Path, layout_keys: dict[str, Any]) -> None:
     keys = {"hidden_dropout": 0.0, "train_micro_batch_size_per_gpu": 2}
     train(staged(corpus, tmp_path / "one", **keys))
     both = staged(corpus, tmp_path / "two", num_gpus=2, **keys, **layout_keys)
