@@ -214,7 +214,9 @@ class EveryBound(nn.Module):
         super().__init__()
         self.encodings = nn.ModuleList(registry.build_encoding(name, SHAPE) for name in BOUNDED)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor, position_seed: None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, labels: torch.Tensor, position_seed: None, *, with_log_z: bool
+    ) -> torch.Tensor:
         values = [module().float().sum() for module in self.modules() if isinstance(module, BoundedParameter)]
         return torch.stack(values).sum().expand(labels.shape)
 
