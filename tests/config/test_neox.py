@@ -177,6 +177,21 @@ def test_other_names(read, theirs, key, value):
     assert read({**SMALL, **theirs}).config.to_flat()[key] == value
 
 
+def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
+    """Megatron-LM's --lr-decay-style and its like; GPT-NeoX's #1375 decays by a cosine, #1194 cools down by one."""
+
+    def optimizer(**keys):
+        return read({**SMALL, **keys}).config.optimizer
+
+    wsd = optimizer(lr_decay_style="WSD", lr_wsd_decay_style="1-sqrt", lr_warmup_iters=3)
+    assert wsd == optimizer(lr_decay_style="wsd", lr_wsd_decay_style="minus_sqrt", lr_warmup_iters=3)
+    ratio = optimizer(lr_decay_style="wsd", wsd_decay_ratio=0.2)
+    assert ratio == optimizer(lr_decay_style="wsd", lr_wsd_decay_fraction=0.2, lr_wsd_decay_style="cosine")
+    infinite = optimizer(lr_decay_style="infinite_cosine", constant_lr=1e-4, lr_warmup_fraction=0.1)
+    assert infinite == optimizer(lr_decay_style="infinite", constant_lr=1e-4, warmup=0.1)
+    assert optimizer(lr_decay_style="inverse-square-root").lr_decay_style == "inverse_sqrt"
+
+
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [

@@ -105,3 +105,11 @@ def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
     with pytest.raises(UserError, match=r"steps 31 GiB of states in the host's memory, and this machine has 16 GiB"):
         plan("2-7B", "none", "a100_2k", gpus=1, **offload)
     assert plan("2-7B", "none", "a100_2k", gpus=8, **offload).world_size == 8
+
+
+def test_of_a_run_in_stages_the_largest_is_rehearsed():
+    stages = "[{until: 10}, {until: 20, seq_length: 4096}, {seq_length: 2048, train_batch_size: 4}]"
+    run = plan("125M", "kerple_log", gpus=2, save="runs/a", train_iters=30, train_batch_size=64, stages=stages)
+    assert "stage 2 of 3 is rehearsed, which needs most memory" in run.notes
+    assert (run.config.model.seq_length, run.config.training.train_batch_size) == (4096, 8)
+    assert run.config.training.stages == []

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megatron.launch.slurm import format_array_indices
 from megatron.sweeps import run_sweep as sweeps
+from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import UserError
 
 from .conftest import BASE, Trainer, run, write
@@ -64,6 +65,20 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     assert len(found) == 8
     assert "nothing to do: 4 of 4 runs are done" in said
     assert Path("out/report.html").exists()
+
+
+def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None, trainer: Trainer) -> None:
+    from .test_branches import TRUNK
+
+    write(TRUNK)
+    _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
+    assert "2 runs branch from checkpoints that are not there yet; the same command submits them once they are" in said
+    assert "1 of 3 runs submitted" in said
+    trunk, *_ = read_sweep(["sweep.yml"]).members
+    trainer.save(trunk.resolved_config, trunk.folder, 3)
+    _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
+    assert "1 runs branch" in said
+    assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

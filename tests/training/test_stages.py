@@ -366,3 +366,30 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
     )
     assert plan.stage.config.training.train_iters == 15
     assert not [note for note in plan.notes if "train_iters" in note]
+
+
+def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that stays bad in the second stage sends the run to the boundary's checkpoint, which the stage before it
+    wrote in sequences of another length; it goes on behind the bad text, to the bit as one that never met it."""
+    usual, calls = Engine.forward_backward, itertools.count(1)
+    labels: list[torch.Tensor] = []
+
+    def forward_backward(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == 5:
+            micro_batches[0]["loss_mask"].fill_(float("nan"))
+        labels.append(torch.cat([batch["labels"].flatten() for batch in micro_batches]))
+        return usual(self, micro_batches, *args, **kwargs)
+
+    stages = [{"until": 3, "seq_length": 8}, {"seq_length": 16}]
+    config = staged(corpus, tmp_path / "run", stages=stages, on_bad_loss="rollback", max_bad_steps=1)
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
+    lines = printed(config)
+    assert any("going back to" in line and "step_0000003" in line for line in lines)
+    # Steps 1 to 4, the bad fifth, and then 4 to 8 again behind it.
+    assert len(labels) == 10
+    state = TrainerState.read(layout.resolve_checkpoint_path(tmp_path / "run"))
+    assert (state.step, state.skipped_samples, state.rollbacks) == (8, 16, 1)
+    assert state.consumed_samples == 3 * 16 + 16 + 5 * 8
+    again, _ = labels[5:], labels.clear()
+    train(config.replace(save=str(tmp_path / "clean"), train_iters=10))
+    assert all(torch.equal(one, other) for one, other in zip(again, labels[5:], strict=True))
