@@ -27,7 +27,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import load_finetuned_weights, names_other_encoding
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage, is_changing_key
+from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage, is_stage_key
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
@@ -394,7 +394,7 @@ def _describe_branch(config: Config, source: StoredCheckpoint) -> str:
         if key.split(".")[0] in PRECISION_KEYS:
             continue
         step = source.trainer_state.step
-        in_stage = f"say it as a stage, stages: [{{until: {step}}}, {{{key}: …}}], or " if is_changing_key(key) else ""
+        in_stage = f"say it as a stage, stages: [{{until: {step}}}, {{{key}: …}}], or " if is_stage_key(key) else ""
         raise UserError(
             f"{key}: this run has {new}, but {source.path}, which it branches from, was trained with {old}; a branch "
             f"changes the schedule alone: {in_stage}take the weights with finetune=true"

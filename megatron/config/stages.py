@@ -40,13 +40,13 @@ UNTIL, UNTIL_TOKENS = "until", "until_tokens"
 ENDS = (UNTIL, UNTIL_TOKENS)
 """Keys of a stage that no configuration has."""
 
-_CHANGING_POLICIES: tuple[ChangePolicy, ...] = ("context", "numerics", "schedule")
-_CHANGING_DATA = ("train_data_paths", "train_data_weights", "eod_mask_loss")
-_CHANGING_MACHINE = (
+_STAGE_POLICIES: tuple[ChangePolicy, ...] = ("context", "numerics", "schedule")
+_STAGE_DATA_KEYS = ("train_data_paths", "train_data_weights", "eod_mask_loss")
+_STAGE_MACHINE_KEYS = (
     *(MICRO_BATCH_KEY, ACCUMULATION_KEY, "checkpoint_activations", "checkpoint_num_layers"),
     *("attention_backend", "attention_check", "attention_chunk_rows"),
 )
-_OF_THE_RUN: dict[str, str] = {
+_RUN_KEYS: dict[str, str] = {
     **dict.fromkeys(("train_iters", "train_epochs", "stages"), "is the run's, not a stage's"),
     "seed": "decides the order of the data, which goes on from stage to stage",
     "optimizer.type": "has states of its own, which do not go over",
@@ -98,12 +98,12 @@ class Stage:
         return (self.config.training.train_batch_size or 0) * self.config.model.seq_length
 
 
-def list_changing_keys() -> list[str]:
+def list_stage_keys() -> list[str]:
     """The keys that a stage may change."""
     return [
         key.name
         for key in list_config_keys().values()
-        if not key.opens and not key.allows_free_values and _is_changing(key.path)
+        if not key.opens and not key.allows_free_values and _is_stage_key(key.path)
     ] + ["pos_emb_options.OPTION"]
 
 
@@ -167,31 +167,31 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
             last_end[key] = value
 
 
-def _is_changing(path: KeyPath) -> bool:
+def _is_stage_key(path: KeyPath) -> bool:
     if path[0] == "pos_emb_options":
         return True
     key = list_config_keys().get(path)
-    if key is None or any(".".join(path[:end]) in _OF_THE_RUN for end in range(1, len(path) + 1)):
+    if key is None or any(".".join(path[:end]) in _RUN_KEYS for end in range(1, len(path) + 1)):
         return False
     name = key.name
-    return key.policy in _CHANGING_POLICIES or name in _CHANGING_DATA or name in _CHANGING_MACHINE
+    return key.policy in _STAGE_POLICIES or name in _STAGE_DATA_KEYS or name in _STAGE_MACHINE_KEYS
 
 
-def is_changing_key(name: str) -> bool:
+def is_stage_key(name: str) -> bool:
     """May a stage change a key, nested ones dotted?"""
-    return _is_changing(tuple(name.split(".")))
+    return _is_stage_key(tuple(name.split(".")))
 
 
 def _find_key_problems(config: Config, entry: Mapping[str, Any]) -> Iterator[str]:
     changes = flatten_changes(entry)
     for name in changes:
         path = tuple(name.split("."))
-        reason = next((_OF_THE_RUN[n] for n in (name, path[0]) if n in _OF_THE_RUN), None)
+        reason = next((_RUN_KEYS[n] for n in (name, path[0]) if n in _RUN_KEYS), None)
         if reason is not None:
             yield f"{name}: {reason}"
-        elif not _is_changing(path):
-            yield f"{name}: a stage cannot change it; it can change {', '.join(list_changing_keys())}"
-        elif config.data.task is not None and (path[0] in ("seq_length", *_CHANGING_DATA)):
+        elif not _is_stage_key(path):
+            yield f"{name}: a stage cannot change it; it can change {', '.join(list_stage_keys())}"
+        elif config.data.task is not None and (path[0] in ("seq_length", *_STAGE_DATA_KEYS)):
             yield f"{name}: the lengths and the data of a task stay (task {config.data.task})"
     if config.data.data_path is not None and {"train_data_paths", "train_data_weights"} & changes.keys():
         yield "train_data_paths: a run with data_path has one dataset; give train_data_paths instead"
@@ -244,7 +244,7 @@ def find_longest_length(config: Config) -> int:
     return max([config.model.seq_length, *lengths])
 
 
-def list_changed_configs(config: Config) -> list[Config]:
+def list_stage_configs(config: Config) -> list[Config]:
     """The configuration of every stage, batches as they are given. The list of stages has no problem."""
     configs, current = [], config
     for entry in config.training.stages:
@@ -401,7 +401,7 @@ def resolve_stages(config: Config) -> Config:
     return config
 
 
-def count_late_stages(config: Config) -> int:
+def count_unreached_stages(config: Config) -> int:
     """Stages that a run is too short for; its `stages` are settled."""
     training = config.training
     return len(training.stages) - len(build_stages(config)) if training.stages and training.train_iters else 0

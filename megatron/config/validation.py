@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from megatron.config import method_names
 from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.config.stages import find_stage_problems, list_changed_configs
+from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
@@ -263,7 +263,7 @@ def _validate_stages(config: Config) -> Iterator[ConfigProblem]:
         return
     validators = [v for v in VALIDATORS if v not in (_validate_stages, _validate_batch, _validate_task)]
     known = {problem for validate in validators for problem in validate(config)}
-    for number, stage_config in enumerate(list_changed_configs(config), start=1):
+    for number, stage_config in enumerate(list_stage_configs(config), start=1):
         for key, problem in (problem for validate in validators for problem in validate(stage_config)):
             if (key, problem) not in known:
                 known.add((key, problem))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.load import LoadedConfig
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, list_changed_configs
+from megatron.config.stages import build_stages, list_stage_configs
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
@@ -79,9 +79,8 @@ def launch_training(
             resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
         if dry_run:
             if is_main:
-                _check_here(
-                    loaded, has_data=hosts is None
-                )  # nothing is printed of what is refused: it may be meant for a file
+                # First, so that nothing is printed of what is refused: it may be meant for a file.
+                _check_here(loaded, has_data=hosts is None)
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
                     settled, epochs = resolve_epochs(settled)
@@ -158,7 +157,7 @@ def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:
         local_launcher.check_run_folder(loaded.config)
         from megatron.model.build import check_position_options  # torch takes seconds
 
-        for config in (loaded.config, *list_changed_configs(loaded.config)):
+        for config in (loaded.config, *list_stage_configs(loaded.config)):
             check_position_options(config.model, config.position)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
-from megatron.config.stages import list_changed_configs
+from megatron.config.stages import list_stage_configs
 from megatron.data.indexed_dataset import list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
@@ -82,7 +82,7 @@ def train_on_this_machine(
 
 def check_data_files(config: Config) -> None:
     """Refuse missing files before torch is imported, or a job is submitted. Raises UserError."""
-    for stage_config in (config, *list_changed_configs(config)):
+    for stage_config in (config, *list_stage_configs(config)):
         for split in SPLITS:
             list_split_prefixes(stage_config.data, split)
 

@@ -79,7 +79,7 @@ def list_roles(model: nn.Module) -> list[tuple[nn.Parameter, Role]]:
         if isinstance(module, Encoding) and type(module).only_adds_embeddings():
             roles.update((id(parameter), "embedding") for parameter in module.parameters())
         if isinstance(module, PositionModule):
-            roles.update((id(parameter), over) for parameter, over in module.list_growing_sums())
+            roles.update((id(parameter), over) for parameter, over in module.list_growing_fan_ins())
         if name in _ROLES_OF_MODULES:
             roles.update((id(parameter), _ROLES_OF_MODULES[name]) for parameter in module.parameters())
     return [(parameter, roles.get(id(parameter), "layer")) for parameter in model.parameters()]

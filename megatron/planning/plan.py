@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, list_changed_configs, resolve_stages
+from megatron.config.stages import build_stages, list_stage_configs, resolve_stages
 from megatron.options.model import head_dim
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
@@ -226,7 +226,7 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
             rows.append(PlannedStage(stage.describe(len(stages)), layout.memory.total, layout.step_time.total, days))
     except UserError:
         # So many GPUs cannot have it as it is configured: the longest stage, whose plan says why, in any layout.
-        longest = max(list_changed_configs(config), key=lambda stage: stage.model.seq_length)
+        longest = max(list_stage_configs(config), key=lambda stage: stage.model.seq_length)
         plan = make_plan(longest.replace(stages=[]), vocab_size, cluster)
         return replace(plan, largest_stage="the longest stage")
     steps = largest.end_step - largest.first_step

@@ -98,9 +98,9 @@ class PositionModule(nn.Module):
         """Options that say where parameters start, on which a trained model no longer depends."""
         return {name for name in cls.options() if name == "std" or name.endswith(INITIALIZATION_SUFFIXES)}
 
-    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        """Weights that sum over all hidden units or all heads, and over which: in a wider model these sums have more
-        terms, so muP scales their start values and rates (`megatron/model/mup.py`)."""
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        """Weights whose fan-in grows with the model, and with what: they sum over all hidden units or all heads, so muP
+        scales their start values and rates (`megatron/model/mup.py`)."""
         return []
 
     def kernel_parameters(self) -> KernelParameters | None:

@@ -30,7 +30,7 @@ from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE
 from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.schema import Config, KeyPath
-from megatron.config.stages import list_changed_configs
+from megatron.config.stages import list_stage_configs
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
@@ -67,7 +67,7 @@ class SweepMember:
     @property
     def trained_config(self) -> Config:
         """The configuration that its training ends with: of its last stage."""
-        return next(reversed(list_changed_configs(self.config)), self.config)
+        return next(reversed(list_stage_configs(self.config)), self.config)
 
     @property
     def name(self) -> str:

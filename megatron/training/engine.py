@@ -142,13 +142,13 @@ class Engine:
             self.deepspeed.allreduce_gradients()
             self.z_loss = self.pipeline.z_loss / tokens if self.z_coefficient else None
             return total / tokens
-        z_total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
+        z_total = torch.zeros_like(total) if self.z_coefficient else None
         for index, batch in enumerate(micro_batches):
             progress(index)
             if index:
                 self.deepspeed.step()  # ends a micro-step; the last one of a step is ended by `step`
-            if self.z_coefficient:
+            if z_total is not None:
                 losses, log_z = self._compute_losses(batch, position_seed, with_log_z=True)
                 loss, z_loss = losses.sum(), self.z_coefficient * log_z.square().sum()
                 self.deepspeed.backward((loss + z_loss) * factor, scale_wrt_gas=False)
@@ -157,7 +157,7 @@ class Engine:
                 loss = self._compute_losses(batch, position_seed).sum()
                 self.deepspeed.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
-        self.z_loss = z_total / tokens if self.z_coefficient else None
+        self.z_loss = None if z_total is None else z_total / tokens
         return total / tokens
 
     @torch.no_grad()

@@ -30,7 +30,8 @@ needs the whole U of each matrix that it steps some elements of:
     tensor          what the ranks hold of the matrices is gathered; each orthogonalises some of the matrices, and their
                     sum with the others' zeros is what all go on with.
 
-Sums of one number and zeros are exact, so every layout steps by the same numbers, but for the rounding of gradients.
+Sums of one number and zeros are exact, so layouts differ by the rounding of gradients alone; in bfloat16 also by that
+of what is exchanged, which is rounded before it is normalised instead of after.
 torch.optim.Muon computes the same for matrices that a process holds whole. DeepSpeed's Muon orthogonalises what a
 tensor-parallel rank holds by itself, and queries, keys and values as one; megatron-core's needs its own engine and
 another package.

@@ -1,4 +1,4 @@
-"""`train_epochs`: how many steps read the training text so often.
+"""`train_epochs`: how many steps read the training text that many times.
 
 An epoch is as many sequences as the training datasets hold together. Steps are rounded down, so that nothing is read
 once more than was asked for. A run keeps the steps that it began with (`megatron.checkpoint.resume`).

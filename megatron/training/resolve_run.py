@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
-from megatron.config.stages import ENDS, count_late_stages, resolve_stages
+from megatron.config.stages import ENDS, count_unreached_stages, resolve_stages
 from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
@@ -64,7 +64,7 @@ def resolve_run(
         _check_memory(config, hardware, topology.device, topology.ranks_on_node, topology.ranks)
     if topology.ranks is not None:
         config = resolve_stages(resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data))
-    if topology.ranks is not None and (num_late := count_late_stages(config)):
+    if topology.ranks is not None and (num_late := count_unreached_stages(config)):
         train_iters = config.training.train_iters
         notes.append(f"stages: the last {num_late} would begin at train_iters {train_iters} or later, and do not")
     return ResolvedRun(config, topology.ranks, tuple(notes))

@@ -163,7 +163,7 @@ def test_under_the_standard_parametrisation_they_do_not() -> None:
 
 
 def test_a_processor_needs_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cdape, "list_growing_sums", lambda self: [])
+    monkeypatch.setattr(Cdape, "list_growing_fan_ins", lambda self: [])
     assert exponents("width", "muP")["processor channels"] > 0.6
 
 

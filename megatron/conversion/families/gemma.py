@@ -6,6 +6,7 @@ windows in all of its layers or in none is exact.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.config.schema import Config
@@ -135,15 +136,13 @@ GEMMA = ModelFamily(
     find_other_conflict=_find_conflict,
     multipliers=("embedding",),
 )
-GEMMA2 = ModelFamily(
+GEMMA2 = replace(
+    GEMMA,
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    base_model_prefix="model.",
     from_hf_config=_gemma2_from_hf_config,
     supported_values=_gemma2_supported_values,
     to_hf_keys=_gemma2_to_hf_keys,
-    known_difference=KNOWN_DIFFERENCE,
     weight_mappings=lambda config: map_llama_weights(config, GEMMA2_NORMS, AddOne()),
-    find_other_conflict=_find_conflict,
     multipliers=("embedding", "query"),
 )

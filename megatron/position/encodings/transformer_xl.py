@@ -70,7 +70,7 @@ class TransformerXL(Encoding):
         self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, std)
         self._table: Tensor | None = None
 
-    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         return [(self.project.weight, "hidden")]
 
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class Cdape(Processor):
     def has_effect(self) -> bool:
         return bool(self.output.weight.any() or self.output.bias.any()) or (self.has_bias and not self.residual_bias)
 
-    def list_growing_sums(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         return [(self.hidden.weight, "heads")]
 
     def kernel_parameters(self) -> ConvolutionParameters:
