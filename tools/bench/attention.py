@@ -225,9 +225,12 @@ def main() -> None:
     refused = [record for record in result["records"] if "refusal" in record]
     for record in refused:
         print(f"error: {record['peer']} at T = {record['T']}: {record['refusal']}", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is written, and the compiler's processes take their time to end
     sys.exit(1 if refused else 0)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit:  # all is written, and the compiler's processes take their time to end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
