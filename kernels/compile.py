@@ -5,8 +5,8 @@
 compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
 and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
 told without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton
-notices only at launch) or spills more registers than its budget. These are limits, not a record: registers and spills
-change with every version of Triton and of ptxas, within them.
+notices only at launch) or spills more registers than its budget, which is none unless its op says why. These are
+limits, not a record: registers and spills change with every version of Triton and of ptxas, within them.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from kernels.runtime import is_interpreted
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
-SPILL_BUDGET = 768
-"""Bytes that a thread may spill, written or read, three quarters of its 255 registers: they stay in the first cache.
+SPILL_BUDGET = 0
+"""Bytes that a thread may spill, written or read, unless the op's aot_configs.py names more and says why.
 
-Tiles that are too large for the registers end far beyond: at 4 to 10 KB (docs/log.md). With Triton 3.7.1 the kernels of
-the half types spill up to 756 bytes.
+Tiles that are too large for the registers end far beyond: at 4 to 10 KB (docs/log.md). What is allowed holds for
+Triton 3.7.1.
 """
 SPILL_BUDGET_FLOAT32 = 2048
-"""Of float32 products, whose factors take twice the registers, of the widest processors, and of the gradient of q at
-head dimensions of 80 and 96 on sm_80, most of whose spills stand outside its loop: up to 1,316 bytes."""
+"""Of float32 products, whose factors take twice the registers, and of the widest processors: they stay in the first
+cache."""
 
 
 @dataclass(frozen=True)

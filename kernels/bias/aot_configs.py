@@ -6,13 +6,15 @@ from typing import Any
 from kernels.bias import configs
 from kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
 from kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
-from kernels.compile import KernelConfig, build_signature
+from kernels.compile import SPILL_BUDGET, KernelConfig, build_signature
 from kernels.runtime import Tile
 
 HEADS = (16, 32, configs.MAX_HEADS)
 """Filled up to a power of two; fewer compile to what 16 do."""
 WIDTHS = (32, configs.MAX_WIDTH)
 DTYPE_NAMES = ("bf16", "fp32")
+SPILL_BUDGETS = {"bf16": 64, "fp32": 256}
+"""Bytes of FIRE's gradient, whose sums for all heads and units of a program are in registers."""
 DTYPE_POINTERS = ("out_ptr", "dout_ptr")
 """Pointers to the compute type; the others are to float32."""
 
@@ -47,4 +49,5 @@ def _build_config(name: str, kernel: Any, dtype_name: str, tile: Tile, constants
         signature=build_signature(kernel, constants, dtype_name, float32),
         constexprs=constants,
         options=tile.options,
+        spill_budget=SPILL_BUDGETS[dtype_name] if kernel is _fire_bwd_kernel else SPILL_BUDGET,
     )

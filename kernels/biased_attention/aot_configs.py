@@ -11,13 +11,25 @@ import torch
 from kernels.biased_attention import configs
 from kernels.biased_attention.backward import _bwd_dkdv_kernel, _bwd_dq_kernel
 from kernels.biased_attention.forward import HeadRows, Sizes, Tables, _fwd_kernel
-from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
+from kernels.compile import SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
 from kernels.instructions import PassKernel
 
 HEAD_DIMS = (32, 64, 80, 96, 128)
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLES = {"plain": ("bias_ptr", "weight_ptr"), "bias": ("weight_ptr",), "bias+weight": ()}
 """What is there of the tables, by which of them is absent."""
+STRIDE = 3 * 12 * 64
+"""From one row of q, k and v to the next, where they are computed as one matrix with 12 heads of 64."""
+SPILL_BUDGETS = {
+    ("fwd", False): 24,
+    ("fwd", True): 112,
+    ("bwd_dq", False): 136,
+    ("bwd_dq", True): 560,
+    ("bwd_dkdv", False): 0,
+    ("bwd_dkdv", True): 144,
+}
+"""Bytes of half types, by kernel and whether a head has more than 64 dimensions. Most are spilled and read around the
+loops over tiles, not in them; tiles that spill nothing take half as many instructions again."""
 FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr")
 TUPLES = {
     **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
@@ -44,7 +56,8 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
             ("bwd_dq", _bwd_dq_kernel, tiles.bwd_dq),
             ("bwd_dkdv", _bwd_dkdv_kernel, tiles.bwd_dkdv),
         ):
-            constants = dict(configs.tile_constants(tile, dim, windowed=windowed))
+            strides = (STRIDE,) * (3 if kernel is _fwd_kernel else 4)
+            constants = dict(configs.tile_constants(tile, dim, strides, windowed=windowed))
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             yield KernelConfig(
@@ -56,9 +69,7 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
                 constexprs=constants,
                 options=tile.options,
                 arches=(arch,),
-                spill_budget=SPILL_BUDGET_FLOAT32
-                if dtype_name == "fp32" or (kernel_name == "bwd_dq" and dim in (80, 96) and arch == 80)
-                else SPILL_BUDGET,
+                spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGETS[kernel_name, dim > 64],
             )
 
 

@@ -74,9 +74,11 @@ def rotate_diagonals(folded, BLOCK_M: tl.constexpr):
     """Rows of `fold_rows`, rotated so that column t holds the diagonals t and t − BLOCK_M."""
     r = tl.arange(0, BLOCK_M // 2)[:, None]
     t = tl.arange(0, BLOCK_M)[None, :]
-    index = r * BLOCK_M + ((diagonal_shifts(BLOCK_M) - t) & (BLOCK_M - 1))
+    # Each row twice, so that no index wraps: a thread's are then one address and constants of its loads.
+    index = (r * 2 + 1) * BLOCK_M + (diagonal_shifts(BLOCK_M) - t)
     SIZE: tl.constexpr = BLOCK_M // 2 * BLOCK_M
-    turned = tl.gather(tl.reshape(folded, [SIZE]), tl.reshape(index, [SIZE]), 0)
+    twice = tl.permute(tl.join(folded, folded), (0, 2, 1))
+    turned = tl.gather(tl.reshape(twice, [SIZE * 2]), tl.reshape(index, [SIZE]), 0)
     return tl.reshape(turned, [BLOCK_M // 2, BLOCK_M])
 
 
@@ -199,6 +201,10 @@ def _bwd_dq_kernel(
     dq_ptr,
     delta_ptr,
     sizes,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    DO_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -219,7 +225,8 @@ def _bwd_dq_kernel(
     pair = tl.program_id(1).to(tl.int64)
     scale, R, N = sizes.scale, sizes.R, sizes.N
     b, h = pair // sizes.H, pair % sizes.H
-    q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
+    q, k = select_head(q, b, h, Q_STRIDE), select_head(k, b, h, K_STRIDE)
+    v, do = select_head(v, b, h, V_STRIDE), select_head(do, b, h, DO_STRIDE)
     o_ptr += pair * R * HEAD_DIM
     dq_ptr += pair * R * HEAD_DIM
     tables = offset_tables(tables, h * N)
@@ -381,6 +388,10 @@ def _bwd_dkdv_kernel(
     dk_ptr,
     dv_ptr,
     sizes,
+    Q_STRIDE: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
+    DO_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -395,7 +406,8 @@ def _bwd_dkdv_kernel(
     pair = tl.program_id(1).to(tl.int64)
     scale, H, R, C, N, offset, window = sizes
     b, h = pair // H, pair % H
-    q, k, v, do = select_head(q, b, h), select_head(k, b, h), select_head(v, b, h), select_head(do, b, h)
+    q, k = select_head(q, b, h, Q_STRIDE), select_head(k, b, h, K_STRIDE)
+    v, do = select_head(v, b, h, V_STRIDE), select_head(do, b, h, DO_STRIDE)
     lse_ptr += pair * R
     delta_ptr += pair * R
     tables = offset_tables(tables, h * N)

@@ -39,20 +39,20 @@ HALF = {
         64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
         80: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 2)),
         96: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1), BackwardTile(32, 128, 8, 1)),
-        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 2), BackwardTile(64, 64, 8, 2)),
+        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 1), BackwardTile(64, 64, 8, 2)),
     },
     90: {
-        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
-        96: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
-        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(32, 128, 8, 2, True)),
+        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(64, 128, 8, 2, True)),
+        96: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(64, 128, 8, 2, True)),
+        128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(32, 128, 8, 2, True)),
     },
 }
 """float16 and bfloat16, by architecture and largest head dimension.
 
 Of the tiles that stay within the budget of spills those are chosen that take the fewest instructions for a score
-(`kernels/instructions.py`), spilled values counted; two stages if they cost less than a tenth more, since they load
-ahead. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 2 times as many: most of what a warp does there
-does not become less with its share. What spills then does so around the loop over columns, not in it.
+(`kernels/instructions.py`), spilled values counted; two stages, which load ahead, if they cost less than a tenth more
+and spill no more. Where four warps hold a tile of `bwd_dq`, eight take 1.4 to 2 times as many: most of what a warp
+does there does not become less with its share. What spills then mostly does so around the loop over columns, not in it.
 """
 
 SINGLE = {
@@ -80,9 +80,14 @@ def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles
 
 
 @cache
-def tile_constants(tile: Tile, head_dim: int, *, windowed: bool) -> dict[str, Any]:
-    """The constants that the op's kernels share; not to be changed, since the next launch gets the same."""
+def tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...], *, windowed: bool) -> dict[str, Any]:
+    """The constants that the op's kernels share; not to be changed, since the next launch gets the same.
+
+    Args:
+        strides: elements from one row to the next of q, k, v, and in the backward kernels of the output's gradient.
+    """
     return {
+        **dict(zip(("Q_STRIDE", "K_STRIDE", "V_STRIDE", "DO_STRIDE"), strides, strict=False)),
         "HAS_WINDOW": windowed,
         **tile.blocks,
         **head_dim_constants(head_dim),

@@ -204,9 +204,14 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def _row_stride(x: Tensor) -> int:
+    """From one row to the next, for which code is compiled; of a single row, which has any, always the same."""
+    return x.stride(2) if x.shape[2] > 1 else x.shape[3]
+
+
 def _build_head_rows(x: Tensor) -> HeadRows:
-    batch, head, row, _ = x.stride()
-    return HeadRows(x, batch, head, row)
+    batch, head, _, _ = x.stride()
+    return HeadRows(x, batch, head)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -233,12 +238,13 @@ def _forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
+    strides = (_row_stride(q), _row_stride(k), _row_stride(v))
     with launch_context(q):
         launch(
             _fwd_kernel,
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight), out, lse, sizes),
-            configs.tile_constants(tile, dim, windowed=window is not None),
+            configs.tile_constants(tile, dim, strides, windowed=window is not None),
             tile.options,
         )
     return out, lse
@@ -285,19 +291,20 @@ def _backward(
     sizes = Sizes(scale, heads, rows, columns, size, offset, window or 0)
     dtables = Tables(dbias_sums, dweight_sums)
     windowed = window is not None
+    strides = (_row_stride(q), _row_stride(k), _row_stride(v), _row_stride(grad))
     with launch_context(q):
         launch(
             _bwd_dq_kernel,
             (groups, batch * heads, 1),
             (q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta, sizes),
-            configs.tile_constants(tiles.bwd_dq, dim, windowed=windowed),
+            configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
             tiles.bwd_dq.options,
         )
         launch(
             _bwd_dkdv_kernel,
             (cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads, 1),
             (q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
-            configs.tile_constants(tiles.bwd_dkdv, dim, windowed=windowed),
+            configs.tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
             tiles.bwd_dkdv.options,
         )
     dbias = dbias_sums.sum((0, 2)) if dbias_sums is not None and bias_is_own else None

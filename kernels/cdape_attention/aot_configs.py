@@ -30,9 +30,11 @@ SHAPES = [
     (32, 64, 7),
 ]
 """H, D and k: the shipped models at the default width, and the widest."""
-HEAD_DIMS = (32, 64, 80, 128)
+HEAD_DIMS = (32, 64, 80, 96, 128)
 ROWS = 256
 DECODE_ROWS = 1
+SPILL_BUDGET_LONG = 16
+"""Of processors with more than three taps: a register or two of mix_bwd on sm_80."""
 PROCESSOR_KERNELS = {
     "mix_fwd": _processor_fwd_kernel,
     "mix_bwd": _processor_bwd_kernel,
@@ -61,7 +63,11 @@ def _build_processor_config(
         signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS),
         constexprs=constants,
         options=tile.options,
-        spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" or width > 32 else SPILL_BUDGET,
+        spill_budget=SPILL_BUDGET_FLOAT32
+        if dtype_name == "fp32" or width > 32
+        else SPILL_BUDGET_LONG
+        if kernel_size > 3
+        else SPILL_BUDGET,
     )
 
 
@@ -115,7 +121,7 @@ def list_configurations() -> Iterator[KernelConfig]:
                 yield _build_attend_config(name, dim, dtype_name, ROWS)
         for name in ATTEND_KERNELS:
             yield _build_attend_config(name, dim, "bf16", ROWS, odd=True)
-    for heads, dim in ((4, 32), (12, 64), (16, 64), (32, 80), (16, 128)):
+    for heads, dim in ((4, 32), (12, 64), (16, 64), (32, 80), (16, 96), (16, 128), (32, 128)):
         for dtype_name in DTYPES_BY_NAME if (heads, dim) == (12, 64) else ("bf16",):
             for name in HEAD_TILE_KERNELS:
                 yield _build_head_tile_config(name, heads, dim, dtype_name, ROWS)
