@@ -80,11 +80,13 @@ def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles
 
 
 @cache
-def tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...], *, windowed: bool) -> dict[str, Any]:
+def tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...] = (), *, windowed: bool) -> dict[str, Any]:
     """The constants that the op's kernels share; not to be changed, since the next launch gets the same.
 
     Args:
-        strides: elements from one row to the next of q, k, v, and in the backward kernels of the output's gradient.
+        strides: of the backward kernels, elements from one row to the next of q, k, v and the output's gradient, so
+            that the addresses of a tile's rows are constants of its loads: as arguments they take two registers a row.
+            The forward kernel, which is called with many batch sizes and has the registers, gets them as arguments.
     """
     return {
         **dict(zip(("Q_STRIDE", "K_STRIDE", "V_STRIDE", "DO_STRIDE"), strides, strict=False)),

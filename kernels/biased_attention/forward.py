@@ -24,11 +24,11 @@ class HeadRows(NamedTuple):
     ptr: Any
     stride_b: Any
     stride_h: Any
+    stride_row: Any
 
 
 class Rows(NamedTuple):
-    """A sequence's rows of a head, and how many elements lie from one to the next: a constant of the kernel, so that
-    rows' places in a tile are constants of its loads. As arguments they took two registers a row."""
+    """A sequence's rows of a head, and how many elements lie from one to the next."""
 
     ptr: Any
     stride_row: Any
@@ -54,9 +54,9 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def select_head(x, b, h, STRIDE: tl.constexpr):
-    """`x` of a sequence and a head."""
-    return Rows(x.ptr + (b * x.stride_b + h * x.stride_h), STRIDE)
+def select_head(x, b, h, stride_row):
+    """`x` of a sequence and a head, whose rows are `stride_row` elements apart."""
+    return Rows(x.ptr + (b * x.stride_b + h * x.stride_h), stride_row)
 
 
 @triton.jit
@@ -217,9 +217,6 @@ def _fwd_kernel(
     o_ptr,
     lse_ptr,
     sizes,
-    Q_STRIDE: tl.constexpr,
-    K_STRIDE: tl.constexpr,
-    V_STRIDE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -236,7 +233,7 @@ def _fwd_kernel(
     pair = tl.program_id(1).to(tl.int64)
     R = sizes.R
     b, h = pair // sizes.H, pair % sizes.H
-    q, k, v = select_head(q, b, h, Q_STRIDE), select_head(k, b, h, K_STRIDE), select_head(v, b, h, V_STRIDE)
+    q, k, v = select_head(q, b, h, q.stride_row), select_head(k, b, h, k.stride_row), select_head(v, b, h, v.stride_row)
     tables = offset_tables(tables, h * sizes.N)
     q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)

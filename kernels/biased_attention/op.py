@@ -205,13 +205,13 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def _row_stride(x: Tensor) -> int:
-    """From one row to the next, for which code is compiled; of a single row, which has any, always the same."""
+    """From one row to the next, for which backward kernels are compiled; of a single row, which has any, its size."""
     return x.stride(2) if x.shape[2] > 1 else x.shape[3]
 
 
 def _build_head_rows(x: Tensor) -> HeadRows:
-    batch, head, _, _ = x.stride()
-    return HeadRows(x, batch, head)
+    batch, head, row, _ = x.stride()
+    return HeadRows(x, batch, head, row)
 
 
 def _table_size(bias: Tensor | None, weight: Tensor | None) -> int:
@@ -238,13 +238,12 @@ def _forward(
     out = q.new_empty(q.shape)
     lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
     sizes = Sizes(scale, heads, rows, k.shape[2], _table_size(bias, weight), offset, window or 0)
-    strides = (_row_stride(q), _row_stride(k), _row_stride(v))
     with launch_context(q):
         launch(
             _fwd_kernel,
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight), out, lse, sizes),
-            configs.tile_constants(tile, dim, strides, windowed=window is not None),
+            configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
         )
     return out, lse
