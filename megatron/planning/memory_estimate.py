@@ -209,8 +209,10 @@ class _StageMemory:
         beside = 2 * self.hidden_bytes if self.is_last else 0  # the final norm
         beside += self.hidden_bytes if self.sizes.pipeline > 1 and not self.is_last else 0  # what was handed on
         in_flight = (self.num_in_flight - 1) * (layers + beside)
-        # A stage receives each micro-batch, and each gradient, into a buffer of its own.
-        handed = self.num_micro_batches * self.hidden_bytes * ((not self.is_first) + (not self.is_last))
+        # A stage has a buffer for each micro-batch in flight, which is its first layer's input, and one for a gradient.
+        received = 0 if self.is_first else self.hidden_bytes
+        handed = self.num_in_flight * received + (0 if self.is_last else self.hidden_bytes)
+        in_flight -= self.num_in_flight * received
 
         def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
             return Moment(name, gradients, handed + buffers, **parts)

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from megatron.config.schema import Config
 from megatron.data.dataloader import Batch
 from megatron.distributed.collectives import all_reduce_sum_
+from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
@@ -24,6 +25,33 @@ from megatron.model.gpt import GPT
 def compute_bubble(stages: int, micro_batches: int) -> float:
     """The share of a step that a stage spends waiting for the others."""
     return (stages - 1) / (micro_batches + stages - 1)
+
+
+def count_in_flight(stage: Axis, micro_batches: int) -> int:
+    """Micro-batches that a stage has begun and not ended, at most: one for itself and each stage after it."""
+    return min(stage.size - stage.index, micro_batches)
+
+
+class BufferedStage(PipelineStage):
+    """PyTorch's stage, with buffers of what its neighbours send for as many micro-batches as it holds at a time.
+
+    PyTorch's own has a buffer for each micro-batch of a step. By 1F1B a stage receives a micro-batch only after the
+    backward pass of the one that is `in_flight` before it, and a gradient only after that of the one before.
+    """
+
+    in_flight: int
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_forward_infra(min(num_microbatches, self.in_flight), *args, **kwargs)
+        for index in range(self.in_flight, num_microbatches):
+            self.args_recv_info[index] = self.args_recv_info[index - self.in_flight]
+        return found
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.grad_recv_info |= dict.fromkeys(range(1, num_microbatches), self.grad_recv_info[0])
+        self.chunks = num_microbatches
+        return found
 
 
 class PipelineSchedule:
@@ -43,7 +71,7 @@ class PipelineSchedule:
         losses = torch.empty(shape, dtype=torch.float32, device="meta", requires_grad=True)
         dtype = get_torch_dtype(training.compute_dtype)
         hidden = torch.empty(length, batch, config.model.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-        stage = PipelineStage(
+        stage = BufferedStage(
             gpt,
             mesh.pipeline.index,
             mesh.pipeline.size,
@@ -52,6 +80,7 @@ class PipelineSchedule:
             output_args=losses if gpt.is_last_stage else hidden,
             group=groups.group("pipeline"),
         )
+        stage.in_flight = count_in_flight(mesh.pipeline, training.gradient_accumulation_steps)
         self.schedule = Schedule1F1B(stage, training.gradient_accumulation_steps, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, losses: Tensor, mask: Tensor) -> Tensor:

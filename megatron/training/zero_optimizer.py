@@ -29,6 +29,9 @@ from megatron.distributed.collectives import all_reduce_sum_
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 
+CAST_ELEMENTS = 1 << 25
+"""Of gradients that are cast together, to be added to sums in another type: 128 MiB in float32."""
+
 
 def can_flatten(optimizer: Any) -> bool:
     """Is an engine's optimizer one whose work can be done here?"""
@@ -153,7 +156,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         if not sources:
             return
         if self._is_summed:
-            torch._foreach_add_(targets, _cast_all(sources, self._partition_dtype))
+            _add_all(targets, sources)
         else:
             torch._foreach_copy_(targets, sources)
 
@@ -218,14 +221,32 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
                 parameter.grad = None
 
 
-def _cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The same numbers in a type, in few launches."""
-    if tensors[0].dtype == dtype:
-        return tensors
-    buffer = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
-    casts = list(buffer.split([t.numel() for t in tensors]))
-    torch._foreach_copy_(casts, tensors)
-    return casts
+def _add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add to each target its source, which has as many elements and may have another type, in few launches.
+
+    `torch._foreach_add_` of two types would be a launch for each tensor. So the sources are cast first, together as
+    many of them as have `CAST_ELEMENTS`: a cast of all would take twice what a half type's gradients do.
+    """
+    dtype = targets[0].dtype
+    if sources[0].dtype == dtype:
+        torch._foreach_add_(targets, sources)
+        return
+    pieces = [
+        pair
+        for target, source in zip(targets, sources, strict=True)
+        for pair in zip(target.split(CAST_ELEMENTS), source.split(CAST_ELEMENTS), strict=True)
+    ]
+    total = sum(source.numel() for source in sources)
+    buffer = torch.empty(min(total, CAST_ELEMENTS), dtype=dtype, device=targets[0].device)
+    while pieces:
+        count, numel = 0, 0
+        while count < len(pieces) and numel + pieces[count][0].numel() <= CAST_ELEMENTS:
+            numel += pieces[count][0].numel()
+            count += 1
+        group, pieces = pieces[:count], pieces[count:]
+        casts = list(buffer[:numel].split([target.numel() for target, _ in group]))
+        torch._foreach_copy_(casts, [source for _, source in group])
+        torch._foreach_add_([target for target, _ in group], casts)
 
 
 def flatten_optimizer(optimizer: DeepSpeedZeroOptimizer, groups: ProcessGroups) -> FlatZeroOptimizer:

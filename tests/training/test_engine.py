@@ -12,16 +12,18 @@ from models import build_model
 from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
+from torch.distributed.pipelining._utils import InferenceMode
 
 from megatron.checkpoint.engine_state import list_optimizer_shards
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import parameter_groups
 from megatron.position import registry
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, build_deepspeed_config
+from megatron.training.pipeline import BufferedStage, count_in_flight
 from megatron.training.projected_optimizers import ProjectedAdamW
 from tools.rounding import compute_tolerance, count_gpt_sums
 
@@ -148,6 +150,7 @@ def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
     stage: int, precision: str, accumulate: int, zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses, norms, masters and moments bit for bit, a step without clipping and one that is skipped included."""
+    monkeypatch.setattr("megatron.training.zero_optimizer.CAST_ELEMENTS", 1000)  # tensors larger and smaller
     chosen = config(
         stage, precision, gradient_clipping=0.5, weight_decay=0.2, train_micro_batch_size_per_gpu=2,
         gradient_accumulation_steps=accumulate, train_batch_size=2 * accumulate, zero=zero,
@@ -180,6 +183,29 @@ def test_lists_of_gradients_give_what_deepspeed_gives_one_by_one(
     assert states.keys() == wanted_states.keys()
     for name, state in states.items():
         assert torch.equal(state, wanted_states[name]), name
+
+
+@pytest.mark.parametrize(("index", "micro_batches"), [(0, 6), (1, 6), (1, 2), (3, 6)])
+def test_a_pipeline_stage_has_buffers_for_the_micro_batches_in_flight(index: int, micro_batches: int) -> None:
+    """By 1F1B stage i of 4 is sent micro-batch j after the backward pass of j − (4 − i), the gradient of j after that
+    of j − 1: a buffer is written again only then."""
+    init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
+    hidden = torch.empty(5, 3, device="meta", requires_grad=True)
+    stage = BufferedStage(nn.Linear(3, 3), index, 4, torch.device("cpu"), input_args=hidden, output_args=hidden)
+    stage.in_flight = count_in_flight(Axis(index, 4), micro_batches)
+    stage._inference_mode = InferenceMode.STATIC
+    stage._prepare_forward_infra(micro_batches, None, has_backward=True)
+    stage._prepare_backward_infra(micro_batches)
+    activations, gradients = (
+        [info.buffer.data_ptr() for i in range(micro_batches) for info in infos[i] if info.buffer is not None]
+        for infos in (stage.args_recv_info, stage.grad_recv_info)
+    )
+    in_flight = min(4 - index, micro_batches)
+    assert stage.chunks == micro_batches
+    assert len(set(activations)) == (in_flight if index else 0)
+    assert all(len(set(activations[i : i + in_flight])) in (0, min(in_flight, len(activations) - i))
+               for i in range(len(activations)))  # fmt: skip
+    assert gradients == gradients[:1] * (0 if index == 3 else micro_batches)
 
 
 def test_zero_3_gathers_the_output_layer_for_each_piece_of_the_loss() -> None:
