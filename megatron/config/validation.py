@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megatron.attention.backends.capabilities import find_method_lack
 from megatron.config import method_names
 from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
@@ -12,7 +13,7 @@ from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
 from megatron.options.training import find_schedule_conflicts, find_training_conflicts
-from megatron.position.catalog import MethodFacts, MethodFileError, list_encodings, read_encoding_facts
+from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
@@ -101,7 +102,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         facts = read_encoding_facts(position.pos_emb)
     except MethodFileError:  # refused elsewhere
         return
-    reason = find_backend_problem(
+    reason = find_method_lack(
         backend,
         facts,
         has_processor=position.score_processor != "none",
@@ -112,39 +113,6 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         if position.score_processor != "none":
             method += f" with score_processor {position.score_processor}"
         yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
-
-
-def find_backend_problem(
-    backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool = False
-) -> str | None:
-    """Why a backend cannot compute an encoding, with or without a score processor: what of its `unsupported_reason`
-    follows from the method's file alone (a test compares them). None: nothing that is known without torch."""
-    match backend:
-        case "sdpa" | "flex" if has_processor:
-            return "it cannot process scores"
-        case "sdpa" if has_softcap:
-            return "it cannot cap the scores (attn_logit_softcapping)"
-        case "sdpa" if facts.changes_scores:
-            return "it cannot add a position bias to the scores"
-        case "flex" if facts.hooks & {"dense", "contextual"} or facts.multiplies_scores:
-            return "it is for a bias of the distance alone"
-        case "flex" if not (facts.adds_bias or has_softcap):
-            return "it is for a bias of the distance alone"
-        case "native" if not has_processor:
-            return "it is for score processors"
-        case "native" if has_softcap:
-            return "it cannot cap the scores (attn_logit_softcapping)"
-        case "triton" | "native" if "contextual" in facts.hooks:
-            return "it cannot add contextual terms"
-        case "triton" if has_softcap:
-            return "it cannot cap the scores (attn_logit_softcapping)"
-        case "native" if "dense" in facts.hooks:
-            return "it cannot compute a bias that is not a function of the distance"
-        case "triton" if has_processor and "dense" not in facts.hooks and facts.multiplies_scores:
-            return "it cannot multiply the scores before a processor"
-        case "native" if facts.multiplies_scores:
-            return "it cannot multiply the scores before a processor"
-    return None
 
 
 def _validate_batch(config: Config) -> Iterator[ConfigProblem]:

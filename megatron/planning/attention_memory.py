@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
+from megatron.attention.backends.capabilities import find_method_lack
 from megatron.planning.model_costs import PlannedEncoding, PlannedProcessor
 
 MATRIX_ROWS = 256
@@ -338,22 +339,22 @@ ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
 
 def supports_sdpa(encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool = False) -> bool:
     """Can PyTorch's fused attention compute a method?"""
-    return encoding.supports_sdpa and processor is None and not has_softcap
+    return _can_compute("sdpa", encoding, processor, has_softcap=has_softcap)
 
 
 def supports_triton(
     encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
 ) -> bool:
     """Can the kernels compute a method, or a part of it?"""
-    facts = encoding.facts
-    if (
-        has_softcap
-        or head_dim > MAX_HEAD_DIM
-        or "contextual" in facts.hooks
-        or ("dense" in facts.hooks and not facts.has_kernel_parameters)
-    ):
-        return False
-    return processor is None or (processor.width <= MAX_PROCESSOR_WIDTH and not facts.multiplies_scores)
+    fits = head_dim <= MAX_HEAD_DIM and (processor is None or processor.width <= MAX_PROCESSOR_WIDTH)
+    return fits and _can_compute("triton", encoding, processor, has_softcap=has_softcap)
+
+
+def _can_compute(
+    backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool
+) -> bool:
+    has_processor = processor is not None
+    return find_method_lack(backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap) is None
 
 
 def list_backends(
@@ -363,8 +364,7 @@ def list_backends(
     names = ["auto"]
     if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap):
         names.append("triton")
-    facts = encoding.facts
-    if processor is None and (facts.adds_bias or has_softcap) and not facts.multiplies_scores:
-        names += ["flex"] if not {"dense", "contextual"} & set(facts.hooks) else []
+    if _can_compute("flex", encoding, processor, has_softcap=has_softcap):
+        names.append("flex")
     names += ["chunked", "eager"]
     return [*names, "sdpa"] if supports_sdpa(encoding, processor, has_softcap=has_softcap) else names

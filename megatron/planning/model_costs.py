@@ -47,11 +47,6 @@ class PlannedEncoding:
     cost: EncodingCost
     options: MethodOptions
 
-    @property
-    def supports_sdpa(self) -> bool:
-        """Nothing is added to the scores, so that PyTorch's fused attention can do it."""
-        return not self.facts.changes_scores
-
 
 @dataclass(frozen=True)
 class PlannedProcessor:

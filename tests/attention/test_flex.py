@@ -90,9 +90,9 @@ def test_it_equals_eager_in_the_output_and_all_gradients(name, start, window, he
     [
         (("kerple_log", "cdape"), "it cannot process scores"),
         (("none", "none"), "it is for a bias of the distance alone"),
-        (("fire", "none"), "it is for a bias of the distance alone"),
-        (("kerple_bias_weight", "none"), "it is for a bias of the distance alone"),
-        (("cope", "none"), "it is for a bias of the distance alone"),
+        (("fire", "none"), "it cannot compute a bias that is not a function of the distance"),
+        (("kerple_bias_weight", "none"), "it cannot multiply the scores"),
+        (("cope", "none"), "it cannot add contextual terms"),
         (("alibi", "none"), None),
     ],
 )

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from megatron.attention.backends.capabilities import find_lack, list_score_features
+from megatron.position.facts import HOOKS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,6 +39,23 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
     A backend says so in its attribute of this name. The others are asked document by document.
     """
     return getattr(backend, "takes_first_keys", False)
+
+
+def find_combination_lack(
+    backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None
+) -> str | None:
+    """Why a backend can compute no call of a combination, as far as `capabilities.py` knows; None if nothing is known.
+
+    backend: a value of `attention_backend`.
+    """
+    features = list_score_features(
+        [hook for hook in HOOKS if type(encoding).overrides_hook(hook)],
+        multiplies_scores=encoding.multiplies_scores,
+        has_kernel_parameters=encoding.kernel_parameters() is not None,
+        has_processor=processor is not None,
+        has_softcap=softcap is not None,
+    )
+    return find_lack(backend, features)
 
 
 class AttentionBackend(Protocol):

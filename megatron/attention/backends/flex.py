@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -49,12 +49,8 @@ class FlexBackend:
     ) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if processor is not None:
-            return "it cannot process scores"
-        adds_other = any(type(encoding).overrides_hook(hook) for hook in ("dense", "contextual"))
-        changes_scores = encoding.adds_bias or softcap is not None
-        if adds_other or encoding.multiplies_scores or not changes_scores:
-            return "it is for a bias of the distance alone"
+        if reason := find_combination_lack("flex", encoding, processor, softcap):
+            return reason
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not repeatable (deterministic: true)"
         return None

@@ -7,24 +7,19 @@ from torch import Tensor
 from kernels.cdape_attention.args import CdapeArgs
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.base import ConvolutionParameters
-from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 
 
 def processor_unsupported_reason(
-    encoding: Encoding, processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
+    processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
-    """Why no kernel can compute the combination, or None.
+    """Why no kernel can compute the processor, or None.
 
     Args:
-        encoding, processor: the combination.
+        processor: the processor.
         max_width, max_kernel_size: the largest width and size of a convolution that a kernel takes, if it has such
             limits.
     """
-    if type(encoding).overrides_hook("contextual"):
-        return "it cannot add contextual terms"
-    if type(encoding).overrides_hook("dense"):
-        return "it cannot compute a bias that is not a function of the distance"
     convolutions = processor.kernel_parameters()
     if not isinstance(convolutions, ConvolutionParameters):
         return "it cannot compute this processor"
@@ -33,7 +28,7 @@ def processor_unsupported_reason(
         return f"its processors have a width of at most {max_width}, not {width}"
     if max_kernel_size is not None and kernel_size > max_kernel_size:
         return f"its kernels have a size of at most {max_kernel_size}, not {kernel_size}"
-    return "it cannot multiply the scores before a processor" if encoding.multiplies_scores else None
+    return None
 
 
 def processor_fallback_reason(inputs: AttentionInputs) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import cpu
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
     processor_unsupported_reason,
@@ -45,11 +45,10 @@ class NativeBackend:
         encoding: Encoding, processor: Processor | None, softcap: float | None = None
     ) -> str | None:
         """Why it refuses, wherever the model will run."""
-        if processor is None:
-            return "it is for score processors"
-        if softcap is not None:
-            return "it cannot cap the scores (attn_logit_softcapping)"
-        return processor_unsupported_reason(encoding, processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
+        reason = find_combination_lack("native", encoding, processor, softcap)
+        if reason is not None or processor is None:
+            return reason
+        return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = _fallback_reason(inputs)

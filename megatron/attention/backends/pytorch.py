@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_combination_lack
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -121,12 +121,7 @@ class SdpaBackend:
     def unsupported_reason(
         self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
     ) -> str | None:
-        if processor is not None:
-            return "it cannot process scores"
-        if softcap is not None:
-            return "it cannot cap the scores (attn_logit_softcapping)"
-        adds = [hook for hook in ("table", "dense", "contextual") if type(encoding).overrides_hook(hook)]
-        return "it cannot add a position bias to the scores" if adds else None
+        return find_combination_lack("sdpa", encoding, processor, softcap)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start

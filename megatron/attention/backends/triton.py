@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
     processor_unsupported_reason,
@@ -75,17 +75,15 @@ class TritonBackend:
 
         if encoding.dims.head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.dims.head_dim}"
-        if type(encoding).overrides_hook("contextual"):
-            return "it cannot add contextual terms"
-        if softcap is not None:
-            return "it cannot cap the scores (attn_logit_softcapping)"
+        if reason := find_combination_lack("triton", encoding, processor, softcap):
+            return reason
         if type(encoding).overrides_hook("dense"):
             return _fire_unsupported_reason(encoding)
         if processor is None:
             return None
         from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 
-        return processor_unsupported_reason(encoding, processor, max_width=MAX_PROCESSOR_WIDTH)
+        return processor_unsupported_reason(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
         """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""

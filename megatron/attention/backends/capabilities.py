@@ -1,0 +1,116 @@
+"""Which methods each attention backend can compute, as far as the method's file tells: known without torch.
+
+A method is described by the features of its scores. A backend lists those that it lacks, and those of which it needs
+one. Backends ask this module when a model is built, the configuration before anything is built, and the planner for its
+columns. What depends on sizes or on the machine, such as a processor's width, a backend adds for itself.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megatron.position.catalog import MethodFacts
+
+LACK_REASONS = {
+    "processor": "it cannot process scores",
+    "softcap": "it cannot cap the scores (attn_logit_softcapping)",
+    "bias": "it cannot add a position bias to the scores",
+    "contextual": "it cannot add contextual terms",
+    "matrix": "it cannot compute a bias that is not a function of the distance",
+    "kernel matrix": "it cannot compute a bias that is not a function of the distance",
+    "weight": "it cannot multiply the scores",
+    "weight before a processor": "it cannot multiply the scores before a processor",
+}
+"""The features of a method, with what a backend says that lacks one.
+
+    bias                        anything is added to the scores, or multiplied into them
+    matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
+    contextual                  a bias that depends on the queries
+    weight                      a matrix is multiplied into the scores
+"""
+
+
+@dataclass(frozen=True)
+class BackendCapabilities:
+    """What a backend can compute.
+
+    Attributes:
+        lacks: features of which it can compute none. The first that a method has is the reason that is given.
+        needs: features of which a method must have one, or empty.
+        needs_reason: what the backend says of a method that has none of them.
+    """
+
+    lacks: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+    needs_reason: str = ""
+
+
+BACKEND_CAPABILITIES = {
+    "sdpa": BackendCapabilities(("processor", "softcap", "bias")),
+    "flex": BackendCapabilities(
+        ("processor", "matrix", "kernel matrix", "contextual", "weight"),
+        frozenset({"bias", "softcap"}),
+        "it is for a bias of the distance alone",
+    ),
+    "native": BackendCapabilities(
+        ("softcap", "contextual", "matrix", "kernel matrix", "weight"),
+        frozenset({"processor"}),
+        "it is for score processors",
+    ),
+    "triton": BackendCapabilities(("contextual", "softcap", "matrix", "weight before a processor")),
+}
+"""By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
+
+
+def list_score_features(
+    hooks: Collection[str],
+    *,
+    multiplies_scores: bool,
+    has_kernel_parameters: bool,
+    has_processor: bool,
+    has_softcap: bool,
+) -> frozenset[str]:
+    """The features of a method's scores: keys of `LACK_REASONS`.
+
+    Args:
+        hooks: that its encoding answers.
+        multiplies_scores, has_kernel_parameters: what the encoding declares.
+        has_processor: whether a score processor works on it.
+        has_softcap: whether the scores are capped.
+    """
+    is_matrix = "dense" in hooks
+    present = {
+        "processor": has_processor,
+        "softcap": has_softcap,
+        "bias": bool({"table", "dense", "contextual"} & set(hooks)),
+        "contextual": "contextual" in hooks,
+        "matrix": is_matrix and not has_kernel_parameters,
+        "kernel matrix": is_matrix and has_kernel_parameters,
+        "weight": multiplies_scores,
+        "weight before a processor": multiplies_scores and has_processor,
+    }
+    return frozenset(feature for feature, is_there in present.items() if is_there)
+
+
+def find_method_lack(backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool) -> str | None:
+    """Why a backend cannot compute an encoding with or without a score processor and a bound of the scores."""
+    features = list_score_features(
+        facts.hooks,
+        multiplies_scores=facts.multiplies_scores,
+        has_kernel_parameters=facts.has_kernel_parameters,
+        has_processor=has_processor,
+        has_softcap=has_softcap,
+    )
+    return find_lack(backend, features)
+
+
+def find_lack(backend: str, features: Collection[str]) -> str | None:
+    """Why a backend cannot compute a method with these features: a clause, or None if it can.
+
+    Args:
+        backend: a value of `attention_backend`.
+        features: from `list_score_features`.
+    """
+    capabilities = BACKEND_CAPABILITIES.get(backend, BackendCapabilities())
+    if capabilities.needs and not capabilities.needs & set(features):
+        return capabilities.needs_reason
+    return next((LACK_REASONS[feature] for feature in capabilities.lacks if feature in features), None)
