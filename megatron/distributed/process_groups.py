@@ -161,14 +161,21 @@ class HeartbeatStore:
         """The same texts over a connection of its own."""
         return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
 
-    def set(self, key: str, text: str) -> None:
-        """Set a text of this process. Costs microseconds: no answer is waited for."""
-        self._store.set(f"beats/{key}/{self.rank}", text)
+    def set(self, key: str, text: str, rank: int | None = None) -> None:
+        """Set a text of this process, or for another `rank`. Costs microseconds: no answer is waited for."""
+        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", text)
 
     def get(self, key: str, rank: int = 0) -> str | None:
         """A text of a process, None if it has set none."""
         full_key = f"beats/{key}/{rank}"
         return self._store.get(full_key).decode() if self._store.check([full_key]) else None
+
+
+def get_group_ranks(name: str) -> list[int]:
+    """The ranks of one of torch's groups, by the name that its flight recorder gives; none if there is no such."""
+    world = dist.distributed_c10d._world
+    group = next((group for group, own in world.pg_names.items() if own == name), None)
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, backend: str) -> ProcessGroups:

@@ -8,13 +8,13 @@ the same dimensions of the mesh, the same place in it as root, the same distance
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron.distributed.mesh import ParallelSizes
 from megatron.rehearsal.roles import find_varying_dimensions, translate_group, translate_rank
 from megatron.utils.errors import RunError
+from megatron.utils.formatting import format_ranks
 
 POINT_TO_POINT = ("send", "recv")
 WRAPPERS = ("megatron/distributed/collectives.py", "megatron/distributed/process_groups.py")
@@ -170,22 +170,3 @@ def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:
             where=tuple(entry.get("where", ())),
             is_on_host=entry.get("device") == "cpu",
         )
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in the order given, short: 0-3,5, or with a step 0,4,…,60."""
-    numbers = list(ranks)
-    if len(numbers) > 4:
-        steps = {after - before for before, after in pairwise(numbers)}
-        if len(steps) == 1:
-            (step,) = steps
-            if step == 1:
-                return f"{numbers[0]}-{numbers[-1]}"
-            return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -4,10 +4,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.rehearsal.ledger import format_ranks
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_SHARE, UNKNOWN, RehearsalReport
-from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_duration
+from megatron.utils.formatting import (
+    format_approximate_duration,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_ranks,
+)
 
 MAX_COLLECTIVES = 6
 STYLES = {"fits": "green", "tight": "yellow", "out of memory": "red", "failed": "red"}

@@ -3,15 +3,22 @@
 A rank that hangs stops all others in their next collective, and the library's own timeout names nobody. So each rank
 tells its step and its phase as it goes (`Watchdog.enter_phase`, microseconds), and a thread of the first rank looks at
 what all have told. If one has told nothing new for `hang_timeout` seconds, the rank that is behind the others is named,
-every rank writes the stacks of its threads to the run's `stacks` folder, and all end with one line and exit code 75,
-which stands for "try again" and lets a scheduler requeue.
+every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder (`hang_report.py`),
+and all end with one line, which says what each waits for, and exit code 75, which stands for "try again" and lets a
+scheduler requeue.
 
 Three things may keep a rank from answering, and each has its own way to be found:
 
     it waits in a collective, sleeps, reads   its thread answers, writes the stacks and ends the process
-    it computes in C with Python's lock held  `faulthandler` writes the stacks a little later, without Python's help, to
-                                              a process beside this one, which keeps and tells them
-    it was stopped, or its machine is gone    no sign of life comes, and the line says so; whoever started it ends it
+    it computes in C with Python's lock held  a signal from another rank of its machine (SIGUSR2) has `faulthandler`
+                                              write the stacks without Python's help; of a lone one they go a little
+                                              later to a process beside it, which keeps and tells them
+    it was stopped (SIGSTOP)                  no sign of life comes, and the line says so; when all others have told
+                                              where they are, one of its machine sends SIGUSR2 and lets it go on
+                                              (SIGCONT), so that it too writes its stacks, as they were, and ends
+    its machine is gone                       no sign of life comes, and the line says so
+
+What follows when one of them concludes that another hangs is in `hang_report.py`.
 """
 
 import faulthandler
@@ -27,9 +34,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
+from megatron.training.hang_report import HangReporter, HangVerdict, StacksFile
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import HangError
@@ -55,8 +62,6 @@ if stacks:
 """
 """A program that reads where a rank is, line by line, and in the end what `faulthandler` writes of one that hangs: it
 says so then, which the rank itself cannot."""
-STACKS = "stacks"
-"""In the run's folder: the stacks of the ranks of a run that hung."""
 WRITE_INTERVAL = 10.0
 """Seconds between two heartbeat files."""
 MAX_ARM_INTERVAL = 1.0
@@ -76,16 +81,6 @@ def exit_on_hang(error: HangError, report: bool) -> None:
     if report:
         print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
-
-
-def _open_file(path: Path) -> Any:
-    """A file to write, and its folder, which another rank may be removing because it was empty."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            return open(path, "w", encoding="utf-8")
-        except FileNotFoundError:
-            continue
 
 
 @dataclass(frozen=True)
@@ -156,11 +151,15 @@ class Watchdog:
         self._store = HeartbeatStore(groups)
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
+        self._silence = 2 * self._poll_interval + 1
+        """Seconds after which a thread that gives no sign of life is taken for dead."""
         self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
         self._answered = time.monotonic()
         self._arm_interval, self._armed_at = min(MAX_ARM_INTERVAL, (timeout or 0.0) / 10), -math.inf
-        self._closed, self._ending = threading.Event(), threading.Event()
-        self._stacks: Any = None
+        self._closed, self._ending, self._end_lock = threading.Event(), threading.Event(), threading.Lock()
+        self._processes: list[tuple[str, int]] = []
+        """Of each rank its machine and the number of its process."""
+        self._stacks = StacksFile(folder, groups.rank)
         self._stderr_fd = stderr_fd
         self._reporter: subprocess.Popen[bytes] | None = None
         self._threads = [threading.Thread(target=self._poll_heartbeats, name="watch", daemon=True)]
@@ -170,10 +169,12 @@ class Watchdog:
     def begin(self, step: int) -> None:
         """Start to watch. Every rank must come here."""
         if self.timeout is not None:
+            if self.groups.is_main:
+                self._stacks.set_earlier_aside()
+            self._processes = self.groups.gather_objects((socket.gethostname(), os.getpid()))
             seconds = f"{self.timeout + self._grace:.0f}"
-            path = "" if self.folder is None else str(self._get_stacks_path().absolute())
-            if path:
-                self._open_stacks()  # makes the folder
+            path = "" if self._stacks.path is None else str(self._stacks.path.absolute())
+            self._stacks.listen()
             self._reporter = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), seconds, path],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._stderr_fd, bufsize=0,
@@ -186,13 +187,15 @@ class Watchdog:
 
     def enter_phase(self, phase: str, step: int) -> None:
         """This rank begins a phase of a step."""
+        if self._ending.is_set():  # it goes no further: the others stand still too, while they tell where they are
+            self._wait_for_end()
         if self._on_phase is not None:
             self._on_phase(phase, step)
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
             # Should Python itself not come to its turn any more.
-            file = self._open_stacks()
+            file = self._stacks.open()
             if self._reporter is not None and self._reporter.stdin is not None:
                 with suppress(OSError):  # somebody ended it
                     self._reporter.stdin.write(f"at {self._heartbeat}\n".encode())
@@ -206,7 +209,7 @@ class Watchdog:
         """The run has ended, well or not."""
         if self._ending.is_set():
             # The end that is under way is the reason for what this thread met: a rank that is gone already.
-            time.sleep(2 * self._grace + 4 * self._poll_interval)
+            self._wait_for_end()
         self._closed.set()
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
@@ -219,43 +222,34 @@ class Watchdog:
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(self._poll_interval + 1)
-        if self._stacks is not None:
-            self._stacks.close()
-            if self.folder is not None:
-                with suppress(OSError):  # other ranks leave at the same time, and a folder goes when it is empty
-                    if not (path := self._get_stacks_path()).stat().st_size:
-                        path.unlink()
-                        path.parent.rmdir()
+        self._stacks.close()
         if self.folder is not None and self.groups.is_main:
             (self.folder / HEARTBEAT_FILE).unlink(missing_ok=True)
 
-    def _get_stacks_path(self) -> Path:
-        assert self.folder is not None
-        return self.folder / STACKS / f"rank_{self.groups.rank}.txt"
-
-    def _open_stacks(self) -> Any:
-        """Where stacks go: opened before they are needed."""
-        if self.folder is None:
-            return sys.stderr
-        if self._stacks is None:
-            self._stacks = _open_file(self._get_stacks_path())
-        return self._stacks
+    def _wait_for_end(self) -> None:
+        """Let the thread that ends this process do so."""
+        time.sleep(2 * self._grace + 6 * self._poll_interval + 2)
 
     def _poll_heartbeats(self) -> None:
-        """Tell that this process lives, and look at the others or for what the first has found."""
+        """Tell that this process lives, and look at the others or for what one has found."""
         store = self._store.copy()
         heartbeats: dict[int, str] = {}
         moved_at: dict[int, float] = {}
         signs_of_life: dict[int, tuple[str, float]] = {}
-        count, written_at = 0, 0.0
+        count, written_at, polled_at = 0, 0.0, time.monotonic()
         while not self._closed.wait(self._poll_interval):
             count += 1
             try:
                 store.set("alive", str(count))
+                if self.timeout is not None and (text := store.get("verdict")) is not None:
+                    self._end_run(HangVerdict.parse(text), store)
+                    return
                 self._answered = now = time.monotonic()
+                pause, polled_at = now - polled_at, now
+                if pause > self._silence:  # this process was stopped: others may have lived meanwhile
+                    moved_at = {rank: at + pause for rank, at in moved_at.items()}
+                    signs_of_life = {rank: (sign, at + pause) for rank, (sign, at) in signs_of_life.items()}
                 if not self.groups.is_main:
-                    if self.timeout is not None and (verdict := store.get("verdict")) is not None:
-                        self._end_run(verdict, store)
                     continue
                 if now - written_at >= WRITE_INTERVAL:
                     self._write_heartbeat()
@@ -272,14 +266,12 @@ class Watchdog:
             except Exception:  # the store is gone because the run is
                 continue
             if idle > self.timeout and not self._closed.is_set():
-                silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > 2 * self._poll_interval + 1}
-                verdict = diagnose_hang(
-                    {rank: Heartbeat.parse(text) for rank, text in heartbeats.items()}, silent, idle
-                )
-                if self.folder is not None:
-                    verdict += f"; stacks of the ranks are in {self.folder / STACKS}"
-                store.set("verdict", verdict)
+                silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > self._silence}
+                line = diagnose_hang({rank: Heartbeat.parse(text) for rank, text in heartbeats.items()}, silent, idle)
+                verdict = HangVerdict(line, tuple(sorted(silent)), reporter=0)
+                store.set("verdict", verdict.to_json())
                 self._end_run(verdict, store)
+                return
 
     def _write_heartbeat(self) -> None:
         if self.folder is None:
@@ -294,30 +286,28 @@ class Watchdog:
             return  # a full disk is told by whoever must write
 
     def _expect_answers(self) -> None:
-        """The store is served by the first rank: if nothing comes back, that one is gone."""
+        """The store is served by the first rank: if nothing comes back, that one is stopped or gone."""
         assert self.timeout is not None
+        polled_at = time.monotonic()
         while not self._closed.wait(self._poll_interval):
             now = time.monotonic()
+            pause, polled_at = now - polled_at, now
+            if pause > self._silence:  # this process was stopped, and has not asked meanwhile
+                self._answered = now
             if now - self._answered > self.timeout and now - self._moved > self.timeout:
                 beat = self._heartbeat
-                self._end_run(
+                line = (
                     f"rank 0 hangs: no sign of life for {now - self._answered:.0f} s (hang_timeout), while rank "
-                    f"{self.groups.rank} is in {beat.phase} of step {beat.step}", None
-                )  # fmt: skip
+                    f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
+                )
+                self._end_run(HangVerdict(line, (0,), reporter=1), self._store)
+                return
 
-    def _end_run(self, verdict: str, store: HeartbeatStore | None) -> None:
-        """Write the stacks, wait until the others have written theirs, and end."""
+    def _end_run(self, verdict: HangVerdict, store: HeartbeatStore) -> None:
+        """End this process with a line of what all ranks wait for."""
+        if not self._end_lock.acquire(blocking=False):
+            return  # the other thread does
         self._ending.set()
         faulthandler.cancel_dump_traceback_later()
-        file = self._open_stacks()
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        if store is not None:
-            store.set("dumped", "yes")
-            if self.groups.is_main:  # it serves the store, and others end when it does
-                deadline = time.monotonic() + self._grace + 2 * self._poll_interval
-                while time.monotonic() < deadline:
-                    ranks = range(self.groups.world_size)
-                    if all(store.get("dumped", rank) is not None for rank in ranks):
-                        break
-                    time.sleep(self._poll_interval / 4)
-        self.on_hang(HangError(verdict), self.groups.rank == (0 if store is not None else 1))
+        reporter = HangReporter(self.groups.rank, self._processes, self._stacks, self._grace, self._poll_interval)
+        self.on_hang(HangError(reporter.report(verdict, store)), self.groups.rank == verdict.reporter)

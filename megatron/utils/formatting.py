@@ -1,4 +1,7 @@
-"""Numbers with a unit as people read them on a console: times, operations, speeds."""
+"""Numbers as people read them on a console: times, operations, speeds with their units, and ranks."""
+
+from collections.abc import Iterable
+from itertools import pairwise
 
 
 def format_duration(seconds: float) -> str:
@@ -48,3 +51,22 @@ def format_count(number: float) -> str:
             scaled = number / size
             return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
     return f"{number:.0f}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in the order given, short: 0-3,5, or with a step 0,4,…,60."""
+    numbers = list(ranks)
+    if len(numbers) > 4:
+        steps = {after - before for before, after in pairwise(numbers)}
+        if len(steps) == 1:
+            (step,) = steps
+            if step == 1:
+                return f"{numbers[0]}-{numbers[-1]}"
+            return f"{numbers[0]},{numbers[1]},…,{numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.rehearsal.ledger import format_ranks, read_ledger
+from megatron.rehearsal.ledger import read_ledger
 from megatron.rehearsal.roles import choose_roles, list_stages, parse_rank_selection
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.formatting import format_ranks
 from tests.support.collective_programs import write_ledger
 
 MESHES = [ParallelSizes(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 2, 3))]

@@ -1,6 +1,7 @@
 """A rank that hangs is named, and the run ends."""
 
 import json
+import pickle
 import time
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 from forked import Forked
 from tiny_runs import free_port, tiny_config, write_corpora
+from torch.distributed.flight_recorder.components.loader import read_dump
 
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.trainer import train
-from megatron.training.watchdog import STACKS, Heartbeat, Watchdog, diagnose_hang
+from megatron.training.watchdog import Heartbeat, Watchdog, diagnose_hang
 
 SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
 TIMEOUT = 5.0
@@ -23,8 +26,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpora(tmp_path_factory.mktemp("corpus"))
 
 
-def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int | None], list[str], dict[int, str]]:
-    """Exit codes of two ranks of which one hangs (None: it had to be killed), what they printed, and their stacks."""
+def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int], list[str], dict[int, str]]:
+    """Exit codes of two ranks of which one hangs, what they printed, and their stacks."""
     config = tiny_config(
         corpus, folder / "run", train_iters=6, num_gpus=2, train_micro_batch_size_per_gpu=2, hang_timeout=TIMEOUT
     )
@@ -38,7 +41,7 @@ def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int | No
         for rank in range(2)
     ]  # fmt: skip
     try:
-        codes = [None if (how, rank) == ("stop", late) else child.wait(120) for rank, child in enumerate(ranks)]
+        codes = [child.wait(120) for child in ranks]
     finally:
         for child in ranks:
             child.kill()
@@ -56,6 +59,8 @@ def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
     assert codes == [75, 75]
     assert "rank 1 hangs in data of step 2 for " in error_of(printed[0])
     assert "while the others are in reduce" in error_of(printed[0])
+    assert "; rank 0 waits in all_reduce of 4 int64 over gloo among ranks 0-1 (" in error_of(printed[0])
+    assert "; rank 1 is at tests/support/hanging_rank.py:" in error_of(printed[0])
     assert "error:" not in printed[1]
     assert "in sleeping" in stacks[1]
     assert "in train_step" in stacks[0]
@@ -88,11 +93,30 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path) -> None:
+    """The other tells where it is, and what it waits in; then the stopped one writes its stacks, as they were."""
+    folder = tmp_path / "run" / STACKS
+    folder.mkdir(parents=True)
+    (folder / "rank_0.txt").write_text("of an earlier start")
     codes, printed, stacks = hang(corpus, tmp_path, late, "stop")
-    assert codes[1 - late] == 75
-    assert f"rank {late} hangs" in error_of(printed[1 - late])
-    assert "no sign of life" in error_of(printed[1 - late])
+    assert codes == [75, 75]
+    assert "error:" not in printed[late]
+    line = error_of(printed[1 - late])
+    assert f"rank {late} hangs" in line
+    assert "no sign of life" in line
+    assert f"; rank {1 - late} waits in all_reduce of 4 int64 over gloo among ranks 0-1 (" in line
+    assert "megatron/training/trainer.py" in line
+    assert "train_step)" in line
+    assert line.endswith(f"stacks and last collectives of the ranks are in {folder}")
     assert "in train_step" in stacks[1 - late]
+    assert "in stopped" in stacks[late]
+    assert (folder.with_name("stacks_1") / "rank_0.txt").read_text() == "of an earlier start"
+    assert len((folder / "waiting.txt").read_text().splitlines()) == 2
+
+    # torch's own reader of flight records finds the same: what one rank has begun and the other has not.
+    dumps = {rank: pickle.loads((folder / f"gloo_trace_rank_{rank}").read_bytes())["entries"] for rank in (0, 1)}
+    pending = [entry for entry in dumps[1 - late] if not entry["retired"]]
+    assert [entry["profiling_name"] for entry in pending] == ["gloo:all_reduce"]
+    assert read_dump("gloo_trace_rank_", str(folder / "gloo_trace_rank_1"))["rank"] == 1
 
 
 def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -138,3 +162,13 @@ def test_a_rank_without_a_sign_of_life_is_named_before_one_that_waits() -> None:
     assert diagnose_hang(beats, {1}, 60.0).startswith("rank 1 hangs in reduce")
     assert "no sign of life" in diagnose_hang(beats, {1}, 60.0)
     assert Heartbeat.parse(str(Heartbeat(3, 4, "forward and backward"))) == Heartbeat(3, 4, "forward and backward")
+
+
+def test_what_ranks_wait_for_is_told_by_how_few_do() -> None:
+    waits = RankReport("megatron/training/engine.py:1 step", "all_reduce of 4 int64 over gloo among ranks 0-3", 3)
+    told = describe_reports({0: waits, 1: waits, 2: RankReport("megatron/data/dataloader.py:2 next"), 3: waits})
+    assert told == [
+        "rank 2 is at megatron/data/dataloader.py:2 next",
+        "ranks 0-1,3 wait in all_reduce of 4 int64 over gloo among ranks 0-3, with 2 more behind it "
+        "(megatron/training/engine.py:1 step)",
+    ]

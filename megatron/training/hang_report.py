@@ -1,0 +1,338 @@
+"""The end of a run that hangs: every rank writes its stacks and its last collectives, and one tells what all wait for.
+
+The rank that concludes that another hangs (`watchdog.py`), the first one or, if that is the one, the second, is the
+*reporter*. In the store, by the names of their keys:
+
+    verdict    the reporter's: a line, and which ranks give no sign of life
+    report     each rank's, once its stacks are written: what it waits for
+    wake       the reporter's, when those that live have reported: now signal those of your machine that do not
+    line       the reporter's: the verdict with all reports; who reads it ends
+
+torch's flight recorder keeps the last 2,000 collectives of a process in memory, over NCCL and over gloo alike
+(`TORCH_FR_BUFFER_SIZE`), and is on by itself. It goes to the run's `stacks` folder too, in torch's own form:
+
+    stacks/rank_3.txt           the stacks of a rank's threads
+    stacks/nccl_trace_rank_3    over NCCL; `python -m torch.distributed.flight_recorder.fr_trace RUN/stacks --prefix
+                                nccl_trace_rank_` compares those of all ranks
+    stacks/gloo_trace_rank_3    the same over gloo
+    stacks/waiting.txt          what each rank waits for
+"""
+
+import faulthandler
+import itertools
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch._C import _distributed_c10d
+
+from megatron.distributed.process_groups import HeartbeatStore, get_group_ranks
+from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.formatting import format_ranks
+
+ROOT = Path(__file__).parents[2]
+STACKS = "stacks"
+"""In the run's folder: what ranks of a run that hung left. That of an earlier start is in `stacks_1`, `stacks_2` …"""
+DUMP_SIGNAL = signal.SIGUSR2
+"""Has a rank that is watched write the stacks of its threads, whatever it is doing."""
+WRAPPERS = ("megatron/distributed/", "megatron/training/hang_report.py", "megatron/training/watchdog.py")
+"""Files of ours that issue collectives for others."""
+FLIGHT_RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+"""torch's functions that read what was recorded of each backend; a build without NCCL lacks the first."""
+DTYPES = {
+    "Long": "int64", "Int": "int32", "Byte": "uint8", "Float": "float32", "Double": "float64", "Half": "float16",
+    "BFloat16": "bfloat16",
+}  # fmt: skip
+"""Names that torch's tensors have in Python, by those that the flight recorder writes."""
+MAX_SHOWN = 4
+"""Groups of ranks at most that the line tells of; all are in `waiting.txt`."""
+WAITING_FILE = "waiting.txt"
+"""In the `stacks` folder: what each rank waits for."""
+
+ResultT = TypeVar("ResultT")
+
+
+class StacksFile:
+    """Where the stacks of a rank's threads go: opened before they are needed, and removed if they never are.
+
+    Args:
+        folder: the run's; None: they go to standard error.
+        rank: whose.
+    """
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder = None if folder is None else folder / STACKS
+        self.path = None if self.folder is None else self.folder / f"rank_{rank}.txt"
+        self._file: Any = None
+
+    def set_earlier_aside(self) -> None:
+        """Move what an earlier start of the run, which hung, left to a name that is free."""
+        if self.folder is None:
+            return
+        with suppress(OSError):
+            if any(path.stat().st_size for path in self.folder.iterdir()):
+                names = (self.folder.with_name(f"{STACKS}_{number}") for number in itertools.count(1))
+                self.folder.rename(next(path for path in names if not path.exists()))
+
+    def open(self) -> Any:
+        """The file."""
+        if self.path is None:
+            return sys.stderr
+        while self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # another rank may be removing the folder because it was empty
+                self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        return self._file
+
+    def listen(self) -> None:
+        """From now on `DUMP_SIGNAL` has the stacks written, unless somebody else listens to it."""
+        if self.path is not None and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
+            faulthandler.register(DUMP_SIGNAL, file=self.open(), all_threads=True)
+
+    def is_empty(self) -> bool:
+        """Was nothing written yet?"""
+        return self.path is None or not os.fstat(self.open().fileno()).st_size
+
+    def close(self) -> None:
+        """The run has ended."""
+        if self.path is None or self._file is None:
+            return
+        faulthandler.unregister(DUMP_SIGNAL)
+        self._file.close()
+        with suppress(OSError):  # other ranks leave at the same time, and a folder goes when it is empty
+            if not self.path.stat().st_size:
+                self.path.unlink()
+                self.path.parent.rmdir()
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """That a rank hangs."""
+
+    line: str
+    silent: tuple[int, ...]
+    """Ranks that give no sign of life."""
+    reporter: int
+    """The rank that tells it."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> "HangVerdict":
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        return HangVerdict(**{**values, "silent": tuple(values["silent"])})
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Where a rank of a run that hangs is."""
+
+    location: str
+    """Our innermost line that its main thread is in: `file:line function`."""
+    collective: str | None = None
+    """The first that it has begun and that has not ended, in words."""
+    num_pending: int = 0
+    """Of these how many there are: over NCCL the host goes on while its device waits."""
+
+    def describe(self, is_one: bool) -> str:
+        """`waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/training/trainer.py:222 train_step)`."""
+        if self.collective is None:
+            return f"{'is' if is_one else 'are'} at {self.location}"
+        behind = f", with {self.num_pending - 1} more behind it" if self.num_pending > 1 else ""
+        return f"{'waits' if is_one else 'wait'} in {self.collective}{behind} ({self.location})"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> "RankReport":
+        """What `to_json` wrote."""
+        return RankReport(**json.loads(text))
+
+
+def make_rank_report(folder: Path | None, rank: int) -> RankReport:
+    """Look where this process's main thread is, and write its flight recorders to `folder`, if there is one."""
+    pending: list[dict[str, Any]] = []
+    for backend, name in FLIGHT_RECORDERS.items():
+        read: Callable[..., bytes] | None = getattr(_distributed_c10d, name, None)
+        if read is None:
+            continue
+        dump = read(includeCollectives=True, includeStackTraces=True, onlyActive=False)
+        entries = pickle.loads(dump).get("entries", [])  # of this very process
+        if not entries:
+            continue
+        if folder is not None:
+            with suppress(OSError):
+                (folder / f"{backend}_trace_rank_{rank}").write_bytes(dump)
+        pending += [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    location = _find_location(_list_main_frames())
+    if not pending:
+        return RankReport(location)
+    first = min(pending, key=lambda entry: entry["time_created_ns"])
+    frames = ((frame["filename"], frame["line"], frame["name"]) for frame in first.get("frames", []))
+    return RankReport(_find_location(frames) or location, _describe_collective(first), len(pending))
+
+
+def describe_reports(reports: Mapping[int, RankReport]) -> list[str]:
+    """What ranks wait for, each in a sentence without its end: those that few ranks wait for first."""
+    ranks: dict[RankReport, list[int]] = {}
+    for rank, report in sorted(reports.items()):
+        ranks.setdefault(report, []).append(rank)
+    sentences = []
+    for report, those in sorted(ranks.items(), key=lambda item: (len(item[1]), item[1])):
+        subject = f"rank {those[0]}" if len(those) == 1 else f"ranks {format_ranks(those)}"
+        sentences.append(f"{subject} {report.describe(len(those) == 1)}")
+    return sentences
+
+
+def _describe_collective(entry: Mapping[str, Any]) -> str:
+    """An entry of the flight recorder: `all_reduce of 4 int64 over gloo among ranks 0-1`."""
+    backend, _, operation = entry["profiling_name"].partition(":")
+    elements = 0
+    for shape in entry["input_sizes"]:
+        size = 1
+        for length in shape:
+            size *= length
+        elements += size
+    dtypes = dict.fromkeys(DTYPES.get(name, name) for name in entry["input_dtypes"])
+    what = f" of {elements:,} {' and '.join(dtypes)}" if elements else ""
+    ranks = get_group_ranks(entry["process_group"][0])
+    among = f" among ranks {format_ranks(ranks)}" if ranks else ""
+    return f"{operation}{what} over {backend}{among}"
+
+
+def _list_main_frames() -> Iterable[tuple[str, int, str]]:
+    """The frames of the main thread, the innermost first: file, line, function."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
+
+
+def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
+    """Of frames, the innermost first, the first one that is ours and issues collectives for nobody else; the innermost
+    of all if none is."""
+    innermost = ""
+    for filename, line, function in frames:
+        innermost = innermost or f"{filename}:{line} {function}"
+        with suppress(ValueError):
+            path = Path(filename).relative_to(ROOT)
+            if "site-packages" not in path.parts and not path.as_posix().startswith(WRAPPERS):
+                return f"{path.as_posix()}:{line} {function}"
+    return innermost
+
+
+@dataclass
+class HangReporter:
+    """One rank's part in the end of a run that hangs."""
+
+    rank: int
+    processes: list[tuple[str, int]]
+    """Of each rank its machine and the number of its process."""
+    stacks: StacksFile
+    grace: float
+    """Seconds that ranks have to report."""
+    poll_interval: float
+    """Seconds between two looks of a rank at the store."""
+
+    def report(self, verdict: HangVerdict, store: HeartbeatStore) -> str:
+        """Write what this rank knows, and wait until the others have. Returns the line that ends the run."""
+        deadline = time.monotonic() + self.grace + 2 * self.poll_interval
+        own = self._write(verdict)
+        if 0 in verdict.silent and self.rank != 0:
+            # The store is the first rank's: nothing can be told before that goes on, and nothing at all if it is gone.
+            self._wake(verdict)
+            answering = _call_within(self.grace, store.copy)
+            if answering is None or self.rank != verdict.reporter:
+                return verdict.line
+            store = answering
+            store.set("verdict", verdict.to_json(), rank=0)
+        try:
+            store.set("report", own.to_json())
+            if self.rank != verdict.reporter:
+                return self._wait_for_line(verdict, store, deadline + 4 * self.poll_interval + 2)
+            line = self._collect(verdict, own, store, deadline)
+            store.set("line", line, rank=0)
+        except Exception:  # the store is gone
+            return verdict.line
+        return line
+
+    def _wait_for_line(self, verdict: HangVerdict, store: HeartbeatStore, deadline: float) -> str:
+        """What the reporter tells, once it does; meanwhile wake the silent ranks of this machine when it says so."""
+        has_woken = False
+        while time.monotonic() < deadline:
+            if not has_woken and store.get("wake") is not None:
+                self._wake(verdict)
+                has_woken = True
+            if (line := store.get("line")) is not None:
+                return line
+            time.sleep(self.poll_interval / 4)
+        return verdict.line
+
+    def _collect(self, verdict: HangVerdict, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
+        """The verdict with what all ranks wait for, as far as they answer."""
+        reports, ranks = {self.rank: own}, set(range(store.world_size))
+        alive, has_woken = ranks - {*verdict.silent}, 0 in verdict.silent
+        while ranks != reports.keys() and time.monotonic() < deadline:
+            for rank in sorted(ranks - reports.keys()):
+                if (text := store.get("report", rank)) is not None:
+                    reports[rank] = RankReport.parse(text)
+            if not has_woken and (alive <= reports.keys() or time.monotonic() + self.poll_interval > deadline):
+                # Not before: what a stopped rank does next would let others go on from where they wait.
+                has_woken = True
+                store.set("wake", "yes", rank=0)
+                self._wake(verdict)
+                deadline = time.monotonic() + 3 * self.poll_interval + 1
+            time.sleep(self.poll_interval / 4)
+        # Where a silent rank is now says nothing of where it was.
+        sentences = describe_reports({rank: report for rank, report in reports.items() if rank in alive})
+        line = "; ".join([verdict.line, *sentences[:MAX_SHOWN]])
+        line += f"; and {len(sentences) - MAX_SHOWN} more" if len(sentences) > MAX_SHOWN else ""
+        if self.stacks.folder is None:
+            return line
+        with suppress(OSError):
+            write_text_atomically(self.stacks.folder / WAITING_FILE, "\n".join([verdict.line, *sentences]) + "\n")
+        return f"{line}; stacks and last collectives of the ranks are in {self.stacks.folder}"
+
+    def _write(self, verdict: HangVerdict) -> RankReport:
+        """The stacks of this rank's threads, its last collectives, and where it is."""
+        if self.rank not in verdict.silent or self.stacks.is_empty():
+            # One that was stopped has written them when it went on, as they were.
+            faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
+        return make_rank_report(self.stacks.folder, self.rank)
+
+    def _wake(self, verdict: HangVerdict) -> None:
+        """Have the silent ranks of this machine write their stacks and go on, if this is its first rank that lives."""
+        machine = self.processes[self.rank][0]
+        here = [rank for rank, (name, _) in enumerate(self.processes) if name == machine]
+        if next((rank for rank in here if rank not in verdict.silent), None) != self.rank:
+            return
+        for rank in {*here} & {*verdict.silent}:
+            for number in (DUMP_SIGNAL, signal.SIGCONT):
+                with suppress(OSError):
+                    os.kill(self.processes[rank][1], number)
+
+
+def _call_within(seconds: float, function: Callable[[], ResultT]) -> ResultT | None:
+    """What a function returns; None if it fails or takes longer: a store whose process is stopped never answers."""
+    results: list[ResultT] = []
+
+    def call() -> None:
+        with suppress(Exception):
+            results.append(function())
+
+    thread = threading.Thread(target=call, name="watch-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
