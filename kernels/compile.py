@@ -86,6 +86,8 @@ class KernelConfig:
 
 FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
+INTEGER_POINTERS = ("first_keys_ptr",)
+"""Arguments that point to int32 numbers."""
 
 
 def build_signature(
@@ -98,7 +100,7 @@ def build_signature(
     absent: Collection[str] = (),
 ) -> dict[str, Any]:
     """The types of a kernel's arguments, read off their names: what ends in `ptr` is a pointer, a stride is divisible
-    by 16, and the rest are integers but for FLOAT_ARGUMENTS.
+    by 16, and the rest are integers but for FLOAT_ARGUMENTS and INTEGER_POINTERS.
 
     Args:
         constexprs: names that have no type.
@@ -110,6 +112,8 @@ def build_signature(
     """
 
     def type_of(name: str) -> str:
+        if name in INTEGER_POINTERS:
+            return "*i32"
         if name.endswith("ptr"):
             return "*fp32" if name in float32 else f"*{dtype_name}"
         if name in FLOAT_ARGUMENTS:

@@ -39,16 +39,20 @@ TUPLES = {
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """bias in all types and with a window; plain and bias + weight, which share the tiles, in bf16."""
+    """bias in all types, with a window and with documents; plain and bias + weight, which share the tiles, in bf16."""
     for dim in HEAD_DIMS:
         for dtype_name in DTYPES_BY_NAME:
-            yield from _list_kernels("bias", dim, dtype_name, windowed=False)
+            yield from _list_kernels("bias", dim, dtype_name)
         yield from _list_kernels("bias", dim, "bf16", windowed=True)
-        yield from _list_kernels("plain", dim, "bf16", windowed=False)
-        yield from _list_kernels("bias+weight", dim, "bf16", windowed=False)
+        yield from _list_kernels("bias", dim, "bf16", documents=True)
+        yield from _list_kernels("plain", dim, "bf16")
+        yield from _list_kernels("bias+weight", dim, "bf16")
 
 
-def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> Iterator[KernelConfig]:
+def _list_kernels(
+    tables: str, dim: int, dtype_name: str, *, windowed: bool = False, documents: bool = False
+) -> Iterator[KernelConfig]:
+    of_rows = " window" if windowed else " documents" if documents else ""
     for arch in (80, 90):
         tiles = configs.choose_tiles(arch, DTYPES_BY_NAME[dtype_name], dim)
         for kernel_name, kernel, tile in (
@@ -60,8 +64,10 @@ def _list_kernels(tables: str, dim: int, dtype_name: str, *, windowed: bool) -> 
             constants = dict(configs.tile_constants(tile, dim, strides, windowed=windowed))
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
+            if not documents:
+                constants["first_keys_ptr"] = None
             yield KernelConfig(
-                name=f"{kernel_name} {tables}{' window' if windowed else ''} d={dim} {dtype_name}",
+                name=f"{kernel_name} {tables}{of_rows} d={dim} {dtype_name}",
                 kernel=kernel,
                 signature=build_signature(
                     kernel, constants, dtype_name, FLOAT32_POINTERS, tuples=TUPLES, absent=TABLES[tables]
@@ -80,7 +86,7 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 
 def _build_pass(tables: str, arch: int) -> Iterator[PassKernel]:
     heads, dim = 12, 64
-    for configuration in _list_kernels(tables, dim, "bf16", windowed=False):
+    for configuration in _list_kernels(tables, dim, "bf16"):
         if configuration.arches == (arch,):
             tile = configuration.constexprs["BLOCK_M"] * configuration.constexprs["BLOCK_N"]
             yield PassKernel(configuration, tile / heads, has_loop=True)

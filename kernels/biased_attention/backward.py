@@ -13,6 +13,7 @@ from kernels.biased_attention.forward import (
     LOG2E,
     column_ranges,
     finish_scores,
+    load_first_keys,
     load_table_window,
     offset_tables,
     select_head,
@@ -122,8 +123,9 @@ def _bwd_dq_inner(
     v,
     tables,
     dtables,
-    top,
+    row,
     sizes,
+    first_keys_ptr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
@@ -134,7 +136,7 @@ def _bwd_dq_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the columns first … last − 1 to dq and the table gradients of one row block.
+    """Add the columns first … last − 1 to dq and the table gradients of the row block from `row` on.
 
     `block` is the rows' q, do, lse and delta. The state's carries hold the diagonals of the tile before that the next
     tile completes.
@@ -142,6 +144,7 @@ def _bwd_dq_inner(
     dq_a, dq_b, carry_bias, carry_weight = state
     q_a, q_b, do_a, do_b, lse, delta = block
     scale, C, N, window = sizes.scale, sizes.C, sizes.N, sizes.window
+    top = sizes.offset + row
     dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
     HOLDS_BIAS: tl.constexpr = joins_bias(tables, q_a.dtype, JOINS_BIAS)
@@ -170,7 +173,8 @@ def _bwd_dq_inner(
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            p = tl.where(visible_mask(distance, columns, C, window, HAS_WINDOW), p, 0.0)
+            first_keys = load_first_keys(first_keys_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
+            p = tl.where(visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW), p, 0.0)
         ds = p * (dp - delta[:, None])
         if dbias_ptr is not None:
             sums, carry_bias = sum_diagonals(ds, carry_bias, BLOCK_M)
@@ -200,6 +204,7 @@ def _bwd_dq_kernel(
     dlse_ptr,
     dq_ptr,
     delta_ptr,
+    first_keys_ptr,
     sizes,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -231,6 +236,8 @@ def _bwd_dq_kernel(
     dq_ptr += pair * R * HEAD_DIM
     tables = offset_tables(tables, h * N)
     dtables = offset_tables(dtables, (pair * groups + group) * N)
+    if first_keys_ptr is not None:
+        first_keys_ptr += b * R
     blocks = tl.cdiv(R, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
@@ -260,16 +267,19 @@ def _bwd_dq_kernel(
             carry = (tl.zeros([BLOCK_M // 16, 8, 8], tl.float32), tl.zeros([BLOCK_M // 2, BLOCK_M], tl.float32))
             state = (dq_a, dq_b, carry, carry)
             top = sizes.offset + start
-            first, full, partial, last = column_ranges(top, sizes.C, sizes.window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+            first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
             block = (q_a, q_b, do_a, do_b, lse, delta)
             # fmt: off
-            if HAS_WINDOW:
-                state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                      JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, top, sizes, False, HAS_WINDOW,
-                                  JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-            state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, top, sizes, True, HAS_WINDOW,
-                                  JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+            if HAS_WINDOW or first_keys_ptr is not None:
+                state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+                                      True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                                      INPUT_PRECISION)
+            state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+                                  False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                                  INPUT_PRECISION)
+            state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
+                                  True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                                  INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
@@ -293,6 +303,22 @@ def _bwd_dq_kernel(
 
 
 @triton.jit
+def count_rows(first_keys_ptr, column, R):
+    """How many rows have a first key ≤ `column`; they come first. By a search that divides by 128 at a time, for its
+    loads wait for each other."""
+    PIECES: tl.constexpr = 128
+    count = column * 0
+    step = count + tl.cdiv(R, PIECES)
+    while step > 0:
+        # Of each of the next pieces of `step` rows its last one: the piece counts if that does.
+        rows = count + (tl.arange(0, PIECES) + 1) * step - 1
+        first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=column + 1)
+        count += tl.sum((first_keys <= column).to(tl.int32), 0) * step
+        step = tl.where(step > 1, tl.cdiv(step, PIECES), 0)
+    return count
+
+
+@triton.jit
 def _bwd_dkdv_inner(
     state,
     first,
@@ -307,6 +333,7 @@ def _bwd_dkdv_inner(
     tables,
     c0,
     sizes,
+    first_keys_ptr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
@@ -362,7 +389,9 @@ def _bwd_dkdv_inner(
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
-            p = tl.where(visible_mask(offset + rows[None, :] - columns, columns, C, window, HAS_WINDOW), p, 0.0)
+            first_keys = load_first_keys(first_keys_ptr, rows[None, :], R)
+            distance = offset + rows[None, :] - columns
+            p = tl.where(visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW), p, 0.0)
         dv_a = tl.dot(p.to(do_a.dtype), do_a, dv_a, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)
@@ -387,6 +416,7 @@ def _bwd_dkdv_kernel(
     delta_ptr,
     dk_ptr,
     dv_ptr,
+    first_keys_ptr,
     sizes,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -429,16 +459,22 @@ def _bwd_dkdv_kernel(
     if HAS_WINDOW:
         last = tl.minimum(R, tl.maximum(c0 + BLOCK_N - 1 - offset + window, 0))
         partial = tl.minimum(partial, tl.maximum(c0 + window - offset, 0) // BLOCK_M * BLOCK_M)
+    if first_keys_ptr is not None:
+        # Rows see the block's last column up to the first document that begins behind it, and its first one up to the
+        # first that begins behind that.
+        first_keys_ptr += b * R
+        last = tl.minimum(R, count_rows(first_keys_ptr, c0 + BLOCK_N - 1, R))
+        partial = tl.minimum(partial, count_rows(first_keys_ptr, c0, R) // BLOCK_M * BLOCK_M)
     full = tl.minimum(full, last)
     partial = tl.maximum(partial, full)
     state = (dk_a, dk_b, dv_a, dv_b)
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
     state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, True, HAS_WINDOW, JOINS_BIAS,
+                            delta_ptr, tables, c0, sizes, first_keys_ptr, True, HAS_WINDOW, JOINS_BIAS,
                                 BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, False, HAS_WINDOW, JOINS_BIAS,
+                            delta_ptr, tables, c0, sizes, first_keys_ptr, False, HAS_WINDOW, JOINS_BIAS,
                                 BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     dk_a, dk_b, dv_a, dv_b = state

@@ -133,21 +133,47 @@ def finish_scores(
 
 
 @triton.jit
-def visible_mask(distance, columns, C, window, HAS_WINDOW: tl.constexpr):
-    """Which (row, column) pairs of a tile attend: causal, inside the keys, inside the window."""
+def load_first_keys(first_keys_ptr, rows, R):
+    """The first column that each row sees, 0 beyond the last row; None where all see column 0 or a window's last."""
+    first_keys = None
+    if first_keys_ptr is not None:
+        first_keys = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
+    return first_keys
+
+
+@triton.jit
+def visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW: tl.constexpr):
+    """Which (row, column) pairs of a tile attend: causal, inside the keys, inside the window, inside the document.
+
+    Args:
+        first_keys: of the tile's rows, in the shape that spreads over the tile, or None.
+    """
     mask = (distance >= 0) & (columns < C)
     if HAS_WINDOW:
         mask = mask & (distance < window)
+    if first_keys is not None:
+        mask = mask & (columns >= first_keys)
     return mask
 
 
 @triton.jit
-def column_ranges(top, C, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def column_ranges(
+    row,
+    sizes,
+    first_keys_ptr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
     """Where the tiles of BLOCK_M rows begin, where they need no mask any more, where they do again, and where they end.
 
     Args:
-        top: the last column that the first of the rows sees, not limited by C.
+        row: the first of the rows.
+        first_keys_ptr: of the sequence, or None. They never fall from row to row, so those of the first and the last
+            row bound all others.
     """
+    C, window = sizes.C, sizes.window
+    top = sizes.offset + row
     stop = tl.minimum(C, top + BLOCK_M)
     full_stop = tl.minimum(C, top + 1) // BLOCK_N * BLOCK_N
     start = top * 0
@@ -155,6 +181,10 @@ def column_ranges(top, C, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
     if HAS_WINDOW:
         start = tl.maximum(top - window + 1, 0) // BLOCK_N * BLOCK_N
         full = tl.minimum((tl.maximum(top + BLOCK_M - window, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N, stop)
+    if first_keys_ptr is not None:
+        last = tl.load(first_keys_ptr + tl.minimum(row + BLOCK_M, sizes.R) - 1)
+        start = tl.load(first_keys_ptr + row) // BLOCK_N * BLOCK_N
+        full = tl.minimum((last + BLOCK_N - 1) // BLOCK_N * BLOCK_N, stop)
     return start, full, tl.maximum(full_stop, full), stop
 
 
@@ -167,8 +197,9 @@ def _fwd_inner(
     k,
     v,
     tables,
-    top,
+    row,
     sizes,
+    first_keys_ptr,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -178,10 +209,12 @@ def _fwd_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part)."""
+    """Add the columns first … last − 1 to the running (maximum, sum, output, output of the second part) of the rows
+    from `row` on."""
     maximum, total, o_a, o_b = state
     q_a, q_b = block
     C, window = sizes.C, sizes.window
+    top = sizes.offset + row
     for c0 in range(first, last, BLOCK_N):
         k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
         products = tl.dot(q_a, tl.trans(k_a), input_precision=INPUT_PRECISION)
@@ -192,7 +225,9 @@ def _fwd_inner(
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
-            scores = tl.where(visible_mask(distance, columns, C, window, HAS_WINDOW), scores, -float("inf"))
+            first_keys = load_first_keys(first_keys_ptr, row + tl.arange(0, BLOCK_M)[:, None], sizes.R)
+            visible = visible_mask(distance, columns, C, window, first_keys, HAS_WINDOW)
+            scores = tl.where(visible, scores, -float("inf"))
         new = tl.maximum(maximum, tl.max(scores, 1))
         # A row may not have met a visible column yet: −inf − (−inf) would be NaN.
         finite = tl.where(new == -float("inf"), 0.0, new)
@@ -216,6 +251,7 @@ def _fwd_kernel(
     tables,
     o_ptr,
     lse_ptr,
+    first_keys_ptr,
     sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -227,7 +263,8 @@ def _fwd_kernel(
 ):
     """Grid (blocks of BLOCK_M rows, B · H). o [B, H, R, d] and lse [B, H, R] are contiguous, tables [H, N] or None.
 
-    lse is in base 2: converting it there and back would cost the backward pass two roundings of its largest term.
+    first_keys [B, R], the first column that each row sees, or None; there is no window beside them. lse is in base 2:
+    converting it there and back would cost the backward pass two roundings of its largest term.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     pair = tl.program_id(1).to(tl.int64)
@@ -242,16 +279,17 @@ def _fwd_kernel(
         q_b = load_rows(q.ptr, start, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
     state = (tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), o_a, o_b)
-    top = sizes.offset + start
-    first, full, partial, last = column_ranges(top, sizes.C, sizes.window, BLOCK_M, BLOCK_N, HAS_WINDOW)
+    if first_keys_ptr is not None:
+        first_keys_ptr += b * R
+    first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
     block = (q_a, q_b)
     # fmt: off
-    if HAS_WINDOW:
-        state = _fwd_inner(state, first, full, block, k, v, tables, top, sizes, True, HAS_WINDOW,
+    if HAS_WINDOW or first_keys_ptr is not None:
+        state = _fwd_inner(state, first, full, block, k, v, tables, start, sizes, first_keys_ptr, True, HAS_WINDOW,
                            BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, full, partial, block, k, v, tables, top, sizes, False, HAS_WINDOW,
+    state = _fwd_inner(state, full, partial, block, k, v, tables, start, sizes, first_keys_ptr, False, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, partial, last, block, k, v, tables, top, sizes, True, HAS_WINDOW,
+    state = _fwd_inner(state, partial, last, block, k, v, tables, start, sizes, first_keys_ptr, True, HAS_WINDOW,
                        BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     maximum, total, o_a, o_b = state

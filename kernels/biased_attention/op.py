@@ -28,6 +28,7 @@ def biased_attention(
     *,
     offset: int = 0,
     window: int | None = None,
+    first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(weight(n) · scale · q_i·k_j + bias(n)) · v over the keys j ≤ i, n = i − j, in memory linear in R and C.
@@ -41,6 +42,9 @@ def biased_attention(
         weight: float32 [H, N], multiplied into the scores, or None.
         offset: position of the first row, counted from key column 0; at least 0.
         window: a row sees the last `window` keys only, its own included; None for all.
+        first_keys: int32 [B, R], the first key column that each row sees, which never falls from row to row: where
+            its document begins. None for 0. Not checked, which would wait for a GPU: what lies before it costs
+            nothing, as tiles of columns that no row of a tile sees are left out. Each row must see itself.
         scale: of the scores, not 0; 1/√d unless given.
 
     Returns:
@@ -50,7 +54,7 @@ def biased_attention(
         ValueError: shapes, types or values that do not fit; a row that would see no key.
         RuntimeError: tensors on the CPU outside Triton's interpreter.
     """
-    return _checked_forward(q, k, v, bias, weight, offset, window, scale)[0]
+    return _checked_forward(q, k, v, bias, weight, offset, window, first_keys, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -62,10 +66,11 @@ def biased_attention_with_lse(
     *,
     offset: int = 0,
     window: int | None = None,
+    first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with the logsumexp of every row, float32 [B, H, R], differentiable too: to join blocks of keys."""
-    out, lse = _checked_forward(q, k, v, bias, weight, offset, window, scale)
+    out, lse = _checked_forward(q, k, v, bias, weight, offset, window, first_keys, scale)
     return out, lse * math.log(2)
 
 
@@ -111,14 +116,28 @@ def _checked_forward(
     weight: Tensor | None,
     offset: int,
     window: int | None,
+    first_keys: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_call(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight), offset, window)
+    _check_call(
+        *(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight)),
+        *(offset, window, _describe(first_keys)),
+    )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0:  # the backward kernels add q·k to bias / scale
         raise ValueError(f"scale {scale}; it must not be 0")
-    result: tuple[Tensor, Tensor] = outside_graphs(_BiasedAttention)(q, k, v, bias, weight, offset, window, scale)
+    if first_keys is not None and window is not None:
+        first_keys, window = _join_window(first_keys, offset, window), None
+    apply = outside_graphs(_BiasedAttention)
+    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, first_keys, offset, window, scale)
     return result
+
+
+def _join_window(first_keys: Tensor, offset: int, window: int) -> Tensor:
+    """The first column that each row sees with a window beside its document."""
+    start = offset - window + 1
+    edges = torch.arange(start, start + first_keys.shape[1], dtype=torch.int32, device=first_keys.device)
+    return torch.maximum(first_keys, edges)
 
 
 class _Signature(NamedTuple):
@@ -142,11 +161,18 @@ def _check_call(
     weight: _Signature | None,
     offset: int,
     window: int | None,
+    first_keys: _Signature | None,
 ) -> None:
     """Refuse what does not fit; once for all layers and steps whose calls are alike, for the host has other things to
     do."""
     _check_qkv(q, k, v)
     _check_tables(q, bias, weight, _count_distances(q, k, offset, window))
+    if first_keys is None:
+        return
+    expected = _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)
+    if first_keys != expected:
+        found, wanted = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (first_keys, expected))
+        raise ValueError(f"first_keys is {found}; it must be {wanted}")
 
 
 def _check_qkv(q: _Signature, k: _Signature, v: _Signature) -> None:
@@ -225,6 +251,7 @@ def _forward(
     v: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    first_keys: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
@@ -232,7 +259,7 @@ def _forward(
     """Output, and log2 of the softmax's denominator [B, H, R]."""
     arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
-    bias, weight = _contiguous(bias), _contiguous(weight)
+    bias, weight, first_keys = _contiguous(bias), _contiguous(weight), _contiguous(first_keys)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = q.new_empty(q.shape)
@@ -242,7 +269,10 @@ def _forward(
         launch(
             _fwd_kernel,
             (cdiv(rows, tile.block_m), batch * heads, 1),
-            (_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight), out, lse, sizes),
+            (
+                *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
+                *(out, lse, first_keys, sizes),
+            ),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
         )
@@ -259,6 +289,7 @@ def _backward(
     weight: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    first_keys: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
@@ -274,6 +305,7 @@ def _backward(
     arch = get_arch(q)
     grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
+    first_keys = _contiguous(first_keys)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
     tiles = configs.choose_tiles(arch, q.dtype, dim)
@@ -295,14 +327,14 @@ def _backward(
         launch(
             _bwd_dq_kernel,
             (groups, batch * heads, 1),
-            (q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta, sizes),
+            (q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta, first_keys, sizes),
             configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
             tiles.bwd_dq.options,
         )
         launch(
             _bwd_dkdv_kernel,
             (cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads, 1),
-            (q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, sizes),
+            (q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, first_keys, sizes),
             configs.tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
             tiles.bwd_dkdv.options,
         )
@@ -337,24 +369,24 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        bias, weight, ctx.offset, ctx.window, ctx.scale = rest
-        output = _forward(q, k, v, bias, weight, ctx.offset, ctx.window, ctx.scale)
-        ctx.save_for_backward(q, k, v, bias, weight, *output)
+        bias, weight, first_keys, ctx.offset, ctx.window, ctx.scale = rest
+        output = _forward(q, k, v, bias, weight, first_keys, ctx.offset, ctx.window, ctx.scale)
+        ctx.save_for_backward(q, k, v, bias, weight, *output, first_keys)
         ctx.shared = _find_shared(bias), _find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, out, lse = ctx.saved_tensors
+        q, k, v, bias, weight, out, lse, first_keys = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
         needs_grad = (bias is not None and ctx.needs_input_grad[3], weight is not None and ctx.needs_input_grad[4])
         gradients = _backward(
-            *(grad, grad_lse, q, k, v, bias, weight, out, lse),
+            *(grad, grad_lse, q, k, v, bias, weight, out, lse, first_keys),
             *(ctx.offset, ctx.window, ctx.scale, needs_grad, ctx.shared),
         )
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:

@@ -16,10 +16,11 @@ def biased_attention(
     *,
     offset: int = 0,
     window: int | None = None,
+    first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(weight(n) · scale · q·k + bias(n)) · v; arguments and result as in `op.biased_attention`."""
-    return _attend(q, k, v, bias, weight, offset, window, scale)[0]
+    return _attend(q, k, v, bias, weight, offset, window, first_keys, scale)[0]
 
 
 def logsumexp(
@@ -31,10 +32,11 @@ def logsumexp(
     *,
     offset: int = 0,
     window: int | None = None,
+    first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Logarithm of the softmax's denominator, [B, H, R]."""
-    return _attend(q, k, v, bias, weight, offset, window, scale)[1]
+    return _attend(q, k, v, bias, weight, offset, window, first_keys, scale)[1]
 
 
 def _attend(
@@ -45,6 +47,7 @@ def _attend(
     weight: Tensor | None,
     offset: int,
     window: int | None,
+    first_keys: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     rows = offset + torch.arange(q.shape[2], device=q.device)
@@ -53,6 +56,8 @@ def _attend(
     if window is not None:
         visible = visible & (distance < window)
     n = torch.where(visible, distance, 0)
+    if first_keys is not None:
+        visible = visible & (torch.arange(k.shape[2], device=q.device) >= first_keys[:, None, :, None])
     scores = torch.matmul(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if weight is not None:

@@ -63,6 +63,13 @@ class AttentionInputs:
         """The heads whose scores are needed: a processor reads the scores of all."""
         return self.heads if self.processor is None else ALL_HEADS
 
+    @property
+    def first_columns(self) -> Tensor | None:
+        """`first_keys` as columns of k and v."""
+        if self.first_keys is None or self.key.start == 0:
+            return self.first_keys
+        return (self.first_keys - self.key.start).clamp_(min=0)
+
     def select_rows(self, start: int, stop: int) -> "AttentionInputs":
         """Rows start … stop − 1, without the columns that none of them depends on."""
         query = replace(self.query, start=self.query.start + start, length=stop - start)

@@ -68,12 +68,18 @@ def random_on(device: str, length: int, batch: int = 2, dtype: torch.dtype = tor
 
 
 def results(
-    backend: AttentionBackend, built: Built, qkv, query: TokenRange, key: TokenRange, window: int | None
+    backend: AttentionBackend,
+    built: Built,
+    qkv,
+    query: TokenRange,
+    key: TokenRange,
+    window: int | None,
+    first_keys: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
-    out = backend(AttentionInputs(*inputs, query, key, encoding, processor, window=window))
+    out = backend(AttentionInputs(*inputs, query, key, encoding, processor, window=window, first_keys=first_keys))
     modules = {"encoding": encoding} if processor is None else {"encoding": encoding, "processor": processor}
     named = {f"{part}.{name}": x for part, module in modules.items() for name, x in module.named_parameters()}
     leaves = [*inputs, *named.values()]
@@ -120,6 +126,30 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
     exact = [None if module is None else module.cpu().double() for module in built]
     qkv = [x.cpu().double() for x in (q[:, :, start:], k, v)]
     assert_within_rounding(found, lambda: results(EagerBackend(), exact, qkv, query, key, window), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "processor", "start", "window"),
+    [
+        ("none", "none", 0, None),
+        ("kerple_log", "none", 5, None),
+        ("kerple_log", "none", 0, 4),
+        ("kerple_bias_weight", "none", 0, None),
+    ],
+)
+def test_documents_of_a_row_are_kept_apart(
+    encoding: str, processor: str, start: int, window: int | None, device: str
+) -> None:
+    """As eager does, which gives what each document gives alone (tests/attention/test_documents.py)."""
+    built, q, k, v = on(device, encoding, processor), *random_on(device, 40, batch=2)
+    query, key, q = TokenRange(start, 40 - start), TokenRange(0, 40), q[:, :, start:]
+    begins = torch.tensor([[0] * 7 + [7] * 15 + [22] + [23] * 17, [0] * 16 + [16] * 24], dtype=torch.int32)[:, start:]
+    found = results(TritonBackend(Unused()), built, (q, k, v), query, key, window, begins.to(device))
+    exact = [None if module is None else module.cpu().double() for module in built]
+    qkv = [x.cpu().double() for x in (q, k, v)]
+    assert_within_rounding(
+        found, lambda: results(EagerBackend(), exact, qkv, query, key, window, begins), torch.float32
+    )
 
 
 def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
@@ -247,6 +277,20 @@ def test_dropout_leaves_the_mean_as_it_is(device: str) -> None:
     draws = TritonBackend(Unused())(replace(rows, q=q, k=k, v=v, dropout=0.5)).detach()
     # To six times the standard error of the mean of 100 draws.
     assert ((draws.mean(0) - TritonBackend(Unused())(rows)[0]).abs() <= 6 * draws.std(0) / 10 + 1e-5).all()
+
+
+def test_dropout_leaves_documents_apart(device: str) -> None:
+    """By the weights, which are the outputs where values are unit vectors."""
+    e, p = on(device, "kerple_log", "none")
+    q, k, _ = random_on(device, 11, batch=1)
+    begins = torch.tensor([[0] * 4 + [4] * 7], dtype=torch.int32, device=device)
+    v = torch.eye(11, 16, device=device).expand(1, 3, -1, -1)
+    rows = AttentionInputs(q, k, v, TokenRange(0, 11), TokenRange(0, 11), e, p, first_keys=begins, dropout=0.1)
+    weights = TritonBackend(Unused())(rows)[..., :11]
+    outside = torch.ones(11, 11, dtype=torch.bool, device=device).triu(1)
+    outside[4:, :4] = True
+    assert (weights[..., outside] == 0).all()
+    assert (weights[..., ~outside] > 0).sum() > weights[..., ~outside].numel() / 2
 
 
 def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

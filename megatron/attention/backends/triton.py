@@ -33,11 +33,11 @@ from megatron.attention.backends.fused_processor import (
     run_processor_kernel,
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_table
+from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.token_range import TokenRange, causal_mask, select_heads
+from megatron.position.token_range import TokenRange, select_heads
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +189,6 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         return KernelChoice.PYTORCH, "randomized positions"
     if inputs.key_mask is not None:
         return KernelChoice.PYTORCH, "padding"
-    if inputs.first_keys is not None:
-        return KernelChoice.PYTORCH, "several documents in a row"
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""
@@ -244,8 +242,12 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
     bias, weight = table
     bias = None if bias is None else select_heads(bias, inputs.heads)
     weight = None if weight is None else select_heads(weight, inputs.heads)
-    offset = inputs.query.start - inputs.key.start
-    return biased_attention(inputs.q, inputs.k, inputs.v, bias, weight, offset=offset, window=inputs.window)
+    return biased_attention(
+        *(inputs.q, inputs.k, inputs.v, bias, weight),
+        offset=inputs.query.start - inputs.key.start,
+        window=inputs.window,
+        first_keys=inputs.first_columns,
+    )
 
 
 def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
@@ -264,9 +266,10 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, fire: FireParameters | None, block: AttentionInputs
     ) -> Tensor:
         matrix = _build_matrix(block, bias, fire)
-        if block.window is not None:
-            matrix = matrix.masked_fill(~causal_mask(block.query, block.key, q.device, block.window), float("-inf"))
-        return scaled_dot_product_attention(q, k, v, attn_mask=matrix[None], dropout_p=block.dropout)
+        mask = matrix[None]
+        if block.window is not None or block.first_keys is not None:
+            mask = mask.masked_fill(~compute_visible_mask(block), float("-inf"))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=block.dropout)
 
     outputs = []
     for block in iter_row_blocks(inputs, ROWS_PER_CALL):

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.biased_attention import configs, reference
+from kernels.biased_attention.backward import count_rows
 from kernels.biased_attention.op import biased_attention, biased_attention_with_lse, share_table
+from kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight")
@@ -32,6 +36,22 @@ class Case:
     window: int | None = None
     bias: bool = True
     weight: bool = False
+    documents: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the documents of each sequence, C in all; one each if there are none."""
+
+    def first_keys(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """int32 [B, R]: where the document of each row begins."""
+        if not self.documents:
+            return None
+        starts = [
+            torch.repeat_interleave(torch.tensor(lengths).cumsum(0) - torch.tensor(lengths), torch.tensor(lengths))
+            for lengths in self.documents
+        ]
+        return torch.stack(starts)[:, self.offset : self.offset + self.R].to(device, torch.int32)
+
+    def options(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Arguments of the op beside tensors that have gradients."""
+        return {"offset": self.offset, "window": self.window, "first_keys": self.first_keys(device)}
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
@@ -59,9 +79,12 @@ SMALL = (
     Case(1, 1, 70, 70, 16, bias=False),
     Case(1, 1, 60, 60, 24, window=33, bias=False),
     Case(1, 1, 32, 60, 16, offset=17),
+    Case(2, 2, 75, 75, 16, documents=((10, 33, 2, 30), (75,))),
+    Case(2, 1, 40, 75, 20, offset=35, weight=True, documents=((20, 32, 16, 7), (74, 1))),
+    Case(2, 1, 75, 75, 16, window=9, documents=((10, 33, 2, 30), (32, 1, 1, 41))),
 )
 """For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees,
-and a tile whose last column is the first of a block."""
+a tile whose last column is the first of a block, and documents that begin within tiles and with them."""
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -79,7 +102,7 @@ def _differentiated(
     attend: Callable[..., tuple[Tensor, Tensor]], case: Case, inputs: Sequence[Tensor | None], into: Sequence[Tensor]
 ) -> Values:
     leaves = [_leaf(x) for x in inputs]
-    out, lse = attend(*leaves, offset=case.offset, window=case.window)
+    out, lse = attend(*leaves, **case.options(into[0].device))
     wanted = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad((out, lse), wanted, [x.to(out.dtype) for x in into[:1]] + [into[1].to(lse.dtype)]))
     values = [out.detach(), lse.detach(), *(None if x is None else next(found) for x in leaves)]
@@ -111,6 +134,8 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
     visible = (distance >= 0) if case.window is None else (distance >= 0) & (distance < case.window)
     n, scale = distance.where(visible, 0), case.d**-0.5
+    if (first_keys := case.first_keys()) is not None:
+        visible = visible & (torch.arange(case.C) >= first_keys[:, None, :, None])
 
     def diagonals(of_scores: Tensor) -> Tensor:
         empty = torch.zeros(case.H, case.offset + case.R, dtype=torch.float64)
@@ -263,6 +288,45 @@ def test_any_lengths_offset_window_and_layout(
     )
 
 
+def test_tiles_of_other_documents_are_not_read(device: str) -> None:
+    """So time falls with the documents' length: what is not a number in one document would show in another."""
+    tiles = configs.choose_tiles(get_arch(torch.zeros(1, device=device)), torch.float32, 16)
+    size = max(max(tile.block_m, tile.block_n) for tile in (tiles.fwd, tiles.bwd_dq, tiles.bwd_dkdv))
+    case = Case(1, 1, 5 * size, 5 * size, 16, documents=((2 * size, size, 2 * size),))
+    q, k, v, bias, _ = case.inputs(torch.float32, device)
+    upstream = _upstream(case, torch.float32, device)[0]
+    found = []
+    for nan in (False, True):
+        for x in (q, k, v, upstream):
+            if nan:
+                x[:, :, 2 * size : 3 * size] = float("nan")
+        leaves = [_leaf(x) for x in (q, k, v)]
+        out = biased_attention(*leaves, bias, first_keys=case.first_keys(device))  # type: ignore[arg-type]
+        found.append([out, *torch.autograd.grad(out, leaves, upstream)])  # type: ignore[arg-type]
+    for clean, other in zip(*found, strict=True):
+        assert torch.equal(other.isnan().any(-1).nonzero()[:, 2].cpu(), torch.arange(2 * size, 3 * size))
+        for part in (slice(0, 2 * size), slice(3 * size, None)):
+            assert torch.equal(clean[:, :, part], other[:, :, part])
+
+
+@pytest.mark.parametrize("pieces", [1, 40, 129, 16_500])
+def test_rows_are_counted_by_any_number_of_searches(pieces: int, device: str) -> None:
+    """Against a plain count: in a single step, two and three of the search."""
+    lengths = torch.randint(1, 4, (pieces,), generator=torch.Generator().manual_seed(pieces))
+    first_keys = (lengths.cumsum(0) - lengths).repeat_interleave(lengths).int().to(device)
+    rows = len(first_keys)
+    for column in {0, 1, rows // 3, rows - 1, rows + 5}:
+        counted = torch.zeros(1, dtype=torch.int32, device=device)
+        with launch_context(first_keys):
+            _count_rows_kernel[(1,)](first_keys, counted, column, rows)
+        assert counted.item() == (first_keys <= column).sum()
+
+
+@triton.jit
+def _count_rows_kernel(first_keys_ptr, counted_ptr, column, R):
+    tl.store(counted_ptr, count_rows(first_keys_ptr, column, R))
+
+
 def test_compiled_and_checkpointed_equal_plain_calls(device: str) -> None:
     inputs = [_leaf(x) for x in Case(1, 2, 20, 20, 16).inputs(torch.float32, device)[:4]]
 
@@ -308,6 +372,8 @@ def _call(device: str, **changes: object) -> None:
         ({"weight": torch.zeros(2, 9)}, "must have the same shape"),
         ({name: torch.zeros(1, 2, 8, 144) for name in "qkv"}, "head dimension 144"),
         ({"bias": None, "offset": 20, "window": 4}, "sees none of the 8 keys"),
+        ({"first_keys": torch.zeros(1, 8)}, r"first_keys is torch.float32 \[1, 8\] on .*; it must be torch.int32"),
+        ({"first_keys": torch.zeros(1, 9, dtype=torch.int32)}, r"torch.int32 \[1, 9\] .* must be torch.int32 \[1, 8\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str, device: str) -> None:
