@@ -63,17 +63,6 @@ class Segment:
         first_keys = None if self.first_keys is None else self.first_keys[:, start : start + length]
         return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys)
 
-    def join(self, other: "Segment") -> "Segment | None":
-        """Both as one, if the other's tokens follow on its own."""
-        follows = self.tokens.stop == other.tokens.start
-        follows = follows and self.first_column + self.tokens.length == other.first_column
-        if not (follows and self.sequences is other.sequences and self.first_key_column == other.first_key_column):
-            return None
-        tokens = replace(self.tokens, length=self.tokens.length + other.tokens.length)
-        if self.first_keys is None or other.first_keys is None:
-            return replace(self, tokens=tokens)
-        return replace(self, tokens=tokens, first_keys=torch.cat([self.first_keys, other.first_keys], dim=1))
-
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
     """x itself where that is all of it: the gradient of a slice fills a whole tensor with zeros first."""
@@ -126,23 +115,31 @@ def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int
     return tuple(remaining)
 
 
-def select_chunks(segments: Sequence[Segment], chunks: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
-    """What the segments have of some columns, (first, number) of each chunk, as if the forward pass had those alone."""
+def select_chunks(
+    segments: Sequence[Segment], chunks: Sequence[tuple[int, int]], *, join_neighbours: bool = True
+) -> tuple[Segment, ...]:
+    """What the segments have of some columns, (first, number) of each chunk, as if the forward pass had those alone.
+
+    join_neighbours: chunks that follow on one another are one. Where only some of the ranks that divide parameters
+    (ZeRO 3) have such chunks, they must not: all ranks call the modules of a layer equally often.
+    """
     selected: list[Segment] = []
     for segment in segments:
+        parts: list[tuple[int, int, int]] = []  # first column, end, first column among the chunks
         place = 0
         for first, length in chunks:
             start = max(first, segment.first_column)
             stop = min(first + length, segment.first_column + segment.tokens.length)
+            column = place + start - first
+            if start < stop:
+                # What has come before it fills the columns before it, so that only the row has to be looked at.
+                if join_neighbours and parts and parts[-1][1] == start:
+                    parts[-1] = (parts[-1][0], stop, parts[-1][2])
+                else:
+                    parts.append((start, stop, column))
             place += length
-            if start >= stop:
-                continue
-            part = segment.narrow(start - segment.first_column, stop - start, place - length + start - first)
-            joined = selected[-1].join(part) if selected else None  # a rank's two chunks may be neighbours
-            if joined is None:
-                selected.append(part)
-            else:
-                selected[-1] = joined
+        for start, stop, column in parts:
+            selected.append(segment.narrow(start - segment.first_column, stop - start, column))
     return tuple(selected)
 
 

@@ -73,6 +73,22 @@ def prepare(
         _print_summary(console, corpus)
 
 
+ROW_LENGTHS = (512, 2048, 8192)
+"""Lengths of rows of which the summary says how many hold several documents."""
+
+
+def _describe_rows(corpus: CorpusInfo) -> str:
+    """How many rows of the largest split hold more than one document."""
+    from megatron.data.document_starts import compute_crossing_share
+    from megatron.data.indexed_dataset import open_indexed
+
+    largest = max(corpus.splits, key=lambda split: corpus.splits[split].tokens)
+    lengths = open_indexed(corpus.prefix(largest)).lengths
+    shares = [(length, compute_crossing_share(lengths, length)) for length in ROW_LENGTHS]
+    parts = [f"{share:.0%} of {length:,} tokens" for length, share in shares if share is not None]
+    return f"rows that hold more than one document: {', '.join(parts) or 'none'} (attention_mask: document)"
+
+
 def _print_note(console: Console, line: str) -> None:
     from rich.markup import escape
 
@@ -93,6 +109,7 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     headline = f"{corpus.folder} {state}: tokenizer {corpus.tokenizer}, {corpus.vocab_size:,} tokens"
     console.print(escape(headline), highlight=False, soft_wrap=True)
     console.print(table)
+    console.print(_describe_rows(corpus), highlight=False, soft_wrap=True)
     for note in corpus.notes:
         _print_note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}

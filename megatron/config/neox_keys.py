@@ -16,6 +16,7 @@ from megatron.config.neox_rules import (
     ChosenMethods,
     FractionOf,
     Ignored,
+    JointSwitches,
     MethodOption,
     MethodOptionAlias,
     NeoxRule,
@@ -57,6 +58,21 @@ ALIASES = (
     Alias("account", "slurm.account"),
     # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
     Alias("sliding_window_width", "attention_window", offset=1),
+    # GPT-NeoX's pull request 1416, and what Megatron calls it in its dataset's configuration and on its command line.
+    Alias("inter_document_attention_masking", "attention_mask", ("document", "causal")),
+    Alias("inter_document_masking", "attention_mask", ("document", "causal")),
+    Alias("dataloader_inter_document_masking", "attention_mask", ("document", "causal")),
+)
+
+# Megatron's older spelling.
+JOINT_SWITCHES = (
+    JointSwitches(
+        ("reset_attention_mask", "reset_position_ids"),
+        "attention_mask",
+        "document",
+        "causal",
+        "a document is read as if it were alone, or not",
+    ),
 )
 
 _PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
@@ -450,7 +466,9 @@ VALIDATED_NOOPS = (
     ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "what it holds has none here"),
 )
 
-UNDERSTOOD: tuple[NeoxRule, ...] = (*ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES)
+UNDERSTOOD: tuple[NeoxRule, ...] = (
+    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES
+)  # fmt: skip
 
 RULES: dict[str, NeoxRule] = {
     key: rule for rules in (UNDERSTOOD, VALIDATED_NOOPS, IGNORED, UNSUPPORTED) for rule in rules for key in rule.keys

@@ -265,6 +265,74 @@ class ValueSwitch(DeferredRule):
 
 
 @dataclass(frozen=True)
+class JointSwitches(NeoxRule):
+    """Switches that mean a value of one of our keys if all are on, another if all are off, and nothing sensible if they
+    differ."""
+
+    keys: tuple[str, ...]
+    own_key: str
+    on_value: Any
+    off_value: Any
+    why: str
+    """What is wrong where they differ."""
+    is_suggested: ClassVar[bool] = True
+    resolve_order: ClassVar[int] = 1
+
+    def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
+        layers.defer(name, setting)
+        return iter(())
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        given = {key: layers.deferred[key] for key in self.keys if key in layers.deferred}
+        if name != next(iter(given)):
+            return  # the first speaks for all
+        for key, switch in given.items():
+            if switch.value not in (None, True, False):
+                layers.problems.append(
+                    f"{switch.where}: {key} is {format_value(switch.value)}; it must be true or false"
+                )
+                return
+        is_on = {key: key in given and bool(given[key].value) for key in self.keys}
+        names = " and ".join(self.keys)
+        if len(set(is_on.values())) > 1:
+            on, off = (next(key for key in self.keys if is_on[key] is state) for state in (True, False))
+            layers.problems.append(
+                f"{given[on].where}: {on}: true is refused without {off}: true: {self.why}; give both, or "
+                f"{self.own_key}: {format_value(self.on_value)}"
+            )
+            return
+        path, latest = (self.own_key,), max(given.values(), key=lambda switch: switch.layer)
+        value = replace(latest, value=self.on_value if all(is_on.values()) else self.off_value)
+        old = layers.values.get(path)
+        if old is not None and old.layer == value.layer and old.value != value.value:
+            layers.problems.append(
+                f"{value.where}: {names} {format_value(latest.value)} contradict {self.own_key} "
+                f"{format_value(old.value)} ({old.where})"
+            )
+            return
+        if old is not None:
+            layers.note_replaced(path, *((old, value) if value.layer > old.layer else (value, old)))
+        if old is None or value.layer > old.layer:
+            layers.values[path] = value
+            layers.notes.append(
+                f"{value.where}: {names} {format_value(latest.value)} are {self._describe(value.value)}"
+            )
+
+    def _describe(self, value: Any) -> str:
+        return f"{self.own_key} {format_value(value)} here"
+
+    def describes_model(self) -> bool:
+        return _is_model_key(self.own_key)
+
+    def describe(self, name: str) -> str:
+        others = " and ".join(key for key in self.keys if key != name)
+        return f"together with {others} is {self._describe(self.on_value)}"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[format_code(self.keys), f"together: `{self.own_key}`, {self.on_value} or {self.off_value}"]]
+
+
+@dataclass(frozen=True)
 class Ignored(NeoxRule):
     """Accepted, and said to do nothing."""
 

@@ -21,6 +21,9 @@ from megatron.utils.errors import RunError, UserError
 
 Batch = dict[str, torch.Tensor]
 
+WHOLE_ROWS = "document_starts"
+"""The tensor of a batch that says something of whole rows, also where ranks share these."""
+
 
 class DistributedBatchSampler(Sampler[list[int]]):
     """Sample indices of one data index's micro-batches. A last round that is not complete on all ranks is left out."""
@@ -46,8 +49,9 @@ def build_dataloader(
     """The micro-batches of one rank from global sample `start` to the end of the dataset.
 
     Yields dictionaries of stacked samples: `tokens` and `labels` int64 [B, T], `loss_mask` float32 [B, T], B =
-    micro_batch_size and T the positions that the rank holds; in pinned memory where there is a GPU. `num_workers`
-    processes read ahead; they change no batch. Drawing batches leaves torch's random state as it was.
+    micro_batch_size and T the positions that the rank holds; where documents are kept apart also `document_starts`,
+    int64 of whole rows (`attention/documents.py`); in pinned memory where there is a GPU. `num_workers` processes read
+    ahead; they change no batch. Drawing batches leaves torch's random state as it was.
     """
     sampler = DistributedBatchSampler(len(dataset), micro_batch_size=micro_batch_size, data=mesh.data, start=start)  # type: ignore[arg-type]
     loader = DataLoader(
@@ -66,9 +70,12 @@ def collate(samples: list[Batch], context: Axis) -> Batch:
     batch: Batch = default_collate(samples)
     if context.size == 1:
         return batch
-    length = next(iter(batch.values())).shape[1]
+    length = batch["tokens"].shape[1]
     chunks = [slice(start, start + size) for start, size in list_context_chunks(length, context)]
-    return {name: torch.cat([rows[:, chunk] for chunk in chunks], dim=1) for name, rows in batch.items()}
+    return {
+        name: rows if name == WHOLE_ROWS else torch.cat([rows[:, chunk] for chunk in chunks], dim=1)
+        for name, rows in batch.items()
+    }
 
 
 def unwrap_worker_errors(loader: DataLoader) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.data.document_starts import check_document_ends
 from megatron.data.indexed_dataset import DatasetSlice, check_dataset_content, list_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
@@ -45,7 +46,8 @@ class Datasets:
 
     A sample is a dictionary: `tokens` and `labels`, int64 [T], and `loss_mask`, float32 [T]. T is the same for all
     samples of a step. Of texts labels are one token ahead.
-    Documents follow each other inside a sample, positions run on, and attention crosses them, as in GPT-NeoX.
+    Documents follow each other inside a sample. Positions run on and attention crosses them, as in GPT-NeoX, unless
+    they are kept apart: then samples have `document_starts` too, int64 [T].
     """
 
     train: "Dataset | None"
@@ -53,6 +55,9 @@ class Datasets:
     test: "Dataset | None"
     lengths: tuple[int, ...]
     """The lengths T of training samples, each as often as it occurs."""
+    crossing_share: float | None = None
+    """The share of training samples that hold more than one document, on the first rank; None of a task, whose samples
+    are one each."""
     notes: tuple[str, ...] = ()
     """What a person should know, on the first rank: a damaged index that was built anew."""
 
@@ -99,12 +104,14 @@ def build_datasets(
     cache: str | Path | None,
     groups: "ProcessGroups",
     vocabulary: Vocabulary | None = None,
+    keep_documents_apart: bool = False,
 ) -> Datasets:
     """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
 
     cache: folder for the sample indices, shared by all processes of the run, of which the first builds them while the
     others wait: all must call this. None keeps them in memory.
     vocabulary: of the data, if it was read already.
+    keep_documents_apart: samples say where their documents begin (`attention_mask: document`).
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
@@ -118,11 +125,13 @@ def build_datasets(
     for split, slices_of_split in slices.items():
         for dataset_slice in slices_of_split:
             check_dataset_slice(dataset_slice, split, lengths[split], vocabulary)
+            if keep_documents_apart:
+                check_document_ends(dataset_slice, vocabulary)
     _check_index_size(order)
     if not 0 <= order.seed < 1 << 32:
         raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
 
-    from megatron.data.gpt_dataset import CutDataset, SampleFormat, build_training_dataset
+    from megatron.data.gpt_dataset import CutDataset, DocumentDataset, SampleFormat, build_training_dataset
 
     notes: list[str] = []
     datasets = {
@@ -140,10 +149,17 @@ def build_datasets(
         for split, slices_of_split in slices.items()
         if slices_of_split
     }
-    train, valid, test = (datasets.get(split) for split in SPLITS)
-    pieces = lengths["train"] // seq_length
-    cut = train if train is None or pieces == 1 else CutDataset(train, pieces)
-    return Datasets(cut, valid, test, list_sequence_lengths(data, seq_length), tuple(notes))
+    crossing_share = None
+    if "train" in datasets and groups.is_main:
+        crossing_share = datasets["train"].compute_crossing_share(seq_length)
+    samples: dict[Split, Dataset] = {**datasets}
+    if "train" in samples and (pieces := lengths["train"] // seq_length) > 1:
+        samples["train"] = CutDataset(samples["train"], pieces)
+    if keep_documents_apart:
+        assert vocabulary.eod is not None
+        samples = {split: DocumentDataset(dataset, vocabulary.eod) for split, dataset in samples.items()}
+    train, valid, test = (samples.get(split) for split in SPLITS)
+    return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), crossing_share, tuple(notes))
 
 
 def _check_index_size(order: SampleOrder) -> None:

@@ -41,6 +41,7 @@ from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
+from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, compute_crossing_share, find_document_starts
 from megatron.data.indexed_dataset import DatasetSlice, IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import (
@@ -116,12 +117,24 @@ class ChainedGPTDataset(torch.utils.data.Dataset):
         # megatron-core hands out its one cached mask: a copy, so that whoever writes into a sample harms nobody
         return {"tokens": tokens, "labels": labels, "loss_mask": sample["loss_mask"].clone()}
 
+    def compute_crossing_share(self, seq_length: int) -> float | None:
+        """Of the rows that its documents are cut into, in the order in which they are read at first."""
+        link = self.datasets[0]
+        documents = link.document_index[:MAX_COUNTED_DOCUMENTS]
+        return compute_crossing_share(link.dataset.sequence_lengths[documents], seq_length)
+
 
 class TrainingDataset(torch.utils.data.Dataset):
     """The first `total` samples of a chain or a blend of chains, as dictionaries of three tensors."""
 
-    def __init__(self, source: ChainedGPTDataset | BlendedDataset, total: int) -> None:
-        self.dataset, self.total = source, total
+    def __init__(
+        self,
+        source: ChainedGPTDataset | BlendedDataset,
+        total: int,
+        chains: Sequence[ChainedGPTDataset],
+        weights: Sequence[float],
+    ) -> None:
+        self.dataset, self.total, self.chains, self.weights = source, total, chains, weights
 
     def __len__(self) -> int:
         return self.total
@@ -131,6 +144,16 @@ class TrainingDataset(torch.utils.data.Dataset):
             raise IndexError(f"sample {index} of {self.total}")
         sample = self.dataset[index]
         return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
+
+    def compute_crossing_share(self, seq_length: int) -> float | None:
+        """The share of rows of `seq_length` tokens that hold more than one document, weighted as the chains are."""
+        shares = [
+            (weight, share)
+            for chain, weight in zip(self.chains, self.weights, strict=True)
+            if (share := chain.compute_crossing_share(seq_length)) is not None
+        ]
+        total = sum(weight for weight, _ in shares)
+        return sum(weight * share for weight, share in shares) / total if total else None
 
 
 class CutDataset(torch.utils.data.Dataset):
@@ -149,6 +172,21 @@ class CutDataset(torch.utils.data.Dataset):
             self._last = block, self.dataset[block]
         sample = self._last[1]
         return {name: tensor.chunk(self.pieces)[piece] for name, tensor in sample.items()}
+
+
+class DocumentDataset(torch.utils.data.Dataset):
+    """Samples with `document_starts`, int64 [T]: the place of each token's document's first token."""
+
+    def __init__(self, dataset: torch.utils.data.Dataset, eod: int) -> None:
+        self.dataset, self.eod = dataset, eod
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.dataset[index]
+        starts = find_document_starts(sample["tokens"].numpy(), self.eod)
+        return {**sample, "document_starts": torch.from_numpy(starts)}
 
 
 def build_training_dataset(
@@ -184,9 +222,10 @@ def build_training_dataset(
             links.append(builder.build(length, int(link_seed)))
         chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, sample_format.vocabulary.size, start))
     if len(chains) == 1:
-        return TrainingDataset(chains[0], total)
+        return TrainingDataset(chains[0], total, chains, [1.0])
     config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it
-    return TrainingDataset(BlendedDataset(chains, weights.tolist(), total, config), total)
+    blend = BlendedDataset(chains, weights.tolist(), total, config)
+    return TrainingDataset(blend, total, chains, weights.tolist())
 
 
 @contextmanager

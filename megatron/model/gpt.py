@@ -203,7 +203,7 @@ class GPT(GPTModel):
         columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
         restarted = restart_positions(starts, columns, device, segments)
         if context.size > 1:
-            segments = select_chunks(segments, chunks)
+            segments = select_chunks(segments, chunks, join_neighbours=False)
         if self.max_length is not None and restarted.position_limit > self.max_length:
             raise UserError(
                 f"the model has {self.max_length} positions, but a document of {restarted.position_limit} tokens was "
@@ -286,7 +286,8 @@ class GPT(GPTModel):
         """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
         restarted = None
-        if document_starts is not None and bool(document_starts.any()):
+        # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.
+        if document_starts is not None and (bool(document_starts.any()) or hasattr(self.local_weight, "ds_id")):
             if attention_mask is not None:
                 raise RuntimeError("documents that are kept apart come without padding")
             segments, restarted = self._lay_out_documents(
@@ -365,6 +366,18 @@ class GPT(GPTModel):
         for start in range(0, len(layers), self.checkpoint_layers):
             hidden = recompute_in_backward(run, hidden, start, draws=draws)
         return hidden
+
+    @property
+    def local_weight(self) -> nn.Parameter:
+        """A weight of this stage's layers; it bears DeepSpeed's mark if ZeRO 3 divides the model."""
+        weight: nn.Parameter = self.local_layers[0].self_attention.linear_proj.weight
+        return weight
+
+    def has_attention_parameters(self) -> bool:
+        """Does attention itself learn anything, in its encoding or its processor?"""
+        attention: PositionedAttention = self.local_layers[0].self_attention.core_attention
+        modules = (None if type(attention.encoding).only_adds_embeddings() else attention.encoding, attention.processor)
+        return any(module is not None and any(True for _ in module.parameters()) for module in modules)
 
     @property
     def local_layers(self) -> list[Any]:

@@ -223,6 +223,12 @@ class PositionOptions(ConfigSection):
         le=MAX_LENGTH,
         policy="context",
     )
+    attention_mask: Literal["causal", "document"] = config_field(
+        "causal",
+        "which tokens of a row a token sees: all before it (causal), or those of its own document alone, whose "
+        "positions begin at 0 (document)",
+        policy="context",
+    )
     randomized_positions: int | None = config_field(
         None,
         "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "

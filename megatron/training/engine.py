@@ -25,6 +25,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 from megatron.model.device_dtype import get_torch_dtype
+from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import parameter_groups
 from megatron.training.optimizer import build_optimizer, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
@@ -57,6 +58,8 @@ class Engine:
         mesh = groups.mesh
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
+        if self.stage == 3:
+            _check_equal_calls(config, model)
         param_groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
         """Which group of the optimizer's each parameter is in that this rank is the first to hold."""
@@ -179,7 +182,11 @@ class Engine:
         """The loss of each token, 0 where it does not count, float32 [B, T]; or that and log Z, [2, B, T]."""
         device = self.groups.device
         tokens, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
-        return self.deepspeed(tokens, labels=labels, position_seed=position_seed, with_log_z=with_log_z) * mask
+        options: dict[str, Any] = {"position_seed": position_seed, "with_log_z": with_log_z}
+        if "document_starts" in batch:  # stays on the CPU, which lays documents out
+            options["document_starts"] = batch["document_starts"]
+        losses: Tensor = self.deepspeed(tokens, labels=labels, **options)
+        return losses * mask
 
     def step(self, lr: float) -> None:
         """Clip, and step with learning rate `lr`, once the gradient of a whole step is accumulated."""
@@ -227,6 +234,20 @@ class Engine:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
         self.deepspeed.destroy()
+
+
+def _check_equal_calls(config: Config, model: nn.Module) -> None:
+    """Refuse what calls modules once for each document: ZeRO 3 gathers parameters at each call, by all ranks together,
+    and their rows hold different numbers of documents."""
+    if config.position.attention_mask != "document" or not isinstance(model, GPT):
+        return
+    if not model.masks_documents and model.has_attention_parameters():
+        raise UserError(
+            f"attention_mask: document: pos_emb {config.position.pos_emb} with score_processor "
+            f"{config.position.score_processor} is computed document by document here, which zero_optimization.stage 3 "
+            "cannot do; use stage 2, or another attention_backend (chunked) or pos_emb",
+            "attention_mask",
+        )
 
 
 def build_deepspeed_config(config: Config, mesh: Mesh, parameters: int, clip: float) -> dict[str, Any]:

@@ -123,13 +123,16 @@ class PipelineSchedule:
     def _collect_inputs(
         self, micro_batches: Sequence[Batch], position_seed: int | None
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """The inputs of this stage: the first one tokens, the last one labels and the mask, of all micro-batches."""
+        """The inputs of this stage, of all micro-batches: the first one's are tokens, the last one's labels and the
+        mask."""
 
         def join(name: str) -> Tensor:
             return torch.cat([batch[name] for batch in micro_batches]).to(self.groups.device, non_blocking=True)
 
         args = (join("tokens"),) if self.gpt.is_first_stage else ()
         kwargs: dict[str, Any] = {"position_seed": position_seed}
+        if "document_starts" in micro_batches[0]:  # for every stage, and on the CPU, which lays documents out
+            kwargs["document_starts"] = torch.cat([batch["document_starts"] for batch in micro_batches])
         if self.gpt.is_last_stage:
             kwargs |= {"labels": join("labels"), "target": join("loss_mask")}
             kwargs |= {"with_log_z": True} if self.z_coefficient else {}

@@ -55,7 +55,7 @@ def log_start(run: TrainingRun) -> None:
         run.console.log(describe_start(run, step, seconds))
         if len(run.resume.stages) > 1:
             run.console.log(run.stage.describe(len(run.resume.stages), step, run.schedule(step)))
-        for line in describe_layout(run.config, run.groups.mesh.sizes):
+        for line in (*describe_documents(run), *describe_layout(run.config, run.groups.mesh.sizes)):
             run.console.log(line)
     run.console.begin(step, seconds)
 
@@ -93,6 +93,17 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
     )
+
+
+def describe_documents(run: TrainingRun) -> list[str]:
+    """How many rows hold several documents, and whether these are kept apart. Nothing of a task, whose rows are one
+    each."""
+    share = run.datasets.crossing_share
+    if share is None:
+        return []
+    is_apart = run.config.position.attention_mask == "document"
+    then = "each is read alone" if is_apart else "attention crosses them"
+    return [f"attention_mask {run.config.position.attention_mask}: {share:.0%} of rows hold several documents; {then}"]
 
 
 def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:

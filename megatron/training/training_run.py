@@ -475,4 +475,5 @@ def _build_datasets(
         cache=cache,
         groups=groups,
         vocabulary=vocabulary,
+        keep_documents_apart=config.position.attention_mask == "document",
     )

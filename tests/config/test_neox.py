@@ -253,6 +253,23 @@ def test_offloading_to_the_cpu_by_all_its_names(read):
         read({**SMALL, "zero_optimization": {"stage": 3, "cpu_offload": False, **own}})
 
 
+def test_all_spellings_of_documents_kept_apart(read):
+    def mask_of(theirs):
+        return read({**SMALL, **theirs}).config.position.attention_mask
+
+    for key in ("inter_document_attention_masking", "inter_document_masking", "dataloader_inter_document_masking"):
+        assert (mask_of({key: True}), mask_of({key: False})) == ("document", "causal")
+    both = {"reset_attention_mask": True, "reset_position_ids": True}
+    assert mask_of(both) == mask_of({**both, "attention_mask": "document"}) == "document"
+    assert mask_of(dict.fromkeys(both, False)) == mask_of({"reset_position_ids": False}) == "causal"
+    with pytest.raises(UserError, match=r"reset_position_ids: true is refused without reset_attention_mask: true"):
+        read({**SMALL, "reset_position_ids": True})
+    with pytest.raises(UserError, match=r"reset_attention_mask is often; it must be true or false"):
+        read({**SMALL, "reset_attention_mask": "often"})
+    with pytest.raises(UserError, match=r"reset_attention_mask and reset_position_ids true contradict attention_mask"):
+        read({**SMALL, **both, "attention_mask": "causal"})
+
+
 def test_tables_are_consistent():
     for name, rule in neox_keys.RULES.items():
         assert tuple(name.split(".")) not in list_config_keys(), f"{name} is a key of ours"
@@ -274,7 +291,8 @@ def test_tables_are_consistent():
             neox_keys.VALIDATED_NOOPS,
         )
     )
-    counted += sum(len(rule.keys) for rules in (neox_keys.IGNORED, neox_keys.UNSUPPORTED) for rule in rules)
+    of_many_keys = (neox_keys.JOINT_SWITCHES, neox_keys.IGNORED, neox_keys.UNSUPPORTED)
+    counted += sum(len(rule.keys) for rules in of_many_keys for rule in rules)
     assert counted == len(neox_keys.RULES), "a key has two rules"
     for option in (option for rule in neox_keys.METHOD_OPTION_ALIASES for option in rule.options):
         find = (

@@ -36,6 +36,8 @@ TWO = [
     ParityCase("Lion, dape(kerple_log)", Layout(data=2, stage=2), steps=STEPS),
     ParityCase("muP, cdape(kerple_log)", Layout(pipeline=2, stage=1), steps=STEPS),
     ParityCase("muP, cdape(kerple_log)", Layout(tensor=2, stage=2), steps=STEPS),
+    ParityCase("cdape(kerple_log), documents", Layout(tensor=2), steps=STEPS),
+    ParityCase("rotary, documents", Layout(context=2, stage=1), steps=STEPS),
 ]
 FOUR = [
     ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
@@ -49,6 +51,9 @@ FOUR = [
     ParityCase(CDAPE, Layout(tensor=4, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
     ParityCase(MUON, Layout(tensor=2, data=2, stage=2), steps=STEPS),
+    ParityCase("cdape(fire), documents", Layout(tensor=2, context=2), steps=STEPS),
+    ParityCase("cdape(kerple_log), documents", Layout(tensor=2, context=2, stage=3), steps=STEPS),
+    ParityCase("cdape(kerple_log), documents", Layout(context=2, pipeline=2), steps=STEPS),
 ]
 CASES = TWO + FOUR
 

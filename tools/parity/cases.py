@@ -46,6 +46,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "z_loss": 0.01,
         "checkpoint_activations": True,
     },
+    # All documents at once, and one by one.
+    "cdape(kerple_log), documents": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", "attention_mask": "document",
+        "attention_backend": "chunked",
+    },
+    "cdape(fire), documents": {
+        "pos_emb": "fire", "score_processor": "cdape", "attention_mask": "document", "checkpoint_activations": True
+    },
+    "rotary, documents": {"pos_emb": "rotary", "attention_mask": "document"},
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
     "Muon, cdape(kerple_log), grouped": {
         "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,
@@ -152,12 +161,14 @@ class ParityCase:
 
 def is_possible(case: ParityCase) -> bool:
     """Half precision without ZeRO cannot divide a model: a run takes stage 1 by itself. Tensor ranks share out the
-    heads of keys and values. Muon needs whole matrices."""
+    heads of keys and values. Muon needs whole matrices, and ZeRO 3 equally many calls of modules by all ranks."""
     layout = case.layout
     method = METHODS[case.method]
     if method.get("num_kv_heads", HEADS) % layout.tensor:
         return False
     if layout.stage == 3 and method.get("optimizer", {}).get("type") == "Muon":
+        return False
+    if layout.stage == 3 and (method["pos_emb"], method.get("attention_mask")) == ("fire", "document"):
         return False
     return case.precision == "fp32" or layout.stage > 0 or layout.tensor * layout.pipeline == 1
 

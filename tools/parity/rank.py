@@ -24,21 +24,25 @@ from tools.parity.cases import BATCH, LENGTH, VOCABULARY, ParityCase  # noqa: E4
 
 
 class CountingDataset(torch.utils.data.Dataset):
-    """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next."""
+    """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next. Every row begins
+    documents elsewhere."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, has_documents: bool) -> None:
         generator = torch.Generator().manual_seed(8)
         starts = torch.randint(VOCABULARY, (steps * BATCH, 1), generator=generator)
         noise = torch.randint(3, (steps * BATCH, LENGTH + 1), generator=generator)
         self.rows = (starts + torch.arange(LENGTH + 1) + noise) % VOCABULARY
         shares = torch.tensor([0.95, 0.1, 0.6, 0.4]).repeat(steps)[:, None]
         self.masks = (torch.rand(steps * BATCH, LENGTH, generator=generator) < shares).float()
+        begins = torch.rand(steps * BATCH, LENGTH, generator=generator) < 0.15
+        self.starts = torch.where(begins, torch.arange(LENGTH), 0).cummax(1).values if has_documents else None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Batch:
-        return {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
+        row = {"tokens": self.rows[index, :-1], "labels": self.rows[index, 1:], "loss_mask": self.masks[index]}
+        return row if self.starts is None else {**row, "document_starts": self.starts[index]}
 
 
 def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
     parameters, flops = model.num_parameters(), model.flops_per_token(LENGTH)
     engine = Engine(config, model, groups)
     engine.model.train()
-    data = CountingDataset(case.steps)
+    data = CountingDataset(case.steps, has_documents=config.position.attention_mask == "document")
     order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
     steps = config.training.gradient_accumulation_steps
 

@@ -1,0 +1,98 @@
+"""Where documents begin in samples: found anew from the tokens that the tests' own writer wrote."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.dataloader import build_dataloader
+from megatron.data.datasets import SampleOrder, build_datasets
+from megatron.data.document_starts import compute_crossing_share
+from megatron.data.stage_order import SourceOrder, StageOrder
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.options.data import DataOptions
+from megatron.utils.errors import UserError
+
+EOD = 1999
+LENGTHS = [17, 1, 40, 3, 29, 64, 5, 12, 33, 8] * 3
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer.json with 2,000 words, the last of them ending documents."""
+    import tokenizers as hf
+
+    path = tmp_path / "words.json"
+    ids = {f"w{i}": i for i in range(EOD)} | {"</s>": EOD}
+    hf.Tokenizer(hf.models.WordLevel(ids, unk_token="w0")).save(str(path))
+    return {"tokenizer_type": "HFTokenizer", "vocab_file": str(path)}
+
+
+def documents(lengths=LENGTHS, end=EOD):
+    edges = np.cumsum([0, *lengths])
+    return [[*range(a, b - 1), end] for a, b in pairwise(edges)]
+
+
+def build(data, *, stage=None, apart=True, train=70, seq_length=8):
+    order = SampleOrder(seed=3, train_samples=train, valid_samples=9, extend_train_to=train, stage=stage)
+    return build_datasets(
+        data, order, seq_length=seq_length, cache=None, groups=ProcessGroups(), keep_documents_apart=apart
+    )
+
+
+def find_starts(row):
+    starts = [0]
+    for column in range(1, len(row)):
+        starts.append(column if row[column - 1] == EOD else starts[-1])
+    return starts
+
+
+def test_samples_say_where_their_documents_begin(dataset, words):
+    path = dataset("d", documents())
+    data = DataOptions(train_data_paths=[path], valid_data_paths=[path], **words)
+    apart, together = build(data), build(data, apart=False)
+    blocks = StageOrder(32, {path: SourceOrder(ordered=18)})  # a stage cuts blocks into rows of its length
+    staged = build(data, stage=blocks).train
+    for samples in (apart.train, apart.valid, staged):
+        found = [samples[i] for i in range(len(samples))]
+        assert all(sample["document_starts"].tolist() == find_starts(sample["tokens"].tolist()) for sample in found)
+        assert any(sample["document_starts"].any() for sample in found)
+    assert all(torch.equal(value, apart.train[i][name]) for i in range(70) for name, value in together.train[i].items())
+    assert "document_starts" not in together.train[0]
+    # Ranks that share a row hold its tokens in parts, and each knows the documents of all of it.
+    ranks = [build_dataloader(apart.train, micro_batch_size=2, mesh=Mesh(r, ParallelSizes(context=2))) for r in (0, 1)]
+    for batches in zip(*ranks, strict=True):
+        assert all(batch["tokens"].shape == (2, 4) for batch in batches)
+        starts = [batch["document_starts"] for batch in batches]
+        assert starts[0].shape == (2, 8)
+        assert torch.equal(*starts)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 7))
+def test_the_share_of_rows_that_hold_several_documents_is_counted(lengths, seq_length):
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    rows = [owners[first : first + seq_length] for first in range(0, len(owners) - seq_length + 1, seq_length)]
+    expected = np.mean([len(set(row)) > 1 for row in rows]) if rows else None
+    assert compute_crossing_share(np.array(lengths, dtype=np.int32), seq_length) == expected
+
+
+def test_the_share_is_that_of_the_samples_that_are_read(dataset, words):
+    data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
+    built = build(data, train=79)  # an epoch: a row of the shuffled documents each
+    crossing = [bool(built.train[i]["document_starts"].any()) for i in range(79)]
+    assert built.crossing_share == np.mean(crossing)
+    # Weighted as the datasets are; rows of documents that are as long as rows hold one each.
+    even = dataset("even", documents([8] * 20))
+    blend = DataOptions(train_data_paths=[data.train_data_paths[0], even], train_data_weights=[1, 3], **words)
+    assert build(blend, apart=False).crossing_share == pytest.approx(built.crossing_share / 4)
+
+
+def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
+    data = DataOptions(train_data_paths=[dataset("d", documents(end=7))], **words)
+    with pytest.raises(UserError, match=r"documents of .*d do not end with the end-of-document token of .*\(1999\)"):
+        build(data)
+    assert build(data, apart=False).train is not None
