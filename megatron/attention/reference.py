@@ -193,10 +193,14 @@ def compute_attention_in_blocks(
     inputs: AttentionInputs, size: int, compute_block: Callable[[AttentionInputs], Tensor] = compute_attention
 ) -> Tensor:
     """The rows in blocks of `size`, each against its causal columns; what all blocks need is computed once."""
-    blocks = list(iter_row_blocks(precompute_terms(inputs), size))
-    # The last block has the most columns. Where nothing is kept for a backward pass it comes first, so that what an
-    # allocator took for its maps serves all others: in rising order each is a little too large for what the one before
-    # left, and memory grows with T². A backward pass goes from the last to the first by itself.
-    largest_first = not torch.is_grad_enabled()
-    outputs = [compute_block(block) for block in (reversed(blocks) if largest_first else blocks)]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1] if largest_first else outputs, dim=2)
+    blocks = iter_row_blocks(precompute_terms(inputs), size)
+    if torch.is_grad_enabled():
+        # Autograd goes back in the reverse of the order of the operations: where a block's columns are taken right
+        # before it is computed, their gradients are added up right after its own, before there are those of the next.
+        outputs = [compute_block(block) for block in blocks]
+    else:
+        # The last block has the most columns. Where nothing is kept for a backward pass it comes first, so that what an
+        # allocator took for its maps serves all others: in rising order each is a little too large for what the one
+        # before left, and memory grows with T².
+        outputs = [compute_block(block) for block in reversed(list(blocks))][::-1]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

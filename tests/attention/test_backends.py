@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from kept import Peak
 from position_methods import build, random_qkv
 
 from megatron.attention.backends import pytorch
@@ -107,3 +108,17 @@ def test_chunked_keeps_memory_linear_in_the_length() -> None:
 
     assert kept(ChunkedBackend(16), 256) <= 5 * kept(ChunkedBackend(16), 64)
     assert kept(EagerBackend(), 256) >= 12 * kept(EagerBackend(), 64)  # so this way of counting sees a T²
+
+
+def test_the_backward_pass_of_row_blocks_holds_the_gradients_of_one_block() -> None:
+    """Of keys and values as long as the sequence: were they there for all blocks at once, memory would grow with T²."""
+
+    def measure_peak(length: int) -> int:
+        encoding, processor = build("alibi", "none")
+        q, k, v = (x.requires_grad_() for x in random_qkv(length, batch=1))
+        inputs = AttentionInputs(q, k, v, TokenRange(0, length), TokenRange(0, length), encoding, processor)
+        with Peak() as tracked:
+            ChunkedBackend(2)(inputs).sum().backward()
+        return tracked.most
+
+    assert measure_peak(256) <= 5 * measure_peak(64)
