@@ -16,7 +16,14 @@ from tiny_runs import free_port
 
 from megatron.rehearsal.null_device.cards import get_card
 from megatron.rehearsal.null_device.environment import build_environment
-from tools.gpu.null_device_cases import Case, Outcome, find_faults, list_layout_cases, list_sharded_zero_cases
+from tools.gpu.null_device_cases import (
+    STAGED_LAYOUTS,
+    Case,
+    Outcome,
+    find_faults,
+    list_layout_cases,
+    list_sharded_zero_cases,
+)
 
 WORKER = Path(__file__).parents[2] / "tools/gpu/null_device_worker.py"
 RANKS = 8
@@ -27,7 +34,7 @@ LONE = [
     *list_layout_cases(["rotary", "fire"], ["tensor_2_context_2", "pipeline_4"]),
     *[case for case in list_sharded_zero_cases() if case.name.startswith("kerple_log") and "bf16" in case.name],
 ]
-PAIR = list_layout_cases(["kerple_log"], ["data", "tensor_2", "context_2", "pipeline_2"])
+PAIR = list_layout_cases(["kerple_log"], ["data", "tensor_2", "context_2", "pipeline_2", *STAGED_LAYOUTS])
 
 
 def start_worker(
@@ -41,6 +48,8 @@ def start_worker(
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / f"job_{rank}.json"
     described = {"corpus": str(corpus), "cases": [asdict(case) for case in cases], "after": after and str(after)}
+    if ranks != RANKS:
+        described["runs"] = str(folder / "runs")  # the ranks make their checkpoints together
     job.write_text(json.dumps(described), encoding="utf-8")
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     base = {**os.environ, **{name: str(value) for name, value in own.items()}, "MASTER_ADDR": "127.0.0.1"}

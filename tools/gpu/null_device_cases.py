@@ -56,6 +56,8 @@ MAX_LEFT = 2**30
 """Bytes of the device that cases may leave behind for the next one."""
 
 LONGEST = 131072
+TWO_LENGTHS: dict[str, Any] = {"stages": [{"until": 1, "seq_length": 64}, {}], "checkpoint_factor": 1}
+"""The first step at half the length. The second begins from its checkpoint."""
 FEATURES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16": {"precision": "fp16"},
@@ -71,6 +73,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "z_loss": 1e-4,
     },
     "accumulation": {"gradient_accumulation_steps": 2},
+    "two_lengths": TWO_LENGTHS,
     **{f"head_dim_{size}": {"hidden_size": size * HEADS} for size in (80, 96, 112, 128)},
     **{
         f"length_{length}": {
@@ -107,6 +110,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 2,
     },
 }
+STAGED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline_2_two_lengths": {"pipe_parallel_size": 2, "gradient_accumulation_steps": 2, **TWO_LENGTHS},
+    "zero_3_two_lengths": {"zero_optimization": {"stage": 3}, **TWO_LENGTHS},
+}
+"""Of jobs all of whose ranks run, since they make checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +195,9 @@ def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")
 def list_layout_cases(overlays: Sequence[str], layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Case]:
     """Every overlay × backend × layout, of eight heads and four layers."""
     shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    all_layouts = LAYOUTS | STAGED_LAYOUTS
     return [
-        Case(f"{overlay}-{backend}-{layout}", overlay, {"attention_backend": backend, **shape, **LAYOUTS[layout]})
+        Case(f"{overlay}-{backend}-{layout}", overlay, {"attention_backend": backend, **shape, **all_layouts[layout]})
         for overlay in overlays
         for backend in BACKENDS
         for layout in layouts

@@ -5,8 +5,9 @@
 
 JOB is a JSON file {"corpus": …, "cases": [{"name": …, "overlay": …, "keys": {…}}, …], "after": …}; RESULTS gets a line
 of JSON for each case when it is done, so that of a process that dies the case is known. Where `after` names the results
-of another rank, each case waits for that rank's, which leaves the index of samples. Over several ranks torchrun's
-variables say which rank this is, and process groups are taken down between cases, whose meshes differ.
+of another rank, each case waits for that rank's, which leaves the index of samples. `runs` is the folder of the cases'
+own folders, where several ranks make their checkpoints together. Over several ranks torchrun's variables say which
+rank this is, and process groups are taken down between cases, whose meshes differ.
 """
 
 import json
@@ -32,7 +33,8 @@ def main() -> None:
             if world_size > 1:
                 leave_groups()
                 os.environ["MASTER_PORT"] = str(port + number)
-            outcome = run_case(Case(**case), Path(job["corpus"]), Path(folder) / case["name"], world_size)
+            run = Path(job.get("runs", folder)) / case["name"]
+            outcome = run_case(Case(**case), Path(job["corpus"]), run, world_size)
             file.write(json.dumps(asdict(outcome)) + "\n")
 
 
