@@ -35,6 +35,10 @@ class CdapeArgs(NamedTuple):
     """[H]; its gradient is zero: it has no effect under the softmax (unless float16 saturates)."""
     offset: int = 0
     window: int | None = None
+    first_keys: Tensor | None = None
+    """int32 [B, R], or None where it is 0: the column at which each row's document begins, at most offset + r and never
+    falling from row to row. It is the row's left edge, as column 0 is without: what lies before is outside, of both
+    convolutions too. Its values are not checked, which would wait for a GPU."""
     residual_bias: bool = True
     """Whether the bias is added to the logits too."""
     scale: float | None = None
@@ -47,7 +51,7 @@ def check_shapes(args: CdapeArgs) -> None:
     Raises:
         ValueError: shapes that do not fit each other, with what they must be.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, *_ = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, *_ = args
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
     batch, heads, rows, dim = q.shape
@@ -65,6 +69,10 @@ def check_shapes(args: CdapeArgs) -> None:
         )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if first_keys is not None and (first_keys.shape != (batch, rows) or first_keys.dtype != torch.int32):
+        raise ValueError(
+            f"first_keys is {first_keys.dtype} {list(first_keys.shape)}; it must be torch.int32 [{batch}, {rows}]"
+        )
     if bias is not None and (bias.dim() != 2 or bias.shape[0] != heads or bias.shape[1] < offset + rows):
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")
     if bias is not None and bias.dtype != torch.float32:

@@ -38,7 +38,7 @@ class _Problem(ctypes.Structure):
 
     _SIZES = "batch heads rows columns dim width kernel_size offset window"
     _DERIVED_SIZES = "num_threads padded_dim padded_width block_rows margin"
-    _POINTERS = "next_block q k v kt vt bias_contributions edge bias w1 w2 w1t w2t out row_max row_sum"
+    _POINTERS = "next_block q k v kt vt bias_contributions edge bias w1 w2 w1t w2t first_keys out row_max row_sum"
     _BACKWARD_POINTERS = "dout delta dq dk dv dbias_contributions dedge dbias dw1 dw2"
     _fields_ = (
         *((name, ctypes.c_long) for name in (_SIZES + " " + _DERIVED_SIZES).split()),
@@ -89,7 +89,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     MAX_KERNEL_SIZE.
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
     inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
@@ -97,24 +97,27 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     if w1.shape[-1] > MAX_KERNEL_SIZE:
         raise ValueError(f"w1 is {list(w1.shape)}; k must be at most {MAX_KERNEL_SIZE}")
     heads, rows = q.shape[1:3]
-    bias_contributions = compute_bias_contributions(bias, w1, b1, rows, offset, window, q.dtype)
+    # Rows of documents stand at any distance from their left edge.
+    of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
+    bias_contributions = compute_bias_contributions(bias, w1, b1, *of_rows, window, q.dtype)
     bias_table = bias[:, : offset + rows] if bias is not None and residual_bias else q.new_empty(heads, 0)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
-    return _Attention.apply(
-        b2, offset, window, q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0]
-    )
+    inputs_of_call = (q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0])
+    return _Attention.apply(b2, offset, window, first_keys, *inputs_of_call)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, b2: Tensor, offset: int, window: int | None, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, b2: Tensor, offset: int, window: int | None, first_keys: Tensor | None, *inputs: Tensor
+    ) -> Tensor:
         """`inputs` are `_Call`'s."""
         del b2  # a constant for all of a head's logits has no effect under the softmax
-        call = _Call(*inputs, offset=offset, window=window)
+        ctx.sizes = {"offset": offset, "window": window, "first_keys": first_keys}
+        call = _Call(*inputs, **ctx.sizes)
         out, row_max, row_sum = call.forward()
         ctx.save_for_backward(*inputs, out, row_max, row_sum)
-        ctx.sizes = {"offset": offset, "window": window}
         return out
 
     @staticmethod
@@ -122,7 +125,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, row_max, row_sum = ctx.saved_tensors
         gradients = _Call(*inputs, **ctx.sizes).backward(dout, out, row_max, row_sum)
-        return out.new_zeros(out.shape[1]), None, None, *gradients
+        return out.new_zeros(out.shape[1]), None, None, None, *gradients
 
 
 class _Call:
@@ -140,6 +143,7 @@ class _Call:
         *,
         offset: int,
         window: int | None,
+        first_keys: Tensor | None,
     ) -> None:
         self.library = _load_library()
         self.batch, self.heads, self.rows, self.dim = q.shape
@@ -155,7 +159,9 @@ class _Call:
             self.block_rows //= 2
         self.has_bias = bias_table.shape[1] > 0
         distances = bias_contributions[: self.padding + self.count]
-        edge = bias_contributions[self.padding + self.count :].view(self.rows, self.padding, self.width)
+        edge = bias_contributions[self.padding + self.count :].view(
+            self.rows if first_keys is None else self.count, self.padding, self.width
+        )
         self.inputs = {
             "q": self._pad_dim(q),
             "k": self._pad_dim(k),
@@ -166,6 +172,8 @@ class _Call:
             "w1": w1.permute(1, 2, 0).contiguous(),
             "w2": w2.permute(1, 2, 0).contiguous(),
         }
+        if first_keys is not None:
+            self.inputs["first_keys"] = first_keys.contiguous()
         if self.has_bias:
             self.inputs["bias"] = self._add_margins(bias_table.flip(1), self.margin + self.block_rows)
         self.sizes = {

@@ -48,7 +48,9 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
+    if first_keys is not None:
+        raise ValueError("first_keys must be None on a GPU")
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale

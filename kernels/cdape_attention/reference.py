@@ -30,23 +30,27 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     `args` and the result as in `op.cdape_attention`; any floating type, float64 included. `saturate_like` is the type
     whose largest value bounds the hidden map, q's if None: float64 can tell what float16 should give.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
     limited = dtype if saturate_like is None else saturate_like
     padding = w1.shape[-1] // 2
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     distance = offset + torch.arange(rows, device=q.device)[:, None] - torch.arange(columns, device=q.device)
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    inside = torch.ones((), dtype=torch.bool, device=q.device)
+    if first_keys is not None:
+        inside = torch.arange(columns + padding, device=q.device) >= first_keys[:, None, :, None]
+        visible = visible & inside[..., :columns]
     scores = (q * scale) @ k.transpose(-1, -2)
     channels = scores.masked_fill(~visible, 0)
     bias_map = None
     if bias is not None:
         bias_map = bias[:, distance.clamp(min=0)]
-        visible_bias = saturated(bias_map, limited).to(dtype).masked_fill(~visible, 0)
-        channels = torch.cat([channels, visible_bias.expand(q.shape[0], -1, -1, -1)], dim=1)
+        visible_bias = saturated(bias_map, limited).to(dtype).expand_as(scores).masked_fill(~visible, 0)
+        channels = torch.cat([channels, visible_bias], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed, not cut.
     hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
-    hidden = F.leaky_relu(saturated(hidden, limited), NEGATIVE_SLOPE)
+    hidden = F.leaky_relu(saturated(hidden, limited), NEGATIVE_SLOPE).masked_fill(~inside, 0)
     processed = saturated(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
     logits = at_least_float32(scores) + at_least_float32(processed)
     if bias_map is not None and residual_bias:

@@ -9,6 +9,7 @@ from position_methods import build, random_qkv
 
 from kernels.cdape_attention import cpu
 from megatron.attention.backends import native
+from megatron.attention.backends.backend import takes_first_keys
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
@@ -49,6 +50,20 @@ def differentiated(backend, rows: AttentionInputs) -> list[torch.Tensor]:
     into = torch.linspace(-1, 1, out.numel()).view(out.shape)
     grads = torch.autograd.grad(out, [rows.q, rows.k, rows.v, *parameters], into, allow_unused=True)
     return [out.detach(), *(torch.zeros(()) if x is None else x for x in grads)]
+
+
+@compiled
+@pytest.mark.parametrize("pair", [(e, p) for e in ("none", "kerple_log") for p in ("dape", "cdape")])
+@pytest.mark.parametrize("keys", [{}, {"start": 9}, {"window": 6}], ids=str)
+def test_documents_are_kept_apart_as_by_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
+    """Which gives what each document gives alone (tests/attention/test_documents.py)."""
+    rows = rows_of(pair, length=40, **keys)
+    begins = torch.tensor([[0] * 7 + [7] * 14 + [21] * 2 + [23] * 17, [0] * 39 + [39]], dtype=torch.int32)
+    rows = replace(rows, first_keys=begins[:, keys.get("start", 0) :])
+    backend = NativeBackend(Refused(), is_requested=True)
+    assert takes_first_keys(backend)
+    for ours, reference in zip(differentiated(backend, rows), differentiated(EagerBackend(), rows), strict=True):
+        assert_close_in_rounding(ours, reference, terms=2 * 4 * 40 * 40, sums=8)
 
 
 @compiled

@@ -36,14 +36,21 @@ class Case:
     residual_bias: bool = True
     has_bias: bool = True
     chunk: int | None = None
+    documents: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the documents of each sequence, offset + rows in all; one each if there are none."""
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value is not None)
+        return " ".join(f"{name}={value}" for name, value in vars(self).items() if value not in (None, ()))
 
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the operator and of the reference."""
-        return {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
+        options = {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
+        if self.documents:
+            lengths = [torch.tensor(each) for each in self.documents]
+            starts = torch.stack([(each.cumsum(0) - each).repeat_interleave(each) for each in lengths])
+            options["first_keys"] = starts[:, self.offset : self.offset + self.rows].int()
+        return options
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor | None]:
         """q, k, v, bias, w1, b1, w2 and b2, the same numbers for the same seed, rounded to a type once.
@@ -99,6 +106,8 @@ def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of CdapeArgs as one of their fields, for calls that leave out or change some; others are its own."""
 
     def call(*tensors: Tensor | None, **options: Any) -> Tensor:
+        if (first_keys := options.get("first_keys")) is not None:
+            options["first_keys"] = first_keys.to(tensors[0].device)
         own = {name: options.pop(name) for name in ("chunk", "saturate_like") if name in options}
         return attend(CdapeArgs(*tensors, **options), **own)
 

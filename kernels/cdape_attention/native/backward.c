@@ -37,10 +37,10 @@ static void backward_row(
     const Problem *x, long b, long row, long first, long stop, float *scores, float *weights, Workspace space
 ) {
     long p = x->kernel_size / 2, heads = x->heads, width = x->width;
-    long position = x->offset + row, columns = stop - first;
+    long position = x->offset + row, columns = stop - first, edge = left_edge(x, b, row);
     int all = num_vectors(columns + 4 * p), own = num_vectors(columns);
-    compute_hidden(x, row, first - 3 * p, num_vectors(columns + 6 * p), scores, space.hidden);
-    compute_logits(x, row, first - 2 * p, stop + 2 * p, all, scores, space.hidden, space.dlogits);
+    compute_hidden(x, b, row, first - 3 * p, num_vectors(columns + 6 * p), scores, space.hidden);
+    compute_logits(x, b, row, first - 2 * p, stop + 2 * p, all, scores, space.hidden, space.dlogits);
     for (long h = 0; h < heads; h++) {
         long at = (b * heads + h) * x->rows + row;
         float row_max = x->row_max[at], inverse_sum = 1 / x->row_sum[at], delta = x->delta[at];
@@ -62,7 +62,7 @@ static void backward_row(
         float *at = space.dhidden + w * LINE;
         for (long c = 0; c < columns + 2 * p; c += LANES) store(at + c, leaky_relu(load(at + c), load(hidden + c)));
     }
-    clear_outside(space.dhidden, width, first - p, 0, stop + p, LINE);
+    clear_outside(space.dhidden, width, first - p, edge, stop + p, LINE);
 
     long wide = x->padded_width;
     transpose(num_vectors(width), num_vectors(columns + 2 * p), space.hidden + 2 * p, LINE, space.transposed, wide);
@@ -73,15 +73,17 @@ static void backward_row(
     a = (Matrix){x->w1t, 1, heads};
     y = (LineView){space.dhidden, LINE, (int)width, (int)x->kernel_size};
     matmul((int)heads, own, a, y, space.dlogits + 2 * p, LINE, scores, LINE);
-    clear_outside(scores, heads, first, position - x->window + 1, min_long(position + 1, stop), LINE);
+    clear_outside(scores, heads, first, first_seen(x, b, row), min_long(position + 1, stop), LINE);
 
     /* Whole vectors are added to the tables, to the bias contributions from `left` on: zeros after the last column. */
     clear_outside(space.dlogits + 2 * p, heads, first, first, stop, own * LANES);
     clear_outside(space.dhidden + p, width, first, first, stop, (own + 1) * LANES);
-    long start = reversed_origin(x) - position + first, left = min_long(max_long(p - first, 0), columns);
-    for (long w = 0; w < width; w++)
-        for (long c = 0; c < left; c++)
-            space.dedge[(row * width + w) * p + first + c] += space.dhidden[w * LINE + p + c];
+    long start = reversed_origin(x) - position + first;
+    long outside = max_long(edge - first, 0), left = min_long(max_long(edge + p - first, 0), columns);
+    for (long w = 0; w < width; w++) {
+        float *dedge = space.dedge + edge_origin(x, b, row) + w * p + first - edge;
+        for (long c = outside; c < left; c++) dedge[c] += space.dhidden[w * LINE + p + c];
+    }
     float *table = space.dbias_contributions + start + left;
     add_lines(table, bias_contributions_stride(x), space.dhidden + p + left, width, columns - left);
     if (x->dbias) add_lines(space.dbias + start, bias_stride(x), space.dlogits + 2 * p, heads, columns);
@@ -90,20 +92,21 @@ static void backward_row(
 static void backward_block(const Problem *x, long b, long row, Workspace space) {
     long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept_columns = TILE - 8 * p;
     long heads = x->heads, stride = row_stride(x);
-    long last = x->offset + row + rows - 1, left = max_long(x->offset + row - x->window + 1 - p, 0);
+    long last = x->offset + row + rows - 1;
+    long left = max_long(x->offset + row - x->window + 1 - p, left_edge(x, b, row));
     for (long h = 0; h < heads; h++)
         for (long r = 0; r < rows; r++)
             memset(
                 x->dq + ((b * heads + h) * x->rows + row + r) * x->padded_dim, 0, (size_t)x->padded_dim * sizeof(float)
             );
-    for (long first = left / kept_columns * kept_columns; first <= last + p; first += kept_columns) {
+    for (long first = first_tile(x, left, kept_columns); first <= last + p; first += kept_columns) {
         long stop = min_long(first + kept_columns, last + p + 1), columns = stop - first;
         long num_keys = min_long(stop, last + 1) - first;
         compute_scores(x, b, row, rows, first - 4 * p, num_vectors(columns + 8 * p), x->q, x->kt, space.scores);
         compute_scores(x, b, row, rows, first - 2 * p, num_vectors(columns + 4 * p), x->dout, x->vt, space.weights);
         for (long r = 0; r < rows; r++) {
-            long position = x->offset + row + r, edge = position - x->window + 1, at = r * stride;
-            if (first > position + p || stop <= edge - p) {
+            long position = x->offset + row + r, edge = first_seen(x, b, row + r), at = r * stride;
+            if (first > position + p || stop <= max_long(edge - p, left_edge(x, b, row + r))) {
                 clear_outside(space.weights + at, heads, 0, 0, 0, columns);
                 clear_outside(space.scores + at, heads, 0, 0, 0, columns);
                 continue;
@@ -152,7 +155,7 @@ static void run_backward_worker(const void *problem, long thread, long num_threa
         .dlogits = hidden + 3 * wide * LINE,
         .sums = hidden + (3 * wide + heads) * LINE,
         .dbias_contributions = x->dbias_contributions + thread * width * bias_contributions_stride(x),
-        .dedge = x->dedge + thread * x->rows * width * p,
+        .dedge = x->dedge + thread * num_edge_rows(x) * width * p,
         .dbias = x->dbias ? x->dbias + thread * heads * bias_stride(x) : NULL,
         .dw1 = x->dw1 + thread * heads * features,
         .dw2 = x->dw2 + thread * heads * features,

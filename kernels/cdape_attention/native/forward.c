@@ -47,26 +47,26 @@ static void softmax_tile(float *logits, int count, float *row_max, float *row_su
 static void forward_block(const Problem *x, long b, long row, Workspace space) {
     long rows = min_long(x->block_rows, x->rows - row), p = x->kernel_size / 2, kept_columns = TILE - 4 * p;
     long heads = x->heads, stride = row_stride(x);
-    long last = x->offset + row + rows - 1, left = max_long(x->offset + row - x->window + 1, 0);
+    long last = x->offset + row + rows - 1, left = first_seen(x, b, row);
     for (long i = 0; i < rows * heads; i++) space.row_max[i] = -INFINITY, space.row_sum[i] = 0;
     memset(space.out, 0, (size_t)(rows * heads * x->padded_dim) * sizeof(float));
-    for (long first = left / kept_columns * kept_columns; first <= last; first += kept_columns) {
+    for (long first = first_tile(x, left, kept_columns); first <= last; first += kept_columns) {
         long stop = min_long(first + kept_columns, last + 1); /* of the logits' columns */
         int count = num_vectors(stop - first);
         compute_scores(x, b, row, rows, first - 2 * p, num_vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
-            long position = x->offset + row + r, edge = position - x->window + 1;
+            long position = x->offset + row + r, edge = first_seen(x, b, row + r);
             float *logits = space.logits + r * stride;
             if (first > position || stop <= edge) {
                 clear_outside(logits, heads, 0, 0, 0, count * LANES);
                 continue;
             }
             int own = num_vectors(min_long(stop, position + 1) - first);
-            if (position + 1 < stop + 2 * p || edge > first - 2 * p)
+            if (position + 1 < stop + 2 * p || edge > max_long(first - 2 * p, 0))
                 clear_outside(logits, heads, first - 2 * p, edge, position + 1, LINE);
             int around = num_vectors(min_long(stop, position + 1) - first + 2 * p);
-            compute_hidden(x, row + r, first - p, around, logits, space.hidden);
-            compute_logits(x, row + r, first, stop, own, logits, space.hidden, logits);
+            compute_hidden(x, b, row + r, first - p, around, logits, space.hidden);
+            compute_logits(x, b, row + r, first, stop, own, logits, space.hidden, logits);
             for (long h = 0; h < heads; h++)
                 softmax_tile(logits + h * LINE, own, space.row_max + r * heads + h, space.row_sum + r * heads + h,
                              space.out + (r * heads + h) * x->padded_dim, x->padded_dim);

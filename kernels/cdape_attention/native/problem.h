@@ -30,10 +30,11 @@ typedef struct {
     const float *k, *v;                 /* [B, H, C, padded_dim] */
     const float *kt, *vt;               /* [B, H, d, margin + C + margin] */
     const float *bias_contributions;    /* U backwards, [D, block_rows + margin + N + p + margin + block_rows] */
-    const float *edge;                  /* E, [R, D, p] */
+    const float *edge;                  /* E, [R, D, p]; with first_keys of all rows from position 0 on */
     const float *bias;                  /* backwards, [H, block_rows + margin + N + margin + block_rows], or NULL */
     const float *w1, *w2;               /* [H, k, D] and [D, k, H] */
     const float *w1t, *w2t;             /* for the way back: [D, k, H] and [H, k, D], taps mirrored */
+    const int *first_keys;              /* first column of each row's document, [B, R], or NULL where it is 0 */
     float *out;                         /* [B, H, R, padded_dim] */
     float *row_max, *row_sum;           /* of each row's softmax, [B, H, R] */
     /* the backward pass alone */
@@ -62,6 +63,26 @@ INLINE long row_stride(const Problem *x) { return (x->heads * (LINE / 16) | 1) *
 INLINE long min_long(long a, long b) { return a < b ? a : b; }
 INLINE long max_long(long a, long b) { return a > b ? a : b; }
 
+/* The left edge of a row's sequence: its document's first column. */
+INLINE long left_edge(const Problem *x, long b, long row) {
+    return x->first_keys ? x->first_keys[b * x->rows + row] : 0;
+}
+/* The first column that a row sees. */
+INLINE long first_seen(const Problem *x, long b, long row) {
+    return max_long(x->offset + row - x->window + 1, left_edge(x, b, row));
+}
+/* Where a block's tiles begin whose first row needs the columns from `left` on: with its document, or as all blocks' do. */
+INLINE long first_tile(const Problem *x, long left, long kept_columns) {
+    return x->first_keys ? left : left / kept_columns * kept_columns;
+}
+/* Rows of E. */
+INLINE long num_edge_rows(const Problem *x) { return x->first_keys ? x->offset + x->rows : x->rows; }
+/* Where E of a row begins, for its first line: it stands as far behind its left edge as E's rows behind column 0. */
+INLINE long edge_origin(const Problem *x, long b, long row) {
+    long place = x->first_keys ? x->offset + row - left_edge(x, b, row) : row;
+    return place * x->width * (x->kernel_size / 2);
+}
+
 /* Zeros in columns below `from` and from `to` on, of lines whose first column is `first`, up to whole vectors. */
 INLINE void clear_outside(float *lines, long count, long first, long from, long to, long columns) {
     long left = min_long(max_long(from - first, 0), columns), right = min_long(max_long(to - first, 0), columns);
@@ -89,22 +110,24 @@ static inline void compute_scores(
 
    `scores` [H, LINE] begin p columns before, and are zero where the row does not see them. */
 static inline void compute_hidden(
-    const Problem *x, long row, long first, int count, const float *scores, float *hidden
+    const Problem *x, long b, long row, long first, int count, const float *scores, float *hidden
 ) {
     long p = x->kernel_size / 2, position = x->offset + row, line = bias_contributions_stride(x);
+    long left = left_edge(x, b, row);
     const float *start = x->bias_contributions + reversed_origin(x) - position + first;
     Matrix a = {x->w1, 1, x->width};
     LineView y = {scores, LINE, (int)x->heads, (int)x->kernel_size};
-    if (first < p) { /* columns whose taps fall off the left edge have bias contributions of their own */
+    if (first < left + p) { /* columns whose taps fall off the left edge have bias contributions of their own */
         for (long w = 0; w < x->width; w++) {
             memcpy(hidden + w * LINE, start + w * line, (size_t)count * LANES * sizeof(float));
-            for (long c = max_long(first, 0); c < min_long(p, first + count * LANES); c++)
-                hidden[w * LINE + c - first] = x->edge[(row * x->width + w) * p + c];
+            const float *edge = x->edge + edge_origin(x, b, row) + w * p;
+            for (long c = max_long(first, left); c < min_long(left + p, first + count * LANES); c++)
+                hidden[w * LINE + c - first] = edge[c - left];
         }
         start = hidden, line = LINE;
     }
     matmul_leaky_relu((int)x->width, count, a, y, start, line, hidden, LINE);
-    if (first < 0) clear_outside(hidden, x->width, first, 0, first + count * LANES, count * LANES);
+    if (first < left) clear_outside(hidden, x->width, first, left, first + count * LANES, count * LANES);
 }
 
 /* Logits [H, LINE] of one row in `count` vectors of columns from `first` on; those it does not see are −∞, and those
@@ -112,14 +135,14 @@ static inline void compute_hidden(
 
    `scores` and `hidden` begin 2p and p columns before; `logits` may be `scores`. */
 static inline void compute_logits(
-    const Problem *x, long row, long first, long stop, int count, const float *scores, const float *hidden,
+    const Problem *x, long b, long row, long first, long stop, int count, const float *scores, const float *hidden,
     float *logits
 ) {
     long p = x->kernel_size / 2, position = x->offset + row, columns = count * LANES;
     Matrix a = {x->w2, 1, x->heads};
     LineView y = {hidden, LINE, (int)x->width, (int)x->kernel_size};
     matmul((int)x->heads, count, a, y, scores + 2 * p, LINE, logits, LINE);
-    long left = min_long(max_long(max_long(position - x->window + 1, 0) - first, 0), columns);
+    long left = min_long(max_long(first_seen(x, b, row) - first, 0), columns);
     long right = min_long(max_long(min_long(position + 1, stop) - first, 0), columns);
     for (long h = 0; h < x->heads; h++) {
         float *at = logits + h * LINE;

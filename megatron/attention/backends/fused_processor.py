@@ -37,8 +37,6 @@ def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
         return "randomized positions"
     if inputs.key_mask is not None:
         return "padding"
-    if inputs.first_keys is not None:
-        return "several documents in a row"
     if inputs.dropout:
         return "attention_dropout with a score processor"
     if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:
@@ -67,6 +65,7 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         convolutions.bias2,
         offset=inputs.query.start - inputs.key.start,
         window=inputs.window,
+        first_keys=inputs.first_columns,
         residual_bias=convolutions.residual_bias,
     )
     terms = inputs.processor_terms

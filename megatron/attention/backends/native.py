@@ -32,6 +32,8 @@ class NativeBackend:
         is_requested: whether somebody asked for it, and is told what it leaves out.
     """
 
+    takes_first_keys = True
+
     def __init__(self, fallback: AttentionBackend, *, is_requested: bool) -> None:
         self.fallback, self.is_requested = fallback, is_requested
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,12 @@ TILES = [
     Case(1, 2, 130, 130, 8, 6, 5, window=75),
     Case(2, 2, 66, 66, 8, 6, 3, has_bias=False),
     Case(1, 2, 30, 130, 8, 3, cpu.MAX_KERNEL_SIZE, offset=100),
+    Case(2, 3, 250, 250, 8, 6, 3, documents=((60, 1, 1, 98, 90), (250,))),
+    Case(2, 2, 90, 230, 8, 6, 7, offset=140, documents=((100, 60, 2, 68), (3, 3, 224))),
+    Case(2, 2, 130, 130, 8, 6, 5, window=30, documents=((84, 1, 2, 43), (7, 123))),
+    Case(1, 2, 20, 20, 8, 6, 1, documents=((8, 12),)),
 ]
-"""Several tiles of columns and units of rows."""
+"""Several tiles of columns and units of rows; documents that begin where these do and elsewhere, shorter than k."""
 
 
 def _instructions() -> Iterator[tuple[str, ...]]:
@@ -79,13 +84,46 @@ def test_with_vectors_of_any_length(case: Case) -> None:
         window=st.none() | st.integers(1, 150),
         residual_bias=st.booleans(),
         has_bias=st.booleans(),
-    )
+    ),
+    starts=st.none() | st.lists(st.integers(1, 189), max_size=5),
 )
-def test_any_shape(case: Case) -> None:
+def test_any_shape(case: Case, starts: list[int] | None) -> None:
+    """`starts`: of the documents of all sequences, None for no documents."""
     case = replace(case, columns=case.offset + case.rows)
+    if starts is not None:
+        borders = sorted({0, case.columns, *(start for start in starts if start < case.columns)})
+        lengths = tuple(stop - start for start, stop in pairwise(borders))
+        case = replace(case, documents=(lengths,) * case.batch)
     inputs = case.inputs(torch.float32)
     found = {"output": cdape_attention(*inputs, **case.options)}
     assert_within_rounding(found, lambda: {"output": reference(*doubled(inputs), **case.options)}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(1, 2, 24, 24, 8, 6, size, window=window) for size in (3, 7) for window in (None, 4)], ids=str
+)
+def test_the_reference_reads_each_document_as_if_it_were_alone(case: Case) -> None:
+    """Which the C code and the kernels are compared with."""
+    inputs, lengths = doubled(case.inputs(torch.float32)), (5, 1, 2, 16)
+    found = reference(*inputs, **replace(case, documents=(lengths,)).options)
+    alone, start = [], 0
+    for length in lengths:
+        own = [x[:, :, start : start + length] for x in inputs[:3]]
+        alone.append(reference(*own, *inputs[3:], **case.options))
+        start += length
+    torch.testing.assert_close(found, torch.cat(alone, dim=2), rtol=1e-12, atol=1e-12)
+
+
+def test_keys_of_other_documents_are_not_read() -> None:
+    """So time falls with the documents' length: what is not a number would show in all rows that read it."""
+    case = Case(1, 2, 400, 400, 8, 6, 3, documents=((256, 144),))
+    inputs, into = case.inputs(torch.float32), into_output(case, torch.float32)
+    expected = differentiated(partial(cdape_attention, **case.options), inputs, into)
+    for x in (*inputs[:3], into):
+        x[:, :, :240] = float("nan")
+    found = differentiated(partial(cdape_attention, **case.options), inputs, into)
+    for name in ("output", "q", "k", "v"):
+        assert torch.equal(found[name][:, :, 256:], expected[name][:, :, 256:])
 
 
 def test_threads_divide_the_work_and_sums_alone_depend_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +200,7 @@ def test_the_compiler_has_nothing_to_say() -> None:
         (
             "} Problem;",
             "    float *dw3;\n} Problem;",
-            "Problem has 328 bytes in cpu.py, 336 in native/problem.h",
+            "Problem has 336 bytes in cpu.py, 344 in native/problem.h",
         ),
         ("FIELD(w2), ", "", "w2 of Problem at byte .*, in native/problem.h there is none"),
     ],
