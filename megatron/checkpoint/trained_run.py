@@ -63,9 +63,12 @@ def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:
     return opened
 
 
+PathNames = str | list["PathNames"]
 DATA_SUFFIXES = ("", ".idx", ".bin")
-PATH_KEYS = ("data_path", "vocab_file", "merge_file")
-PATH_LIST_KEYS = ("train_data_paths", "valid_data_paths", "test_data_paths")
+PATH_KEYS = (
+    *("train_data_paths", "valid_data_paths", "test_data_paths", "data_path"),
+    *("vocab_file", "merge_file"),
+)
 
 
 def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) -> Config:
@@ -94,10 +97,10 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
                 return path if os.path.abspath(path) == os.path.abspath(moved) else os.path.abspath(moved)
         return path
 
-    data = config.data
-    resolved: dict[str, object] = {key: find(path) for key in PATH_KEYS if (path := getattr(data, key)) is not None}
-    resolved |= {key: [find(path) for path in paths] for key in PATH_LIST_KEYS if (paths := getattr(data, key))}
-    return config.replace(**resolved)
+    def find_all(value: PathNames) -> PathNames:
+        return find(value) if isinstance(value, str) else [find_all(part) for part in value]
+
+    return config.replace(**{key: find_all(value) for key in PATH_KEYS if (value := getattr(config.data, key))})
 
 
 def _list_base_folders(config: Config, checkpoint: Path, directory: str | None) -> list[tuple[str, str]]:

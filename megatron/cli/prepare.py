@@ -23,8 +23,9 @@ def prepare(
         list[str],
         typer.Argument(
             metavar="SOURCE…",
-            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, [bold]python[/]: the standard "
-            "library, or [bold]hf:NAME[/]: a dataset on Hugging Face's hub.",
+            help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, folders in which Hugging Face's "
+            "library saved a dataset, [bold]python[/]: the standard library, or [bold]hf:NAME[/]: a dataset on the "
+            "hub.",
             show_default=False,
         ),
     ],
@@ -115,7 +116,7 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
     paths = [f"{keys[split]}=[{corpus.prefix(split)}]" for split in corpus.splits if split in keys]
     if not paths:
-        from megatron.data.indexed_dataset import compute_sequence_range
+        from megatron.data.blend import compute_sequence_range
 
         (split, size), *_ = corpus.splits.items()
         paths = [f"data_path={corpus.prefix(split)}"]

@@ -189,7 +189,7 @@ _FEATURE_KEYS = (
     "moe_min_capacity", "moe_token_dropping", "moe_use_residual", "moe_expert_parallel_size", "moe_type", "moe_glu",
     "moe_lbl_in_fp32", "moe_jitter_eps", "create_moe_param_group", "enable_expert_tensor_parallelism",
     "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
-    "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style", "weighted_sampler_alpha",
+    "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style",
     "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "memory_profiling_path",
     "profile_step_start", "profile_step_stop", "s3_chunk_size",
     "dpo_fp32", "dpo_reference_free", "dpo_beta", "kto_fp32", "kto_beta", "kto_desirable_weight",
@@ -390,7 +390,6 @@ UNSUPPORTED = (
     Unsupported(("train_impl",), "only language modelling is offered", (None, "normal")),
     Unsupported(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
     Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
-    Unsupported(("weight_by_num_documents",), "give train_data_weights"),
     Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
     Unsupported(
         ("log_param_norm", "log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"

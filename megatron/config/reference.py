@@ -126,7 +126,7 @@ def describe_type(annotation: Any) -> str:
         return describe_type(inner[0])
     if origin is list:
         kind = describe_type(inner[0])
-        return f"list of {kind if '·' in kind else f'{kind}s'}"
+        return f"list of ({kind})" if " or " in kind else f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
     return {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation, "mapping")

@@ -41,7 +41,10 @@ ENDS = (UNTIL, UNTIL_TOKENS)
 """Keys of a stage that no configuration has."""
 
 _STAGE_POLICIES: tuple[ChangePolicy, ...] = ("context", "numerics", "schedule")
-_STAGE_DATA_KEYS = ("train_data_paths", "train_data_weights", "eod_mask_loss")
+_STAGE_DATA_KEYS = (
+    *("train_data_paths", "train_data_weights", "weight_by_num_documents", "weighted_sampler_alpha"),
+    "eod_mask_loss",
+)
 _STAGE_MACHINE_KEYS = (
     *(MICRO_BATCH_KEY, ACCUMULATION_KEY, "checkpoint_activations", "checkpoint_num_layers"),
     *("attention_backend", "attention_check", "attention_chunk_rows"),

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.data.blend import DatasetSlice, describe_document_weights, list_dataset_slices
 from megatron.data.document_starts import check_document_ends
-from megatron.data.indexed_dataset import DatasetSlice, check_dataset_content, list_dataset_slices
+from megatron.data.indexed_dataset import check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
 from megatron.options.data import SPLITS, DataOptions, Split
@@ -133,7 +134,7 @@ def build_datasets(
 
     from megatron.data.gpt_dataset import CutDataset, DocumentDataset, SampleFormat, build_training_dataset
 
-    notes: list[str] = []
+    notes = describe_document_weights(data, slices.get("train", []))
     datasets = {
         split: build_training_dataset(
             slices_of_split,

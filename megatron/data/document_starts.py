@@ -11,7 +11,7 @@ T tokens of a row.
 
 import numpy as np
 
-from megatron.data.indexed_dataset import DatasetSlice
+from megatron.data.blend import DatasetSlice
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.utils.errors import UserError
 

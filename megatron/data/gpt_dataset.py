@@ -40,9 +40,10 @@ import torch
 from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
 from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, compute_crossing_share, find_document_starts
-from megatron.data.indexed_dataset import DatasetSlice, IndexedTokens, check_dataset_content
+from megatron.data.indexed_dataset import IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import (
     BlendedDataset,

@@ -1,4 +1,4 @@
-"""Indexed datasets (.bin and .idx): which ones a configuration names, reading them, and what a split takes of each.
+"""Indexed datasets (.bin and .idx): their format, reading them, and whether they are still what they were when made.
 
 A dataset is named by its prefix, as in Megatron and GPT-NeoX: `corpora/python/train_text_document` stands for that
 path with `.bin` (the tokens) and with `.idx` (where documents begin). If it was made by `./deepy.py prepare`, the
@@ -35,7 +35,6 @@ from megatron.data.corpus_metadata import (
     read_corpus_metadata,
     split_basename,
 )
-from megatron.options.data import SPLITS, DataOptions, Split, find_data_conflicts, parse_split_fractions
 from megatron.utils.errors import RunError, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -131,30 +130,6 @@ def _is_consistent(lengths: np.ndarray, starts: np.ndarray, documents: np.ndarra
     return True
 
 
-def list_split_prefixes(data: DataOptions, split: Split) -> list[tuple[str, Path]]:
-    """The datasets of a split as (configuration key, prefix). Empty if the configuration names none.
-
-    A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, if a dataset's files
-    are missing, or if a folder is named instead of a dataset in it.
-    """
-    for _, problem in find_data_conflicts(data):
-        raise UserError(problem)
-    key = f"{split}_data_paths"
-    names: list[str] = getattr(data, key)
-    if data.data_path is not None:
-        return [("data_path", _resolve_prefix("data_path", data.data_path))]
-    return [(key, _resolve_prefix(key, name)) for name in names]
-
-
-def list_all_prefixes(data: DataOptions) -> list[Path]:
-    """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
-    prefixes = list(dict.fromkeys(prefix for split in SPLITS for _, prefix in list_split_prefixes(data, split)))
-    if not prefixes:
-        lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
-        raise UserError(f"data_path: no data are named; give data_path, or {lists}")
-    return prefixes
-
-
 def find_corpus_metadata(prefix: Path) -> CorpusMetadata | None:
     """The corpus.json that describes a dataset; None if it was not made by `prepare`."""
     if not (prefix.parent / CORPUS_FILE).is_file():
@@ -173,68 +148,6 @@ def check_dataset(prefix: Path, *, content: bool) -> None:
     if metadata is not None:
         check_files(prefix.parent, metadata, [f"{prefix.name}.idx"], content=True)
         check_files(prefix.parent, metadata, [f"{prefix.name}.bin"], content=content)
-
-
-def _resolve_prefix(key: str, name: str) -> Path:
-    prefix = Path(name.removesuffix(".bin").removesuffix(".idx"))
-    bin_file, idx_file = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
-    if bin_file.is_file() and idx_file.is_file():
-        return prefix
-    if prefix.is_dir():
-        datasets = sorted(str(path.with_suffix("")) for path in prefix.glob("*.idx"))
-        raise UserError(
-            f"{key}: {prefix} is a folder; name a dataset in it: {', '.join(datasets) or 'it holds none'}", key
-        )
-    if bin_file.is_file() or idx_file.is_file():
-        missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
-        raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
-    datasets = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.idx"))
-    hint = f"; datasets there: {', '.join(datasets[:6])}" if datasets else " (`./deepy.py prepare` makes datasets)"
-    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
-
-
-@dataclass(frozen=True)
-class DatasetSlice:
-    """Consecutive sequences of one dataset: what a split takes of it."""
-
-    key: str  # the configuration key that names it
-    dataset: IndexedTokens
-    first: int
-    last: int  # exclusive
-    weight: float
-
-    def num_tokens(self) -> int:
-        return int(self.dataset.lengths[self.first : self.last].sum(dtype=np.int64))
-
-
-def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> tuple[int, int] | None:
-    """First and last (exclusive) sequence of a split under fractions such as `969,30,1`; None if its own is zero.
-
-    The same rounding as megatron-core's, so a run reads the documents that Megatron-LM would give it.
-    """
-    values = parse_split_fractions(fractions)
-    edges = np.cumsum([0.0, *(np.array(values) / np.sum(values))])
-    i = SPLITS.index(split)
-    if values[i] == 0:
-        return None
-    return round(float(edges[i]) * num_sequences), round(float(edges[i + 1]) * num_sequences)
-
-
-def list_dataset_slices(data: DataOptions, split: Split) -> list[DatasetSlice]:
-    """What a split takes of each of its datasets; empty if the configuration has no data for it."""
-    weights: list[float] = getattr(data, f"{split}_data_weights")
-    slices = []
-    for i, (key, prefix) in enumerate(list_split_prefixes(data, split)):
-        check_dataset(prefix, content=False)  # first: it names the file that changed, where both no longer fit
-        dataset = open_indexed(prefix)
-        first, last = 0, len(dataset.lengths)
-        if key == "data_path":
-            sequence_range = compute_sequence_range(data.split, split, len(dataset.lengths))
-            if sequence_range is None:
-                continue
-            first, last = sequence_range
-        slices.append(DatasetSlice(key, dataset, first, last, weight=weights[i] if weights else 1.0))
-    return slices
 
 
 def check_dataset_content(dataset: IndexedTokens) -> None:

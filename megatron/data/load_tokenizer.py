@@ -13,8 +13,9 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.data.blend import list_all_prefixes
 from megatron.data.corpus_metadata import TOKENIZER_FILE, TOKENIZER_FILES, read_tokenizer_folder
-from megatron.data.indexed_dataset import find_corpus_metadata, list_all_prefixes
+from megatron.data.indexed_dataset import find_corpus_metadata
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.tasks.task_config import read_task_config

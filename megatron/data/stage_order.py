@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed_dataset import list_dataset_slices
+from megatron.data.blend import list_dataset_slices
 from megatron.options.data import DataOptions
 
 
@@ -118,7 +118,8 @@ def count_blend_draws(weights: Sequence[float], num_samples: int) -> list[int]:
 
 
 def _describe_data(data: DataOptions) -> tuple[object, ...]:
-    return data.data_path, data.split, tuple(data.train_data_paths), tuple(data.train_data_weights)
+    weights = data.weighted_sampler_alpha if data.weight_by_num_documents else data.train_data_weights
+    return data.data_path, data.split, data.train_data_paths, weights
 
 
 def _find_sources(data: DataOptions, num_blocks: int, known: Mapping[str, SourceOrder]) -> dict[str, SourceOrder]:

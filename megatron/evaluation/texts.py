@@ -14,11 +14,12 @@ import numpy as np
 
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
+from megatron.data.blend import compute_sequence_range, list_split_prefixes
 from megatron.data.corpus.sources import SUFFIXES, iter_raw_documents, scan_sources
 from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
-from megatron.data.corpus_metadata import read_corpus, split_basename
+from megatron.data.corpus_metadata import CORPUS_FILE, read_corpus, split_basename
 from megatron.data.datasets import load_token_stream
-from megatron.data.indexed_dataset import compute_sequence_range, find_corpus_metadata, list_split_prefixes
+from megatron.data.indexed_dataset import find_corpus_metadata
 from megatron.data.load_tokenizer import Vocabulary, load_run_tokenizer, read_vocabulary, vocabulary_from_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import DataOptions, Split
@@ -79,7 +80,7 @@ def load_text(
         raise UserError(f"{source}: made by tokenizer {vocabulary.name}, but {name} was trained with {tokenizer_name}")
     if tokenizer is not None:
         return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, vocabulary)
-    prefixes = ", ".join(str(prefix) for _, prefix in list_split_prefixes(options, split))
+    prefixes = ", ".join(map(str, list_split_prefixes(options, split)))
     text_name = f"{prefixes} ({split} of {options.split})" if options.data_path is not None else prefixes
     return EvalText(load_token_stream(options, split), text_name, vocabulary)
 
@@ -123,7 +124,7 @@ def _choose_split(
     if data is not None:
         prefix = _find_dataset(Path(data))
         options = DataOptions(test_data_paths=[str(prefix)])
-        (_, dataset), *_ = list_split_prefixes(options, "test")
+        dataset, *_ = list_split_prefixes(options, "test")
         if find_corpus_metadata(dataset) is None:
             tokenizer = _load_own_tokenizer(name, config, prefix, tokenizer_name, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
@@ -144,6 +145,8 @@ def _find_dataset(path: Path) -> Path:
         if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
             raise UserError(f"{path}: no such text; --data names a file ({', '.join(SUFFIXES)}), a corpus or a dataset")
         return path
+    if not (path / CORPUS_FILE).is_file():
+        return path  # a folder of datasets
     splits = read_corpus(path).splits
     split = next((split for split in ("test", "valid", "all") if split in splits), None)
     if split is None:

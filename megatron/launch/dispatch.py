@@ -20,7 +20,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.resolve_epochs import resolve_epochs
+from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
 
@@ -83,7 +83,7 @@ def launch_training(
                 _check_here(loaded, has_data=hosts is None)
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
-                    settled, epochs = resolve_epochs(settled)
+                    settled, epochs = resolve_data(settled)
                     notes = (*notes, *epochs, *_describe_stages(settled))
                 print(settled.to_yaml(), end="")
                 print_notes((*notes, *_describe_groups(loaded), *suggest_rehearsal(resolved)))

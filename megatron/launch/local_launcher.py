@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
 from megatron.config.stages import list_stage_configs
-from megatron.data.indexed_dataset import list_split_prefixes
+from megatron.data.blend import list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
 from megatron.launch.console import temporary_log

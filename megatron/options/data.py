@@ -1,7 +1,7 @@
 """Keys that decide what text is read, in which order, and how it was turned into tokens."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,6 +21,9 @@ MAX_VOCAB_SIZE = 1 << 24
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
+CorpusName = str | list[str]
+"""What an entry of `train_data_paths` names: a dataset, a folder of datasets, or a list of either."""
+
 
 def _parse_corpus_split(value: Any) -> Any:
     """Shares as the command line has them: 0.9,0.05,0.05, or none."""
@@ -39,7 +42,10 @@ class CorpusOptions(ConfigSection):
     """What a corpus is made from, and how (`megatron.data.corpus.prepare.prepare_corpus`)."""
 
     sources: list[str] = config_field(
-        ..., "files, folders, python (the standard library), or hf:NAME (a dataset on the hub)", min_length=1
+        ...,
+        "files, folders, datasets that Hugging Face's library saved, python (the standard library), or hf:NAME (a "
+        "dataset on the hub)",
+        min_length=1,
     )
     tokenizer: str = config_field(
         "bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here"
@@ -67,7 +73,9 @@ class CorpusOptions(ConfigSection):
     column: str = config_field(
         "text", "key of a JSON line, or column of a table, that holds the text", flags=("--column", "--jsonl-key")
     )
-    hf_split: str = config_field("train", "of a dataset hf:NAME, which of its splits")
+    hf_split: str | None = config_field(
+        None, "which split of a dataset of Hugging Face's, hf:NAME or saved on disk; train if absent"
+    )
     documents: int | None = config_field(None, "only so many documents, the first ones", ge=1)
     tokens: int | None = config_field(None, "only the first documents that hold so many tokens with their ends", ge=1)
     seed: int = config_field(1234, "decides which document goes to which split", ge=0)
@@ -96,12 +104,18 @@ class DataOptions(ConfigSection):
         le=MAX_INPUT_LENGTH,
         policy="data",
     )
-    data_path: str | None = config_field(None, "one indexed dataset for everything, divided by `split`", policy="data")
+    data_path: CorpusName | None = config_field(
+        None,
+        "one corpus for everything: an indexed dataset, a folder or a list of them, each divided by `split`",
+        policy="data",
+    )
     split: str = config_field("969,30,1", "train, valid and test shares of data_path", policy="data")
-    train_data_paths: list[str] = config_field(list, "indexed datasets to train on", policy="data")
-    valid_data_paths: list[str] = config_field(list, "indexed datasets to validate on", policy="data")
-    test_data_paths: list[str] = config_field(
-        list, "indexed datasets to test on; `evaluate` reads these", policy="data"
+    train_data_paths: list[CorpusName] = config_field(
+        list, "corpora to train on: each an indexed dataset, a folder of them, or a list of either", policy="data"
+    )
+    valid_data_paths: list[CorpusName] = config_field(list, "corpora to validate on, named likewise", policy="data")
+    test_data_paths: list[CorpusName] = config_field(
+        list, "corpora to test on, named likewise; `evaluate` reads these", policy="data"
     )
     train_data_weights: list[float] = config_field(
         list, "blend weights of train_data_paths; equal if absent", policy="data"
@@ -111,6 +125,18 @@ class DataOptions(ConfigSection):
     )
     test_data_weights: list[float] = config_field(
         list, "blend weights of test_data_paths; equal if absent", policy="data"
+    )
+    weight_by_num_documents: bool = config_field(
+        False,
+        "blend weights of all splits from the corpora's numbers of documents, as GPT-NeoX computes them (docs/data.md)",
+        policy="data",
+    )
+    weighted_sampler_alpha: float = config_field(
+        1.0,
+        "of weight_by_num_documents: exponent of the shares of documents, one over the temperature; small corpora "
+        "gain where it is small",
+        ge=0,
+        policy="data",
     )
     data_cache: str | None = config_field(
         None, "folder for the sample indices; in the run's folder if absent", policy="machine"
@@ -142,6 +168,7 @@ TASK_KEYS = ("task_options", "task_length", "task_shortest_length")
 
 TEXT_KEYS = (
     *("data_path", "split", *(f"{split}_data_{suffix}" for split in SPLITS for suffix in ("paths", "weights"))),
+    *("weight_by_num_documents", "weighted_sampler_alpha"),
     *("tokenizer_type", "vocab_file", "merge_file", "end_token", "add_bos", "eod_mask_loss"),
 )
 """Keys that say something of a text."""
@@ -161,6 +188,27 @@ def parse_split_fractions(text: str) -> list[float]:
     return fractions + [0.0] * (3 - len(fractions))
 
 
+def list_corpus_names(corpus: CorpusName) -> list[str]:
+    """The datasets and folders that are named as one corpus."""
+    return [corpus] if isinstance(corpus, str) else corpus
+
+
+def is_remote(name: str) -> bool:
+    """Is it the address of something on a network, such as s3://bucket/file?"""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
+
+
+def _find_name_problems(corpora: Sequence[CorpusName]) -> Iterator[str]:
+    for corpus in corpora:
+        if not corpus:
+            yield f"has an empty entry, {corpus!r}; name a dataset, a folder, or a list of them"
+        for name in filter(is_remote, list_corpus_names(corpus)):
+            yield (
+                f"names {name}; every rank reads its samples in a shuffled order, a few kilobytes at a time, so data "
+                "are mapped from a disk and not streamed from an object store; copy the .bin and .idx to one"
+            )
+
+
 def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
     """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
     for name in TASK_KEYS if data.task is None else TEXT_KEYS:
@@ -176,18 +224,28 @@ def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
         files, weights = getattr(data, f"{split}_data_paths"), getattr(data, f"{split}_data_weights")
         if data.data_path is not None and files:
             yield f"{split}_data_paths", f"{split}_data_paths and data_path exclude each other; give one of them"
-        for path in sorted({path for path in files if files.count(path) > 1}):
+        names = [name for corpus in files for name in list_corpus_names(corpus)]
+        yield from ((f"{split}_data_paths", f"{split}_data_paths {problem}") for problem in _find_name_problems(files))
+        for path in sorted({path for path in names if names.count(path) > 1}):
             yield f"{split}_data_paths", f"{split}_data_paths names {path} more than once; give it a greater weight"
         if weights and len(weights) != len(files):
             yield (
                 f"{split}_data_weights",
                 f"{split}_data_weights has {len(weights)} values for {len(files)} paths in {split}_data_paths",
             )
+        if weights and data.weight_by_num_documents:
+            yield (
+                f"{split}_data_weights",
+                f"{split}_data_weights and weight_by_num_documents exclude each other (GPT-NeoX passes over the "
+                "weights); leave one out",
+            )
         if not all(isfinite(weight) and weight > 0 for weight in weights):
             yield (
                 f"{split}_data_weights",
                 f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
             )
+    if data.data_path is not None:
+        yield from (("data_path", f"data_path {problem}") for problem in _find_name_problems([data.data_path]))
     try:
         parse_split_fractions(data.split)
     except UserError as error:

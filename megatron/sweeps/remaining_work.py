@@ -21,8 +21,8 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
+from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
-from megatron.data.indexed_dataset import compute_sequence_range
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import Sweep, SweepMember

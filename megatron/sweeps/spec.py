@@ -37,7 +37,7 @@ from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
-from megatron.training.resolve_epochs import resolve_epochs
+from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
 
@@ -84,7 +84,7 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
-        return resolve_epochs(resolve(self.config).config)[0]
+        return resolve_data(resolve(self.config).config)[0]
 
     @cached_property
     def text(self) -> str:

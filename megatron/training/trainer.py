@@ -37,7 +37,7 @@ from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.reporters import report_to_all
-from megatron.training.resolve_epochs import resolve_epochs
+from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.training_run import TrainingRun, build_training_run
 from megatron.training.validate import Validator, is_test_done
@@ -144,7 +144,7 @@ def train_resolved(
     """
     start_time, hooks = time.perf_counter(), hooks or TrainingHooks()
     rollback: Rollback | None = None
-    config, notes = resolve_epochs(config)
+    config, notes = resolve_data(config)
     while True:
         reporter = ConsoleReporter(console, config.training.train_iters)
         for note in notes if rank_info.rank == 0 else ():

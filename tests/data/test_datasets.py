@@ -18,8 +18,8 @@ from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
-from megatron.data.indexed_dataset import compute_sequence_range
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
@@ -210,7 +210,6 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({}, "data_path: no data are named"),
         ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
-        ({"data_path": str(folder / "bytes")}, r"is a folder; name a dataset in it: .*bytes/text_document"),
     ]:
         with pytest.raises(UserError, match=message) as error:
             read_vocabulary(DataOptions(**options))

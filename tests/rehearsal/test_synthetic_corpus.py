@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megatron.data.blend import list_dataset_slices
 from megatron.data.datasets import check_dataset_slice, load_token_stream
-from megatron.data.indexed_dataset import list_dataset_slices
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.options.data import SPLITS, DataOptions
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus

@@ -22,7 +22,7 @@ from megatron.config.stages import build_stages
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
-from megatron.training.resolve_epochs import resolve_epochs
+from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.schedule import build_schedule
 from megatron.training.trainer import Trainer, train
@@ -33,6 +33,14 @@ STAGES = [
     {"until": 5, "seq_length": 16, "pos_emb_options.base": 500.0},
     {"seq_length": 32, "optimizer.params.lr": 3e-3},
 ]
+
+
+def weighted(corpus: Path) -> dict[str, Any]:
+    """Two corpora, one of them named by its folder, weighed by their documents; otherwise from step 5 on."""
+    return {
+        "train_data_paths": [str(corpus), str(corpus / "test_text_document")], "weight_by_num_documents": True,
+        "stages": [*STAGES[:2], {**STAGES[2], "weighted_sampler_alpha": 0.3}],
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +96,22 @@ def read_text(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[torch.Tensor
 def test_a_staged_run_is_the_same_wherever_it_is_killed(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = staged(corpus, tmp_path / "whole", checkpoint_factor=2)
+    """Also where a stage begins another blend, of weights by documents."""
+    config = staged(corpus, tmp_path / "whole", checkpoint_factor=2, **weighted(corpus))
     lines = printed(config)
+    paths = [str(corpus / f"{split}_text_document") for split in ("train", "test")]
+    assert f"train_data_paths: {corpus} is {paths[0]}" in lines
+    # Of two corpora with alpha 1 each is half, whatever their documents.
+    first, _, last = (line for line in lines if line.startswith("train_data_paths by documents"))
+    assert first.startswith(f"train_data_paths by documents, weighted_sampler_alpha 1: 0.5 of {paths[0]} (")
+    assert last.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.")
     said = [line for line in lines if line.startswith("stage ")]
     assert said == [
         "stage 1 of 3 begins, until step 3: 16 × 8 tokens a step, learning rate 1.00e-02",
         "stage 2 of 3 begins, until step 5: 8 × 16 tokens a step, learning rate 1.00e-02; seq_length: 8 → 16, "
         "pos_emb_options.base: null → 500.0, train_batch_size: 16 → 8",
         "stage 3 of 3 begins, until step 8: 4 × 32 tokens a step, learning rate 3.00e-03; seq_length: 16 → 32, "
-        "train_batch_size: 8 → 4, optimizer.params.lr: 0.01 → 0.003",
+        "weighted_sampler_alpha: 1.0 → 0.3, train_batch_size: 8 → 4, optimizer.params.lr: 0.01 → 0.003",
     ]
     found = records(tmp_path / "whole")
     assert list(found) == list(range(1, 9))
@@ -104,7 +119,8 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
     # Every checkpoint holds the configuration of the stage it was written in, and what is loaded is the last one's.
     for step, length in ((2, 8), (3, 8), (4, 16), (5, 16), (6, 32), (8, 32)):
         path = tmp_path / "whole" / "checkpoints" / layout.format_checkpoint_name(step)
-        assert load_checkpoint_config(path).model.seq_length == length
+        stored = load_checkpoint_config(path)
+        assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # no folder any more
         assert TrainerState.read(path).step == step
     assert load_model(tmp_path / "whole").config.model.seq_length == 32
     for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries
@@ -121,7 +137,7 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
 
 @pytest.mark.parametrize("layout_keys", [{"zero_optimization": {"stage": 1}}, {"context_parallel_size": 2}])
 def test_two_processes_go_through_the_same_stages(corpus: Path, tmp_path: Path, layout_keys: dict[str, Any]) -> None:
-    keys = {"hidden_dropout": 0.0, "train_micro_batch_size_per_gpu": 2}
+    keys = {"hidden_dropout": 0.0, "train_micro_batch_size_per_gpu": 2, **weighted(corpus)}
     train(staged(corpus, tmp_path / "one", **keys))
     both = staged(corpus, tmp_path / "two", num_gpus=2, **keys, **layout_keys)
     assert train_with_processes(tmp_path / "job", [both]) == [None]
@@ -346,22 +362,22 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
         tmp_path, tmp_path / "other", train_data_paths=[path], train_epochs=2.5,
         stages=[{"until": 4}, {"seq_length": 32}], **keys,
     )  # fmt: skip
-    settled, _ = resolve_epochs(resolve_run(other, LocalHardware.detect()).config)
+    settled, _ = resolve_data(resolve_run(other, LocalHardware.detect()).config)
     assert settled.training.train_iters == (2499 // 32 * 32) // 64  # whatever the length, 64 tokens a step
     twice = config.replace(
         train_data_paths=[path, str(write_numbered(tmp_path / "b", 1000, 3000))], train_data_weights=[1.0, 1.0]
     )
-    settled, (line,) = resolve_epochs(resolve_run(twice, LocalHardware.detect()).config)
+    settled, (line,) = resolve_data(resolve_run(twice, LocalHardware.detect()).config)
     assert settled.training.train_iters == (62 + 187) // 4
-    assert line.endswith("by train_data_weights that is a 2.00 times, b 0.67 times")
+    assert line.endswith("by their weights that is a 2.00 times, b 0.67 times")
     with pytest.raises(UserError, match="train_iters is 7, but train_epochs 1 makes 15 steps; leave one out"):
-        resolve_epochs(resolve_run(config.replace(train_iters=7), LocalHardware.detect()).config)
+        resolve_data(resolve_run(config.replace(train_iters=7), LocalHardware.detect()).config)
     with pytest.raises(UserError, match="which are less than one step"):
-        resolve_epochs(resolve_run(config.replace(train_epochs=0.05), LocalHardware.detect()).config)
+        resolve_data(resolve_run(config.replace(train_epochs=0.05), LocalHardware.detect()).config)
 
     write_numbered(tmp_path / "a", 0, 2000)
     plan = plan_resume(
-        resolve_epochs(resolve_run(config.replace(load=str(tmp_path / "run")), LocalHardware.detect()).config)[0],
+        resolve_data(resolve_run(config.replace(load=str(tmp_path / "run")), LocalHardware.detect()).config)[0],
         ProcessGroups(),
     )
     assert plan.stage.config.training.train_iters == 15

@@ -9,7 +9,8 @@ A source is written as one word on the command line:
 - a `.parquet` or `.arrow` file: one document per row, the text in its column `text`;
 - `hf:NAME` or `hf:NAME:CONFIG`: a dataset on Hugging Face's hub, or of a folder that its library reads
   (`hub_dataset.py`);
-- a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order.
+- a folder: every file below it that has one of the suffixes, hidden ones excepted, in a fixed order; of a dataset
+  that Hugging Face's library saved there, the files of one split (`saved_dataset.py`).
 
 Reading happens in two places. `scan_sources` and `iter_raw_documents` run in the parent process and touch only names,
 sizes and undecoded bytes; `decode_document` turns one raw document into text and runs in the workers. So decompression
@@ -21,7 +22,7 @@ import io
 import os
 import sysconfig
 import tokenize
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,8 @@ from typing import Literal
 
 from megatron.data.corpus.file_readers import TABLE_SUFFIXES, count_rows, iter_lines, iter_table_texts
 from megatron.data.corpus.hub_dataset import HUB_PREFIX, DownloadCallback, HubDataset
+from megatron.data.corpus.saved_dataset import DEFAULT_SPLIT, is_saved_dataset, list_saved_files
+from megatron.options.data import is_remote
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError
 from megatron.utils.imports import require_package
@@ -65,20 +68,44 @@ class RawDocument:
 
 
 def scan_sources(
-    sources: Sequence[str], *, packages: bool = False, suffixes: Sequence[str] | None = None, hf_split: str = "train"
+    sources: Sequence[str],
+    *,
+    packages: bool = False,
+    suffixes: Sequence[str] | None = None,
+    hf_split: str | None = None,
 ) -> list[SourceFile]:
-    """All files of the sources, in a fixed order. UserError if a source is missing, unreadable, or has no such file."""
+    """All files of the sources, in a fixed order.
+
+    Args:
+        sources: as they are written on the command line.
+        packages: with `python`, all installed packages too.
+        suffixes: of files in folders; all kinds that are known if None.
+        hf_split: of datasets of Hugging Face's; `train` if None.
+
+    Raises:
+        UserError: a source is missing, unreadable or on a network, or has no such file.
+    """
     if not sources:
         raise UserError("sources: none given; name files, folders or `python`")
     suffixes = _normalize_suffixes(suffixes)
     files: list[SourceFile] = []
+    has_dataset = False
+
+    def list_dataset(folder: Path) -> list[Path]:
+        nonlocal has_dataset
+        has_dataset = True
+        return list_saved_files(folder, hf_split)
+
     for source in sources:
         if source == "python":
             files += _list_library_files(packages)
-        elif source.startswith(HUB_PREFIX):
-            files.append(_describe_hub_dataset(HubDataset(source, hf_split)))
-        elif (path := Path(source)).is_dir():
-            files += _list_folder(path, suffixes)
+        elif is_remote(source):
+            raise UserError(_refuse_remote(source))
+        elif source.startswith(HUB_PREFIX) and not is_saved_dataset(Path(source.removeprefix(HUB_PREFIX))):
+            has_dataset = True
+            files.append(_describe_hub_dataset(HubDataset(source, hf_split or DEFAULT_SPLIT)))
+        elif (path := Path(source.removeprefix(HUB_PREFIX))).is_dir():
+            files += _list_folder(path, suffixes, list_dataset)
         elif path.is_file():
             if not path.name.endswith(suffixes):
                 raise UserError(
@@ -88,6 +115,8 @@ def scan_sources(
             files.append(describe_source_file(path))
         else:
             raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
+    if hf_split is not None and not has_dataset:
+        raise UserError(f"hf_split: {hf_split}: no source is a dataset of Hugging Face's, hf:NAME or saved on disk")
     if packages and "python" not in sources:
         raise UserError("packages: only the source `python` has packages")
     resolved_paths: set[Path] = set()
@@ -220,6 +249,16 @@ def _describe_hub_dataset(hub: HubDataset) -> SourceFile:
     return SourceFile(Path(hub.source), name, "hub", size, modified, hub)
 
 
+def _refuse_remote(source: str) -> str:
+    """Why an address such as s3://bucket/file is no source, and what to give instead."""
+    dataset = source.removeprefix("hf://").removeprefix("datasets/")
+    instead = f"or, for a dataset on the hub, give {HUB_PREFIX}{dataset}, " if source.startswith("hf://") else ""
+    return (
+        f"{source}: texts are not streamed from object stores: sources are read several times in one order, and a "
+        f"corpus is known by their sizes and times; copy it to a disk first {instead}and prepare that"
+    )
+
+
 def _normalize_suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
     if suffixes is None:
         return SUFFIXES
@@ -245,24 +284,37 @@ def describe_source_file(path: Path, name: str | None = None, format: SourceForm
     return SourceFile(path, name, format, stat.st_size, stat.st_mtime_ns)
 
 
-def _walk_folder(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files below a folder, each folder's sorted by name; hidden ones, `skip` and links to folders are left out."""
+def _walk_folder(
+    folder: Path,
+    skip: frozenset[str] = frozenset(),
+    list_dataset: Callable[[Path], list[Path]] | None = None,
+) -> Iterator[Path]:
+    """Files below a folder, each folder's sorted by name; hidden ones, `skip` and links to folders are left out.
+
+    list_dataset: the files of a saved dataset, in the place of all that lie below its folder.
+    """
 
     def raise_unreadable(error: OSError) -> None:
         raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
     for root, folders, names in os.walk(folder, onerror=raise_unreadable):
+        if list_dataset is not None and is_saved_dataset(Path(root)):
+            folders[:] = []
+            yield from list_dataset(Path(root))
+            continue
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         for name in sorted(names):
             if not name.startswith(".") and (path := Path(root, name)).is_file():
                 yield path
 
 
-def _list_folder(folder: Path, suffixes: tuple[str, ...]) -> list[SourceFile]:
+def _list_folder(
+    folder: Path, suffixes: tuple[str, ...], list_dataset: Callable[[Path], list[Path]]
+) -> list[SourceFile]:
     base = folder.resolve().name
     files = [
         describe_source_file(path, f"{base}/{path.relative_to(folder).as_posix()}")
-        for path in _walk_folder(folder)
+        for path in _walk_folder(folder, list_dataset=list_dataset)
         if path.name.endswith(suffixes)
     ]
     if not files:

@@ -1,0 +1,259 @@
+"""What a run reads: the datasets that a configuration names, what a split takes of each, and with which weight.
+
+A *corpus* is what one entry of `train_data_paths` and its sisters names, or `data_path`: a dataset, a folder of
+datasets, or a list of either. Weights are of corpora. A corpus of several datasets is read as if it were one, each of
+them by the tokens that it has.
+
+A folder stands for every dataset at or below it. Of a corpus that `./deepy.py prepare` made those are the datasets of
+the split that asks; of other folders all of them, for which reason one whose names tell of several splits is refused.
+`megatron/training/resolve_data.py` writes the datasets that a folder stands for into the run's configuration.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.corpus.saved_dataset import is_saved_dataset
+from megatron.data.corpus_metadata import ALL_SPLITS, split_basename
+from megatron.data.indexed_dataset import IndexedTokens, check_dataset, find_corpus_metadata, open_indexed
+from megatron.options.data import (
+    SPLITS,
+    CorpusName,
+    DataOptions,
+    Split,
+    find_data_conflicts,
+    list_corpus_names,
+    parse_split_fractions,
+)
+from megatron.utils.errors import UserError
+
+_SPLIT_WORDS: dict[str, Split] = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev"), "valid"),
+    "test": "test",
+}
+"""Words in the name of a dataset that tell which split it is for."""
+
+MAX_SHOWN = 6
+"""Names in a line."""
+
+
+@dataclass(frozen=True)
+class DatasetSlice:
+    """Consecutive sequences of one dataset: what a split takes of it."""
+
+    key: str  # the configuration key that names it
+    dataset: IndexedTokens
+    first: int
+    last: int  # exclusive
+    weight: float
+
+    def num_tokens(self) -> int:
+        return int(self.dataset.lengths[self.first : self.last].sum(dtype=np.int64))
+
+
+def list_corpora(data: DataOptions, split: Split) -> list[list[Path]]:
+    """The datasets of each corpus of a split, by their prefixes. Empty if the configuration names none.
+
+    A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, a dataset's files are
+    missing or it is named twice, or a folder holds no dataset for the split.
+    """
+    for _, problem in find_data_conflicts(data):
+        raise UserError(problem)
+    key = "data_path" if data.data_path is not None else f"{split}_data_paths"
+    names: Sequence[CorpusName] = getattr(data, key) if data.data_path is None else [data.data_path]
+    corpora = [
+        [prefix for name in list_corpus_names(corpus) for prefix in _find_datasets(key, name, split)]
+        for corpus in names
+    ]
+    known: set[Path] = set()
+    for prefix in (prefix for corpus in corpora for prefix in corpus):
+        if prefix.resolve() in known:
+            raise UserError(f"{key}: {prefix} is named more than once, maybe by its folder; give it a weight", key)
+        known.add(prefix.resolve())
+    return corpora
+
+
+def list_split_prefixes(data: DataOptions, split: Split) -> list[Path]:
+    """The datasets of a split, by their prefixes. Empty, or UserError, as `list_corpora`."""
+    return [prefix for corpus in list_corpora(data, split) for prefix in corpus]
+
+
+def list_all_prefixes(data: DataOptions) -> list[Path]:
+    """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
+    prefixes = list(dict.fromkeys(prefix for split in SPLITS for prefix in list_split_prefixes(data, split)))
+    if not prefixes:
+        lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
+        raise UserError(f"data_path: no data are named; give data_path, or {lists}")
+    return prefixes
+
+
+def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
+    """The prefixes that a name of a dataset or a folder stands for."""
+    prefix = Path(name.removesuffix(".bin").removesuffix(".idx"))
+    bin_file, idx_file = (Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx"))
+    if bin_file.is_file() and idx_file.is_file():
+        return [prefix]
+    if prefix.is_dir():
+        return _list_folder(key, prefix, split)
+    if bin_file.is_file() or idx_file.is_file():
+        missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
+        raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
+    datasets = _list_indices([prefix.parent])
+    hint = f"; datasets there: {_format_names(datasets)}" if datasets else " (`./deepy.py prepare` makes datasets)"
+    raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
+
+
+def _list_folder(key: str, folder: Path, split: Split) -> list[Path]:
+    """The datasets at and below a folder that `key` reads for a split."""
+    wanted = (ALL_SPLITS,) if key == "data_path" else (split, ALL_SPLITS)
+    folders = [Path(root) for root, _, _ in _walk(folder)]
+    datasets = _list_indices(folders)
+    if not datasets:
+        if (saved := next(filter(is_saved_dataset, folders), None)) is not None:
+            raise UserError(
+                f"{key}: {saved} is a dataset of texts that Hugging Face's library saved; training reads tokens, which "
+                f"`./deepy.py prepare {saved} --output FOLDER` makes of it once",
+                key,
+            )
+        raise UserError(f"{key}: the folder {folder} holds no dataset (`./deepy.py prepare` makes datasets)", key)
+    described = {prefix: find_corpus_metadata(prefix) for prefix in datasets}
+    taken = [p for p, metadata in described.items() if metadata is None or p.name in map(split_basename, wanted)]
+    if not taken:
+        keys = ", ".join(f"{s}_data_paths" for s in SPLITS if any(p.name == split_basename(s) for p in datasets))
+        raise UserError(f"{key}: the corpus {folder} is divided into splits; it has data for {keys}", key)
+    words = {p: _find_split_words(p.name) for p, metadata in described.items() if metadata is None}
+    if key != "data_path" and (other := [p for p, splits in words.items() if splits - {split}]):
+        raise UserError(
+            f"{key}: {folder} holds {_format_names(other)}, by its name for another split; list the datasets that are "
+            f"for {key} instead of their folder",
+            key,
+        )
+    return taken
+
+
+def _walk(folder: Path) -> Iterable[tuple[str, list[str], list[str]]]:
+    """As os.walk, in a fixed order, without hidden folders. UserError if one cannot be read."""
+
+    def raise_unreadable(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    for root, folders, names in os.walk(folder, onerror=raise_unreadable):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield root, folders, names
+
+
+def _list_indices(folders: Iterable[Path]) -> list[Path]:
+    """Prefixes of what looks like a dataset in some folders, not below them."""
+    return [path.with_suffix("") for folder in folders for path in sorted(folder.glob("[!.]*.idx"))]
+
+
+def _find_split_words(name: str) -> set[Split]:
+    return {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
+
+
+def _format_names(prefixes: Sequence[Path]) -> str:
+    more = f" and {len(prefixes) - MAX_SHOWN} more" if len(prefixes) > MAX_SHOWN else ""
+    return ", ".join(map(str, prefixes[:MAX_SHOWN])) + more
+
+
+def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> tuple[int, int] | None:
+    """First and last (exclusive) sequence of a split under fractions such as `969,30,1`; None if its own is zero.
+
+    The same rounding as megatron-core's, so a run reads the documents that Megatron-LM would give it.
+    """
+    values = parse_split_fractions(fractions)
+    edges = np.cumsum([0.0, *(np.array(values) / np.sum(values))])
+    i = SPLITS.index(split)
+    if values[i] == 0:
+        return None
+    return round(float(edges[i]) * num_sequences), round(float(edges[i + 1]) * num_sequences)
+
+
+def list_dataset_slices(data: DataOptions, split: Split) -> list[DatasetSlice]:
+    """What a split takes of each of its datasets; empty if the configuration has no data for it."""
+    key = "data_path" if data.data_path is not None else f"{split}_data_paths"
+    corpora = [
+        [dataset_slice for prefix in corpus if (dataset_slice := _open_slice(data, key, prefix, split)) is not None]
+        for corpus in list_corpora(data, split)
+    ]
+    weights: Sequence[float] = getattr(data, f"{split}_data_weights") or [1.0] * len(corpora)
+    if data.weight_by_num_documents and key != "data_path":
+        weights = _weigh_documents(data, corpora)
+    return [
+        DatasetSlice(key, s.dataset, s.first, s.last, weight * share)
+        for corpus, weight in zip(corpora, weights, strict=True)
+        for s, share in zip(corpus, _compute_shares(corpus), strict=True)
+    ]
+
+
+def _open_slice(data: DataOptions, key: str, prefix: Path, split: Split) -> DatasetSlice | None:
+    check_dataset(prefix, content=False)  # first: it names the file that changed, where both no longer fit
+    dataset = open_indexed(prefix)
+    sequence_range: tuple[int, int] | None = (0, len(dataset.lengths))
+    if key == "data_path":
+        sequence_range = compute_sequence_range(data.split, split, len(dataset.lengths))
+    return None if sequence_range is None else DatasetSlice(key, dataset, *sequence_range, weight=1.0)
+
+
+def _compute_shares(corpus: Sequence[DatasetSlice]) -> list[float]:
+    """Of a corpus's datasets: the parts of its tokens that they have, so that each is read equally often."""
+    if len(corpus) == 1:
+        return [1.0]
+    sizes = [dataset_slice.num_tokens() for dataset_slice in corpus]
+    return [size / max(1, sum(sizes)) for size in sizes]
+
+
+def _weigh_documents(data: DataOptions, corpora: Sequence[Sequence[DatasetSlice]]) -> list[float]:
+    counts = [sum(dataset_slice.last - dataset_slice.first for dataset_slice in corpus) for corpus in corpora]
+    names = [str(corpus[0].dataset.prefix) for corpus in corpora]
+    for name, count in zip(names, counts, strict=True):
+        if count == 0:
+            raise UserError(f"weight_by_num_documents: {name} has no documents", "weight_by_num_documents")
+    weights = compute_document_weights(counts, data.weighted_sampler_alpha)
+    for name, weight in zip(names, weights, strict=True):
+        if weight == 0:
+            raise UserError(
+                f"weighted_sampler_alpha: {data.weighted_sampler_alpha:g} leaves nothing of {name}; take a smaller one",
+                "weighted_sampler_alpha",
+            )
+    return weights
+
+
+def compute_document_weights(counts: Sequence[int], alpha: float) -> list[float]:
+    """Weights of corpora from their numbers of documents n, as GPT-NeoX computes them. They add up to 1.
+
+    With p_i = n_i / Σ n, the temperature sampling of XLM-R (Conneau et al. 2020, arXiv:1911.02116) draws a corpus with
+    the probability q_i = p_i^α / Σ p^α, where 1/α is the temperature. GPT-NeoX multiplies this by 1 − p_i:
+
+        w_i = q_i (1 − p_i) / Σ_j q_j (1 − p_j)
+
+    So small corpora gain more than α says, and of two corpora with α = 1 each is half of what is read. A corpus alone
+    has the weight 1. Source: the function `weights_by_num_docs` of GPT-NeoX, at its commit ea7aefd of May 2026, where a
+    document is a sequence of the index. The common factor (Σ n)^(1+α) Σ p^α is left out here, and powers are taken of
+    ratios to the largest n, so that none overflows.
+
+    Args:
+        counts: documents of each corpus, positive.
+        alpha: not negative.
+    """
+    if len(counts) == 1:
+        return [1.0]
+    largest, total = max(counts), sum(counts)
+    weights = [(count / largest) ** alpha * (total - count) for count in counts]
+    return [weight / sum(weights) for weight in weights]
+
+
+def describe_document_weights(data: DataOptions, slices: Sequence[DatasetSlice]) -> list[str]:
+    """A line on what `weight_by_num_documents` makes of the slices of a split; none if it decides nothing."""
+    if not data.weight_by_num_documents or len(slices) < 2 or data.data_path is not None:
+        return []
+    total = sum(s.weight for s in slices)
+    parts = [f"{s.weight / total:.3g} of {s.dataset.prefix} ({s.last - s.first:,})" for s in slices[:MAX_SHOWN]]
+    more = f" and {len(slices) - MAX_SHOWN} more" if len(slices) > MAX_SHOWN else ""
+    alpha = f"weighted_sampler_alpha {data.weighted_sampler_alpha:g}"
+    return [f"{slices[0].key} by documents, {alpha}: {', '.join(parts)}{more}"]

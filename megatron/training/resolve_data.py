@@ -1,0 +1,115 @@
+"""What a run's data decide of its configuration: the datasets in a folder, and how many steps `train_epochs` makes.
+
+The configuration that a run keeps names the datasets that a folder held when it began, so that one that is added later
+is seen when the run goes on.
+
+An epoch is as many sequences as the training datasets hold together. Steps are rounded down, so that nothing is read
+once more than was asked for. A run keeps the steps that it began with (`megatron.checkpoint.resume`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.schema import Config
+from megatron.config.stages import build_stages, find_longest_length
+from megatron.config.yaml_files import format_value
+from megatron.data.blend import MAX_SHOWN, list_corpora, list_dataset_slices
+from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_corpus_names
+from megatron.options.section import MAX_STEPS
+from megatron.utils.errors import UserError
+
+MAX_DIFFERENCE = 0.01
+"""Of how often a dataset is read from train_epochs: beyond it a line says so."""
+
+
+def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The configuration with the datasets of its folders and the `train_iters` that its `train_epochs` make, and lines
+    worth telling.
+
+    Args:
+        config: resolved (`resolve_run`). Without folders and train_epochs nothing changes.
+
+    Raises:
+        UserError: datasets that are missing or cut short, too few tokens for one step, or train_iters says otherwise.
+    """
+    config, notes = _resolve_folders(config)
+    config, more = _resolve_epochs(config)
+    return config, (*notes, *more)
+
+
+def _resolve_folders(config: Config) -> tuple[Config, list[str]]:
+    """The datasets in the place of the folders that hold them, in stages too."""
+    notes: list[str] = []
+    changes: dict[str, object] = {}
+    for split in SPLITS:
+        key = f"{split}_data_paths"
+        if (names := getattr(config.data, key)) and _names_folder(names):
+            changes[key] = _list_datasets(key, names, split, notes)
+    if config.data.data_path is not None and _names_folder([config.data.data_path]):
+        changes["data_path"] = _list_datasets("data_path", [config.data.data_path], "train", notes)[0]
+    key, stages = "train_data_paths", config.training.stages
+    if any(_names_folder(stage.get(key, [])) for stage in stages):
+        changes["stages"] = [
+            {**stage, key: _list_datasets(key, stage[key], "train", notes)} if key in stage else stage
+            for stage in stages
+        ]
+    return config.replace(**changes) if changes else config, notes
+
+
+def _names_folder(corpora: Sequence[CorpusName]) -> bool:
+    names = [name for corpus in corpora for name in list_corpus_names(corpus)]
+    return any(Path(name).is_dir() and not Path(f"{name}.idx").is_file() for name in names)
+
+
+def _list_datasets(key: str, names: Sequence[CorpusName], split: Split, notes: list[str]) -> list[CorpusName]:
+    """The datasets of each corpus that a key names."""
+    data = DataOptions.model_validate({key: names[0] if key == "data_path" else names})
+    corpora = [[str(prefix) for prefix in corpus] for corpus in list_corpora(data, split)]
+    for name, prefixes in zip(names, corpora, strict=True):
+        if _names_folder([name]):
+            shown = ", ".join(prefixes[:MAX_SHOWN])
+            more = f" and {len(prefixes) - MAX_SHOWN} more" if len(prefixes) > MAX_SHOWN else ""
+            notes.append(f"{key}: {format_value(name)} is {shown}{more}")
+    return [prefixes[0] if len(prefixes) == 1 else prefixes for prefixes in corpora]
+
+
+def _resolve_epochs(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """The configuration with the `train_iters` that its `train_epochs` make, and a line about them."""
+    training, epochs = config.training, config.training.train_epochs
+    if epochs is None:
+        return config, ()
+    block, slices = find_longest_length(config), list_dataset_slices(config.data, "train")
+    sizes = [dataset_slice.num_tokens() for dataset_slice in slices]
+    num_tokens = sum(max(0, int(size * epochs) - 1) // block for size in sizes) * block
+    steps = _count_steps(config, num_tokens)
+    if steps < 1:
+        raise UserError(
+            f"train_epochs {epochs:g}: the training text has {sum(sizes):,} tokens, which are less than one step",
+            "train_epochs",
+        )
+    if training.train_iters and training.train_iters != steps and config.checkpoint.load is None:
+        raise UserError(
+            f"train_iters is {training.train_iters}, but train_epochs {epochs:g} makes {steps} steps; leave one out",
+            "train_iters",
+        )
+    line = f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text make {steps:,} steps"
+    weights = [dataset_slice.weight for dataset_slice in slices]
+    times = [
+        epochs * sum(sizes) * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True) if size
+    ]
+    if any(abs(time / epochs - 1) > MAX_DIFFERENCE for time in times):
+        counts = ", ".join(f"{s.dataset.prefix.name} {time:.2f} times" for s, time in zip(slices, times, strict=True))
+        line += f"; by their weights that is {counts}"
+    return config.replace(train_iters=training.train_iters or steps), (line,)
+
+
+def _count_steps(config: Config, num_tokens: int) -> int:
+    """Whole steps that so many tokens are enough for, over all stages."""
+    steps = 0
+    for stage in build_stages(config.replace(train_iters=MAX_STEPS)):
+        possible = num_tokens // stage.tokens_per_step
+        taken = min(possible, stage.end_step - stage.first_step)
+        steps, num_tokens = steps + taken, num_tokens - taken * stage.tokens_per_step
+        if taken < stage.end_step - stage.first_step:
+            break
+    return steps
