@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pyarrow",
         "datasets",
         "pydantic",
+        "megatron.attention.documents",
         "megatron.distributed",
         "megatron.tasks",
         *OURS,

@@ -11,6 +11,10 @@ computed in one of two ways, which give the same:
   scores of a query and a key do not depend on where their document begins: a bias or weight of the distance alone, and
   contextual terms of what lies between the two.
 
+Where documents begin, the tokens say (`find_document_starts`): whoever prepared a row, and be it of a training, of an
+evaluation or a prompt, it is divided alike. A document that goes on in the next row begins there anew, as any text that
+is cut into rows.
+
 B batch, T tokens of the forward pass, P tokens that came before them.
 """
 
@@ -35,6 +39,25 @@ def can_mask_documents(encoding: Encoding, backend: AttentionBackend, *, randomi
     """Is attention computed for all documents of a row at once? Randomized positions are drawn for each document's own
     length, so that distances in a row are not differences of columns."""
     return takes_first_keys(backend) and not randomized and not depends_on_document_start(encoding)
+
+
+def find_document_starts(tokens: Tensor, eod: int, mask: Tensor | None = None) -> Tensor:
+    """Of each token of rows, the column of its document's first token in the row. The token that ends a document
+    belongs to it, and the next one begins another.
+
+    Args:
+        tokens: int64 [..., T].
+        eod: the end-of-document token.
+        mask: bool [..., T], False for padding on the left of a row; that counts as a document by itself.
+
+    Returns:
+        int64 [..., T], on the tokens' device.
+    """
+    is_first = torch.nn.functional.pad(tokens[..., :-1] == eod, (1, 0))
+    if mask is not None:
+        is_first = mask & (is_first | torch.nn.functional.pad(~mask[..., :-1], (1, 0)))
+    columns = torch.arange(tokens.shape[-1], device=tokens.device)
+    return torch.where(is_first, columns, 0).cummax(-1).values
 
 
 def check_document_starts(starts: Tensor, batch: int, length: int) -> None:

@@ -78,6 +78,8 @@ def load_model(
         size = trainer_state.vocabulary["size"]
         model = build_model(config.model, position, size, groups=single_process(), backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)
+    if position.attention_mask == "document":
+        model.end_of_document = trainer_state.vocabulary.get("eod")
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too

@@ -106,9 +106,9 @@ class ResumePlan:
 
     def check_vocabulary(self, size: int, name: str, task: str | None) -> None:
         """Refuse data of another tokenizer, or another task, than the checkpoint's. Raises UserError."""
-        if self.source is None or self.source.trainer_state.vocabulary in (None, {"size": size, "name": name}):
+        stored = None if self.source is None else self.source.trainer_state.vocabulary
+        if self.source is None or stored is None or (stored.get("size"), stored.get("name")) == (size, name):
             return
-        stored = self.source.trainer_state.vocabulary or {}
         one_of_each = (task is None) != (self.source.config.data.task is None)
         keys = "train_data_paths, task" if one_of_each else "train_data_paths" if task is None else "task"
         raise UserError(

@@ -42,7 +42,7 @@ class TrainerState:
     interval_z_loss: float | None = None
     """Sum of the z-losses of the same steps; None without any."""
     vocabulary: dict[str, Any] | None = None
-    """`size` and `name` of the tokenizer."""
+    """`size` and `name` of the tokenizer; with documents kept apart also `eod`, the token that ends one."""
     world: int = 1
     """Processes that wrote the checkpoint."""
     tensor: int = 1

@@ -1,13 +1,4 @@
-"""Where documents begin in the rows of a text, and how many rows hold several.
-
-A row holds the documents of a text one after another. The token that ends a document (`eod`) belongs to it, and the
-next token begins another. A document that goes on in the next row begins there anew, as any text that is cut into rows.
-
-The tokens alone say where documents begin, not the index of their dataset: so rows of a training sample, of a window of
-an evaluation and of a prompt are divided alike, whoever prepared them (Megatron's `reset_position_ids` does so too).
-
-T tokens of a row.
-"""
+"""Can the documents of a dataset be told apart, and how many rows hold several?"""
 
 import numpy as np
 
@@ -19,13 +10,6 @@ CHECKED_DOCUMENTS = 256
 """The first documents of a dataset, one of which must end with the end-of-document token to be told from the next."""
 MAX_COUNTED_DOCUMENTS = 1 << 20
 """Of which the share of rows that hold several is computed."""
-
-
-def find_document_starts(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Of each token of rows [..., T], the column of its document's first token in the row: int64 [..., T]."""
-    is_first = np.zeros(tokens.shape, dtype=bool)
-    is_first[..., 1:] = tokens[..., :-1] == eod
-    return np.maximum.accumulate(np.where(is_first, np.arange(tokens.shape[-1]), 0), axis=-1)
 
 
 def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> int:

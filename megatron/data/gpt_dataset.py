@@ -40,9 +40,10 @@ import torch
 from numpy.lib.format import open_memmap
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
-from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, compute_crossing_share, find_document_starts
+from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, compute_crossing_share
 from megatron.data.indexed_dataset import IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import (
@@ -186,8 +187,7 @@ class DocumentDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         sample = self.dataset[index]
-        starts = find_document_starts(sample["tokens"].numpy(), self.eod)
-        return {**sample, "document_starts": torch.from_numpy(starts)}
+        return {**sample, "document_starts": find_document_starts(sample["tokens"], self.eod)}
 
 
 def build_training_dataset(

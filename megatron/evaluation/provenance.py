@@ -9,6 +9,7 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(window=64)                   trained and evaluated with attention_window 64
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(randomized=2048)             trained at positions drawn from 2,048
+    rotary(attention_mask=document)     trained and evaluated with documents kept apart
 
 Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
 averages two different things.
@@ -54,6 +55,8 @@ def format_method_name(position: PositionOptions, window: int | None = None) -> 
         options.append(f"window={window} at evaluation")
     elif position.attention_window is not None:
         options.append(f"window={position.attention_window}")
+    if position.attention_mask != "causal":
+        options.append(f"attention_mask={position.attention_mask}")
     name = _format_name(position.pos_emb, options)
     if position.score_processor == "none":
         return name

@@ -117,6 +117,8 @@ class KVCache:
         self.capacity, self.sampled = capacity, sampled
         self.length = 0
         """Tokens read so far."""
+        self.tokens: Tensor | None = None
+        """These themselves, int64 [B, tokens] on the CPU, if the model finds documents in them."""
         self._stored: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
     def check_capacity(self, tokens: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.documents import (
     check_document_starts,
+    find_document_starts,
     mask_documents,
     restart_positions,
     split_documents,
@@ -87,6 +88,9 @@ class GPT(GPTModel):
         self.position = position
         self.randomized = randomized
         self.masks_documents = masks_documents
+        self.end_of_document: int | None = None
+        """The token after which another document begins, where the model is to find that out by itself
+        (`hidden_states`): so do models that were trained with documents apart, when they are loaded."""
         self.mup, self.multipliers = mup, multipliers
         self.checkpoint_layers = checkpoint_layers
         self.logit_softcap = logit_softcap
@@ -183,6 +187,22 @@ class GPT(GPTModel):
             [TokenRange(start, size, sampled) for start, size in list_context_chunks(total, context)]
         )
 
+    def _find_documents(
+        self, tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`document_starts` of tokens that say it themselves, and the mask that is left then; None and the mask where
+        every row is one document, after its padding."""
+        assert self.end_of_document is not None
+        read = tokens.cpu()
+        if kv_cache is not None:
+            kv_cache.tokens = read = read if kv_cache.tokens is None else torch.cat([kv_cache.tokens, read], dim=1)
+        is_read = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu()
+        if not bool((is_read & (read == self.end_of_document))[:, :-1].any()):
+            return None, mask
+        if bool((is_read[:, :-1] & ~is_read[:, 1:]).any()):
+            raise RuntimeError("documents that are kept apart can be padded on the left alone")
+        return find_document_starts(read, self.end_of_document, is_read), None
+
     def _lay_out_documents(
         self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
     ) -> tuple[tuple[Segment, ...], TokenRange]:
@@ -252,7 +272,8 @@ class GPT(GPTModel):
             position_seed: seed of randomized positions; None takes those that belong to a sequence of this length for
                 good.
             document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
-                begins: documents are kept apart, each giving what it gives alone. None for one document a row.
+                begins: documents are kept apart, each giving what it gives alone. None for one document a row, or for
+                what `end_of_document` says, if that is set.
             with_log_z: with labels: also log Z of each token, Z being the sum of the softmax over the vocabulary.
 
         Returns:
@@ -284,6 +305,8 @@ class GPT(GPTModel):
         document_starts: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
+        if document_starts is None and self.end_of_document is not None:
+            document_starts, attention_mask = self._find_documents(tokens, attention_mask, kv_cache)
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
         restarted = None
         # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.

@@ -190,12 +190,18 @@ class TrainingRun:
         """This process among all of the run."""
         return self.session.groups
 
+    def _describe_vocabulary(self) -> dict[str, Any]:
+        described: dict[str, Any] = {"size": self.vocabulary.size, "name": self.vocabulary.name}
+        if self.config.position.attention_mask == "document":
+            described["eod"] = self.vocabulary.eod
+        return described
+
     def collect_trainer_state(self, *parts: Stateful) -> TrainerState:
         """What a checkpoint of now has to say of the run, with what these parts of the loop know of it. All processes
         must call this."""
         training, sizes = self.config.training, self.groups.mesh.sizes
         trainer_state = TrainerState(
-            vocabulary={"size": self.vocabulary.size, "name": self.vocabulary.name},
+            vocabulary=self._describe_vocabulary(),
             world=sizes.world_size,
             tensor=sizes.tensor,
             context=sizes.context,

@@ -9,7 +9,7 @@ from position_methods import ALL, MAPPED, build, random_qkv
 from torch import Tensor
 
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
-from megatron.attention.documents import can_mask_documents, depends_on_document_start
+from megatron.attention.documents import can_mask_documents, depends_on_document_start, find_document_starts
 from megatron.attention.inputs import AttentionInputs
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
@@ -173,6 +173,42 @@ def test_documents_at_randomized_positions_and_in_a_window(encoding: str, place:
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
     packed = gpt(tokens, document_starts=first_keys_of(PACKED).long())
     assert_equal_in_float64(packed, read_alone(gpt, tokens, PACKED))
+
+
+END = 0
+"""The end of a document, which here is what rows are padded with too."""
+
+
+@pytest.mark.parametrize(("encoding", "processor"), [("rotary", "none"), ("fire", "cdape"), ("kerple_log", "cdape")])
+@torch.inference_mode()
+def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> None:
+    """By a model that was trained so, whether rows are padded on the left or read piece by piece."""
+    gpt = small_gpt(LENGTH, encoding, processor).double()
+    tokens = torch.randint(1, VOCABULARY, (len(PACKED), LENGTH))
+    for b, row in enumerate(PACKED):
+        for start, length in row:
+            tokens[b, start + length - 1] = END
+    starts = first_keys_of(PACKED).long()
+    assert torch.equal(find_document_starts(tokens, END), starts)
+    together, alone = gpt(tokens), read_alone(gpt, tokens, PACKED)
+    gpt.end_of_document = END
+    assert_equal_in_float64(gpt(tokens), alone)
+    padding = torch.tensor([0, 2, 5])
+    padded = torch.stack(
+        [torch.cat([row.new_zeros(n), row[: LENGTH - n]]) for n, row in zip(padding, tokens, strict=True)]
+    )
+    mask = torch.arange(LENGTH) >= padding[:, None]
+    whole, cache, pieces = gpt(padded, attention_mask=mask), gpt.new_kv_cache(LENGTH), []
+    for start, stop in ((0, 7), (7, 8), (8, LENGTH)):
+        pieces.append(gpt(padded[:, start:stop], attention_mask=mask[:, :stop], kv_cache=cache))
+    for logits in (whole, torch.cat(pieces, dim=1)):
+        for number, n in enumerate(padding.tolist()):
+            assert_equal_in_float64(logits[number, n:], alone[number, : LENGTH - n])
+    with pytest.raises(RuntimeError, match="padded on the left"):
+        gpt(tokens, attention_mask=(torch.arange(LENGTH) != 4).expand(len(tokens), -1))
+    gpt.end_of_document = None
+    assert torch.equal(gpt(tokens), together)
+    assert (together - alone).abs().max() > 0.01
 
 
 @torch.inference_mode()

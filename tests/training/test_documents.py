@@ -1,0 +1,96 @@
+"""Documents kept apart, from the corpus to the perplexity: each gives what it gives by itself."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
+
+from megatron.checkpoint.load_model import load_model
+from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.evaluation.run import evaluate_runs
+from megatron.model.gpt import GPT
+from megatron.options.evaluation import EvaluationOptions
+from megatron.training.trainer import train
+from tools.rounding import compute_tolerance, count_gpt_sums
+
+END = 60
+"""The corpus's end of a document."""
+ROUNDING = 4 * compute_tolerance(*count_gpt_sums(32, layers=2))  # relative, of losses of about 4 nats
+FROZEN = {"optimizer": {"params": {"lr": 1e-30}}, "eval_interval": 2, "attention_mask": "document"}
+"""Steps that change nothing, so that the model of any of them is the one that is stored."""
+CASES: dict[str, dict[str, Any]] = {
+    "cdape on kerple_log in row blocks, in a window, recomputed": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", "attention_backend": "chunked", "attention_window": 9,
+        "checkpoint_activations": True,
+    },
+    "dape on fire, one by one": {"pos_emb": "fire", "score_processor": "dape"},
+    "learned": {"pos_emb": "learned", "max_position_embeddings": 32},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("corpus"))
+
+
+def score_alone(gpt: GPT, tokens: np.ndarray) -> list[float]:
+    """Losses of the tokens after the first, each from those of its own document that stand before it in the row."""
+    found: list[float] = []
+    start = 0
+    for place, token in enumerate(tokens[:-1].tolist()):
+        if token == END or place == len(tokens) - 2:
+            row = torch.tensor(tokens[start : place + 2].astype(np.int64))[None]
+            with torch.inference_mode():
+                found += gpt(row[:, :-1], labels=row[:, 1:])[0].tolist()
+            start = place + 1
+    return found
+
+
+@pytest.mark.parametrize("method", CASES.values(), ids=CASES)
+def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+    config = tiny_config(corpus, tmp_path, **FROZEN, **method, test_data_paths=[str(corpus / "test_text_document")])
+    out = io.StringIO()
+    train(config, Console(file=out, width=200))
+    loaded = load_model(tmp_path)
+    gpt = loaded.model.double()
+    assert gpt.end_of_document == END
+    gpt.end_of_document = None
+    order = SampleOrder(seed=config.training.seed, train_samples=16, valid_samples=8)
+    data = build_datasets(config.data, order, seq_length=16, cache=None, groups=ProcessGroups())
+    share = np.mean([bool((data.train[number]["tokens"][:-1] == END).any()) for number in range(16)])
+    assert 0.1 < share < 0.9
+
+    def mean_of(split: Any, first: int, last: int) -> float:
+        rows = [split[number] for number in range(first, last)]
+        return float(np.mean([score_alone(gpt, np.append(row["tokens"], row["labels"][-1])) for row in rows]))
+
+    expected = [mean_of(data.train, 4 * step, 4 * step + 4) for step in range(4)]
+    assert losses(tmp_path) == pytest.approx(expected, rel=ROUNDING)
+    assert records(tmp_path, "valid")[4]["loss"] == pytest.approx(mean_of(data.valid, 0, 8), rel=ROUNDING)
+
+    found = evaluate_runs([tmp_path], EvaluationOptions(lengths=[8, 24], targets=[8], windows=6))
+    stream = load_token_stream(config.data, "test")
+    assert found[0].method.endswith("attention_mask=document)")
+    for record in found:
+        ends = [24 + (len(stream) - 1 - 24) * number // 5 for number in range(6)]
+        scored = [score_alone(gpt, np.asarray(stream[end - record.length : end + 1]))[-8:] for end in ends]
+        assert record.nll == pytest.approx(np.mean(scored), rel=ROUNDING)
+    share = data.crossing_share
+    assert f"attention_mask document: {share:.0%} of rows hold several documents; each is read alone" in out.getvalue()
+
+
+def test_a_run_with_documents_apart_resumes(corpus: Path, tmp_path: Path) -> None:
+    keys = {"attention_mask": "document", "score_processor": "cdape", "lr_decay_iters": 4}
+    train(tiny_config(corpus, tmp_path / "whole", **keys))
+    train(tiny_config(corpus, tmp_path / "parts", **keys, train_iters=2))
+    train(tiny_config(corpus, tmp_path / "parts", **keys, load=str(tmp_path / "parts")))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert same_weights(tmp_path / "parts", tmp_path / "whole")
+    train(tiny_config(corpus, tmp_path / "across", **{**keys, "attention_mask": "causal"}))
+    assert losses(tmp_path / "across") != losses(tmp_path / "whole")
