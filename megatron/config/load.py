@@ -202,7 +202,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "split": ("train_data_paths", lambda paths: not paths),
     "weight_by_num_documents": ("data_path", lambda path: path is None),
     "weighted_sampler_alpha": ("weight_by_num_documents", bool),
-    "checkpoint_num_layers": ("checkpoint_activations", bool),
+    "checkpoint_num_layers": ("checkpoint_activations", lambda value: value is True),
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),

@@ -56,6 +56,10 @@ ALIASES = (
     Alias("hysteresis", "fp16.hysteresis"),
     Alias("min_scale", "fp16.min_loss_scale"),
     Alias("account", "slurm.account"),
+    # Megatron-LM's.
+    Alias("recompute_granularity", "checkpoint_activations", null_value=False),
+    Alias("recompute_activations", "checkpoint_activations", ("selective", False)),
+    Alias("recompute_num_layers", "checkpoint_num_layers", null_value=1),
     # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
     Alias("sliding_window_width", "attention_window", offset=1),
     # GPT-NeoX's pull request 1416, and what Megatron calls it in its dataset's configuration and on its command line.
@@ -115,6 +119,7 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     },
     "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt", "sqrt": "minus_sqrt"},
     "activation": {"swish": "silu"},
+    "checkpoint_activations": {"full": True},
     "norm": {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"},
     "launcher": dict.fromkeys(("pdsh", "openmpi", "mpich", "impi", "mvapich"), "auto"),
 }
@@ -248,6 +253,7 @@ IGNORED = (
             "contiguous_checkpointing",
             "deepspeed_activation_checkpointing",
             "profile_backward",
+            "distribute_saved_activations",
         ),
         _RECOMPUTE,
     ),
@@ -368,6 +374,16 @@ UNSUPPORTED = (
     Unsupported(("zero_optimization.legacy_stage1", "zero_optimization.parameter_alignment"), "use stage 1 without it"),
     Unsupported(("zero_optimization.stage3_use_all_reduce_for_fetch_params",), "parameters are gathered"),
     Unsupported(("zero_optimization.stage3_model_persistence_threshold",), "use stage3_param_persistence_threshold"),
+    Unsupported(
+        ("recompute_method",),
+        "checkpoint_activations: true recomputes all layers, checkpoint_num_layers at a time",
+        (None, "uniform"),
+    ),
+    Unsupported(
+        ("recompute_modules",),
+        "attention is recomputed alone (checkpoint_activations: selective), or whole layers (true)",
+        (None, ["core_attn"]),
+    ),
     Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
     Unsupported(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
     Unsupported(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),

@@ -82,6 +82,8 @@ class Alias(OneKeyRule):
     """Added to a number."""
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of ours that theirs decides, with their values."""
+    null_value: Any = None
+    """What null is here."""
     is_suggested: ClassVar[bool] = True
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
@@ -92,6 +94,8 @@ class Alias(OneKeyRule):
                 return
             on_value, off_value = self.switch_values
             setting = replace(setting, value=on_value if value else off_value)
+        if value is None and self.null_value is not None:
+            setting = replace(setting, value=self.null_value)
         if self.offset and type(value) is int:
             setting = replace(setting, value=value + self.offset)
         meaning = f"{self.own_key}{self._describe_offset()}{self._describe_implied()}"
@@ -112,7 +116,7 @@ class Alias(OneKeyRule):
         return f" - {self.offset}" if self.offset else ""
 
     def _describe_values(self) -> str:
-        switched = ", {} or {}".format(*self.switch_values) if self.switch_values else ""
+        switched = ", {} or {}".format(*map(format_value, self.switch_values)) if self.switch_values else ""
         return switched + self._describe_offset() + self._describe_implied()
 
     def _describe_implied(self) -> str:

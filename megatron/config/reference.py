@@ -189,7 +189,7 @@ def _format_understood() -> str:
     rows = _list_rule_rows(neox_keys.UNDERSTOOD)
     rows.append(["`fp16: {type: bfloat16}`", "`precision: bf16`"])
     for key, values in neox_keys.VALUE_ALIASES.items():
-        rows += [[f"`{key}: {value}`", f"`{key}: {own_value}`"] for value, own_value in values.items()]
+        rows += [[f"`{key}: {value}`", f"`{key}: {format_value(own)}`"] for value, own in values.items()]
     return f"### Understood under our name\n\n{format_table(['theirs', 'here'], rows)}"
 
 

@@ -184,6 +184,7 @@ def _layer_spec(
     attention = spec.submodules.self_attention
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
+    attention.params["recomputes"] = model.checkpoint_activations == "selective"
     if (kind := qk_norm(model)) is not None:
 
         def build_norm_of_heads(num_heads: int) -> nn.Module:
@@ -290,7 +291,7 @@ def _build_gpt(
         backend_choice=choice,
         mup=mup,
         multipliers=multipliers,
-        checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations else 0,
+        checkpoint_layers=model.checkpoint_num_layers if model.checkpoint_activations is True else 0,
         logit_softcap=model.final_logit_softcapping,
     )
     _scale_initial_weights(gpt, model)

@@ -13,7 +13,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.documents import (
     check_document_starts,
@@ -43,7 +42,7 @@ from megatron.model.attention import (
     compute_tables,
 )
 from megatron.model.backend_choice import BackendChoice
-from megatron.model.layer import is_held_whole
+from megatron.model.layer import is_held_whole, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
@@ -486,17 +485,6 @@ def chunked_cross_entropy(
         return compute_losses(hidden, labels)
     blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)
     return torch.cat([recompute_in_backward(compute_losses, *block, draws=False) for block in blocks], dim=-1)
-
-
-def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
-    """A function's result, whose backward pass computes it again.
-
-    `draws`: it draws random numbers, so that torch's states must be kept and put back around it. That, and comparing
-    shapes with those of the first time, would cost the host as much as a layer's operations.
-    """
-    options: dict[str, Any] = {"preserve_rng_state": draws, "determinism_check": "none"}
-    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, **options)
-    return result
 
 
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:

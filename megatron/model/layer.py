@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
@@ -35,6 +36,17 @@ from megatron.model.megatron_core import (
     TransformerLayer,
 )
 from megatron.position.numerics import promote_to_float32
+
+
+def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
+    """A function's result, whose backward pass computes it again.
+
+    `draws`: it draws random numbers, so that torch's states must be kept and put back around it. That, and comparing
+    shapes with those of the first time, would cost the host as much as a layer's operations.
+    """
+    options: dict[str, Any] = {"preserve_rng_state": draws, "determinism_check": "none"}
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, **options)
+    return result
 
 
 def build_norm(kind: str, size: int, epsilon: float) -> nn.Module:
@@ -128,8 +140,8 @@ class RowLinear(RowParallelLinear):
 class BiasedSelfAttention(SelfAttention):
     """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
 
-    `bias`, of all four, `qkv_bias`, of the first three, and `build_qk_norm`, which makes a norm of so many heads, come
-    from the layer spec's params.
+    From the layer spec's params come `bias`, of all four, `qkv_bias`, of the first three, `build_qk_norm`, which makes
+    a norm of so many heads, and `recomputes`: between the two linear layers nothing is kept for the backward pass.
     """
 
     def __init__(
@@ -139,11 +151,13 @@ class BiasedSelfAttention(SelfAttention):
         bias: bool,
         qkv_bias: bool,
         build_qk_norm: Callable[[int], nn.Module] | None = None,
+        recomputes: bool = False,
         **kwargs: Any,
     ) -> None:
         config = copy(config)
         config.add_bias_linear, config.add_qkv_bias = bias, qkv_bias
         super().__init__(config, *args, **kwargs)
+        self.recomputes = recomputes
         head = self.hidden_size_per_attention_head
         queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
         self.group_sizes = [queries * head, head, head]
@@ -160,13 +174,23 @@ class BiasedSelfAttention(SelfAttention):
         megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         """
         mixed, _ = self.linear_qkv(hidden)
+        if self.recomputes and self.training and torch.is_grad_enabled():
+            draws = self.config.attention_dropout > 0
+            attended = recompute_in_backward(self._attend, mixed, attention_mask, draws=draws)
+        else:
+            attended = self._attend(mixed, attention_mask)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
+        return output
+
+    def _attend(self, mixed: Tensor, context: AttentionContext | None) -> Tensor:
+        """Queries, keys and values in one tensor → what the output projection reads."""
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(self.core_attention(query, key, value, attention_mask))
-        return output
+        attended: Tensor = self.core_attention(query, key, value, context)
+        return attended
 
 
 class FeedForward(MLP):

@@ -176,10 +176,15 @@ class ModelOptions(ConfigSection):
     make_vocab_size_divisible_by: int = config_field(
         128, "the vocabulary is padded up to a multiple of this", ge=1, le=MAX_SIZE, policy="architecture"
     )
-    checkpoint_activations: bool = config_field(
-        False, "recompute layer activations in the backward pass", policy="machine"
+    checkpoint_activations: Literal[False, True, "selective"] = config_field(
+        False,
+        "what the backward pass computes again instead of keeping it: true, whole layers; selective, of each layer "
+        "what lies between attention's two linear layers (Korthikanti et al. 2022)",
+        policy="machine",
     )
-    checkpoint_num_layers: int = config_field(1, "layers per recomputed block", ge=1, le=MAX_SIZE, policy="machine")
+    checkpoint_num_layers: int = config_field(
+        1, "with checkpoint_activations true: layers per recomputed block", ge=1, le=MAX_SIZE, policy="machine"
+    )
     attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native", "flex"] = config_field(
         "auto",
         "how attention is computed; auto takes the fastest that can do this position encoding, on a GPU of those that "

@@ -16,7 +16,10 @@ bytes of the compute type:
 | attention's output            | n·(D/T_p)·b                                                                        |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
 
-What attention keeps besides is its backend's (`attention_memory.py`).
+What attention keeps besides is its backend's (`attention_memory.py`). Where attention is recomputed
+(`checkpoint_activations: selective`), of all that lies between its two linear layers only what the first gives and what
+the second reads is kept, n·(D + 2·K)/T_p·b and n·(D/T_p)·b, K the width of keys; the rest is there again in its own
+backward pass, when that of the feed-forward layer is over.
 """
 
 from dataclasses import dataclass
@@ -52,7 +55,7 @@ class LayerActivations:
     inner values; in attention one block's maps and their gradients, when the feed-forward layer's own are gone, and
     the gradients of what goes in and out."""
     input_bytes: int
-    """Its input alone: what is kept where its activations are recomputed."""
+    """Its input alone: what is kept where whole layers are recomputed."""
     saved_map_bytes: int
     """Of what is kept: score maps, a processor's among them."""
     workspace_map_bytes: int
@@ -78,24 +81,24 @@ def estimate_layer_activations(
         gpu_bytes: memory of the card.
     """
     estimator = _LayerEstimator(config, sizes, backend, context_rank, gpu_bytes)
-    saved = (
-        estimator.norm_bytes()
-        + estimator.projection_bytes()
-        + estimator.mlp_bytes()
-        + estimator.dropout_mask_bytes()
-        + estimator.attention.saved_bytes
-    )
     attention = estimator.attention
+    outside = estimator.norm_bytes() + estimator.mlp_bytes() + estimator.dropout_mask_bytes()
+    inside = estimator.projection_bytes() + attention.saved_bytes + attention.saved_map_bytes
+    saved_maps, workspace_maps, again = attention.saved_map_bytes, attention.workspace_map_bytes, 0
+    if config.model.checkpoint_activations == "selective":
+        kept = estimator.linear_bytes()
+        inside, again = kept, max(inside - kept, 0)
+        saved_maps, workspace_maps = 0, workspace_maps + saved_maps
     workspace = max(
-        attention.workspace_bytes - estimator.freed_bytes() + estimator.attention_gradient_bytes(),
+        attention.workspace_bytes - estimator.freed_bytes() + estimator.attention_gradient_bytes() + again,
         estimator.mlp_gradient_bytes(),
     )
     return LayerActivations(
-        saved + attention.saved_map_bytes,
+        outside + inside,
         workspace,
         estimator.num_tokens * estimator.hidden_size * estimator.bytes_per_element,
-        attention.saved_map_bytes,
-        attention.workspace_map_bytes,
+        saved_maps,
+        workspace_maps,
         attention.recomputed_fraction,
     )
 
@@ -185,6 +188,11 @@ class _LayerEstimator:
         if rotates:
             size += 12 * (n // self.micro_batch_size) * self.head_dim  # cosines and sines in float32
         return size
+
+    def linear_bytes(self) -> int:
+        """What attention's linear layers give and read."""
+        width = 2 * self.local_q_size + 2 * kv_hidden_size(self.model) // self.sizes.tensor
+        return self.num_tokens * width * self.bytes_per_element
 
     def qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:
         """Of the norms of queries and keys.

@@ -194,7 +194,7 @@ class _StageMemory:
     def estimate(self) -> MemoryEstimate:
         """All moments."""
         states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
-        is_recomputed, num_layers = self.config.model.checkpoint_activations, self.num_layers
+        is_recomputed, num_layers = self.config.model.checkpoint_activations is True, self.num_layers
         working, kept_maps, working_maps, kept_per_layer = (
             self.workspace, num_layers * self.kept_maps, self.working_maps, self.saved,
         )  # fmt: skip

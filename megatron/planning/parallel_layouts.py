@@ -1,8 +1,8 @@
 """Which layouts a configuration could be trained in on so many GPUs, and which of them is best.
 
 Every layout trains the same thing: the same batch, length, steps and precision. What is searched is how ranks divide
-it (tensor inside a node, context, pipeline, data), ZeRO's stage, the size of a micro-batch (powers of two), and whether
-activations are recomputed. What `train` would refuse is left out by the same rules.
+it (tensor inside a node, context, pipeline, data), ZeRO's stage, the size of a micro-batch (powers of two), and what
+of activations is recomputed. What `train` would refuse is left out by the same rules.
 """
 
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
                     MICRO_BATCH_KEY: micro_batch_size,
                     ACCUMULATION_KEY: replica_batch_size // micro_batch_size,
                 }
-                for recompute in (False, True):
+                for recompute in (False, "selective", True):
                     try:
                         yield _build_layout(
                             zero_config.replace(checkpoint_activations=recompute, **batch_options), vocab_size, cluster

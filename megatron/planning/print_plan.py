@@ -11,6 +11,9 @@ from megatron.utils.formatting import format_count, format_flops
 
 GIB = 2**30
 
+RECOMPUTED_PARTS = {False: "no", "selective": "attention", True: "layers"}
+"""What `checkpoint_activations` has recomputed."""
+
 
 def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     """Print a plan.
@@ -102,7 +105,8 @@ def _print_summary(plan: Plan, console: Console) -> None:
 
 def _describe_layout(layout: ParallelLayout) -> str:
     sizes, training = layout.sizes, layout.config.training
-    recompute_text = ", activations recomputed" if layout.config.model.checkpoint_activations else ""
+    recomputed = RECOMPUTED_PARTS[layout.config.model.checkpoint_activations]
+    recompute_text = "" if recomputed == "no" else f", {recomputed} recomputed"
     stage_text = f", stage {layout.memory.stage} of the pipeline" if sizes.pipeline > 1 else ""
     return (
         f"tensor {sizes.tensor} × context {sizes.context} × data {sizes.data} × pipeline {sizes.pipeline}, "
@@ -160,7 +164,7 @@ def _build_layout_table(plan: Plan, max_layouts: int) -> Table:
             *(str(n) for n in (sizes.tensor, sizes.context, sizes.data, sizes.pipeline)),
             str(keys["zero_optimization.stage"]),
             f"{keys[MICRO_BATCH_KEY]}×{keys[ACCUMULATION_KEY]}",
-            "yes" if keys["checkpoint_activations"] else "no",
+            RECOMPUTED_PARTS[keys["checkpoint_activations"]],
             f"{layout.memory.total / GIB:.1f}",
             f"{1e3 * step_time.total:,.0f}",
             *(

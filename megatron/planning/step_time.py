@@ -1,9 +1,9 @@
 """How long an optimizer step takes, by arithmetic: computing, waiting and communicating, one after the other.
 
     computing       FLOPs of the slowest pipeline stage, its own share of them, with what it computes again
-                    (`checkpoint_activations`: the layers' forward pass; attention in recomputed blocks of rows: its
-                    scores once more; fused attention: half of them; the output layer's, where the loss takes some
-                    tokens at a time), at `mfu` × the GPU's peak
+                    (`checkpoint_activations`: the layers' forward pass, or attention's; attention in recomputed
+                    blocks of rows: its scores once more; fused attention: half of them; the output layer's, where the
+                    loss takes some tokens at a time), at `mfu` × the GPU's peak
     waiting         the pipeline's bubble: P - 1 micro-batches of the slowest stage more than the m of the step
     communicating   bytes of each collective over the link that it takes, nothing of it hidden behind computing
 
@@ -16,11 +16,12 @@ m micro-batches of a step:
 | ZeRO 0, 1: gradients       | 2 · p · b · (N - 1) / N, once per step                                             |
 | ZeRO 2                     | p · b · (N - 1) / N per micro-batch, and once more for the weights                 |
 | ZeRO 3                     | 3 · p · b · (N - 1) / N per micro-batch: weights twice, gradients once             |
-| tensor: sums of activations| 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch, six if recomputed|
+| tensor: sums of activations| 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch; of whole        |
+|                            | layers recomputed: six times                                                       |
 | tensor: a score processor  | n · b · (2 · D / T + 2 · K) · (T - 1) / T, as often as below: queries and the output, |
 |                            | heads for rows; keys and values of all heads                                       |
 | context: keys and values   | n · K · b · (C - 1) for each (without a processor K / T), twice per layer and      |
-|                            | micro-batch; recomputed: thrice                                                    |
+|                            | micro-batch; recomputed, layers or attention alone: thrice                         |
 | pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
 
 A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
@@ -150,7 +151,9 @@ class _StageEstimator:
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
-        self.num_recomputed_passes = 1 if config.model.checkpoint_activations else 0
+        self.num_recomputed_passes = int(config.model.checkpoint_activations is True)
+        self.num_attention_passes = int(config.model.checkpoint_activations is not False)
+        """Forward passes that are computed again: of whole layers, and of attention."""
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
         self.processor_cost = plan_processor(config.position)
@@ -161,7 +164,8 @@ class _StageEstimator:
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         num_score_passes = (
-            num_passes
+            TRAINING_TO_FORWARD_RATIO
+            + self.num_attention_passes
             + activations.estimate_layer_activations(self.config, self.sizes, self.backend).recomputed_fraction
         )
         layer_flops = (
@@ -177,16 +181,16 @@ class _StageEstimator:
         """Seconds in one micro-batch."""
         sizes, cluster = self.sizes, self.cluster
         hidden_bytes, seconds = self.num_tokens * self.config.model.hidden_size * self.bytes_per_element, 0.0
-        num_passes = 2 + self.num_recomputed_passes
+        num_passes, num_attention_passes = 2 + self.num_recomputed_passes, 2 + self.num_attention_passes
         if sizes.tensor > 1:
             all_reduce_bytes = 2 * hidden_bytes * (2 * num_passes)
             exchanged_bytes = 2 * hidden_bytes / sizes.tensor + 2 * self.key_bytes
-            processor_bytes = 0 if self.processor_cost is None else exchanged_bytes * num_passes
+            processor_bytes = 0 if self.processor_cost is None else exchanged_bytes * num_attention_passes
             sent_bytes = (all_reduce_bytes + processor_bytes) * (sizes.tensor - 1) / sizes.tensor
             seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
         if sizes.context > 1:
             key_bytes = self.key_bytes if self.processor_cost is not None else self.key_bytes / sizes.tensor
-            sent_bytes = 2 * key_bytes * (sizes.context - 1) * num_passes
+            sent_bytes = 2 * key_bytes * (sizes.context - 1) * num_attention_passes
             seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
             seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)

@@ -181,6 +181,6 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
     except FarfieldError:  # an encoding of which nothing is known
         pass
     return (
-        f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations: true or "
-        "zero_optimization.stage"
+        f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations to "
+        "selective or true, or zero_optimization.stage"
     )

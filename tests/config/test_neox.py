@@ -171,6 +171,10 @@ def optimizer(name, **params):
         ({"norm": "te_rmsnorm"}, "norm", "rmsnorm"),
         ({"optimizer": {"params": {"weight_decay": 0.3}}}, "weight_decay", 0.3),
         ({"precision": "bfloat16"}, "precision", "bf16"),
+        ({"recompute_granularity": "selective"}, "checkpoint_activations", "selective"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "checkpoint_activations", True),
+        ({"recompute_activations": True, "recompute_modules": ["core_attn"]}, "checkpoint_activations", "selective"),
+        ({"checkpoint_activations": True, "recompute_num_layers": 2}, "checkpoint_num_layers", 2),
     ],
 )
 def test_other_names(read, theirs, key, value):
@@ -206,6 +210,9 @@ def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
         ({"sparsity_config": {"block": 16}}, "sparse attention"),
         ({"use_mup": True}, "needs mup_base_hidden_size"),
         ({"mup_output_temp": 2.0}, "has no effect without use_mup: true"),
+        ({"recompute_method": "block"}, "recomputes all layers, checkpoint_num_layers at a time"),
+        ({"recompute_modules": ["core_attn", "mlp"]}, "attention is recomputed alone"),
+        ({"recompute_activations": True, "checkpoint_activations": True}, "contradicts selective"),
         ({"coord_check": True}, "tools/mup/coordinate_check.py"),
         ({"moe_num_experts": 4}, "mixtures of experts"),
         ({"optimizer": {"type": "OneBitAdam"}}, "use Adam, AdamW, Muon or Lion"),
@@ -239,6 +246,7 @@ def test_refused_with_what_to_use_instead(read, theirs, message):
         {"use_mup": False, "moe_num_experts": 1, "sparsity_config": {}},
         {"num_nodes": -1, "checkpoint_scale": "linear"},
         {"flops_profiler": {"enabled": False}},
+        {"recompute_granularity": None, "recompute_num_layers": None, "recompute_modules": None},
     ],
 )
 def test_values_that_ask_for_nothing_are_fine(read, theirs):

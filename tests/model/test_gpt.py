@@ -134,19 +134,34 @@ def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
     assert_close_in_rounding(gpt(x[:, 12:], num_logits=2, kv_cache=cache), gpt(x)[:, -2:], TERMS, SUMS)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_recomputed_activations_change_nothing(layers: int, processor: str) -> None:
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("encoding", "processor", "backend", "keys"),
+    [
+        ("kerple_log", "none", "auto", {}),
+        ("rotary", "none", "sdpa", {"use_qk_layernorm": True, "num_kv_heads": 1}),
+        ("rotary", "none", "sdpa", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
+        ("kerple_log", "cdape", "native", {}),
+        ("kerple_log", "cdape", "chunked", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
+        ("cope", "dape", "eager", {"attention_dropout": 0.3}),
+    ],
+)
+def test_recomputed_activations_change_nothing(
+    encoding: str, processor: str, backend: str, keys: dict[str, Any], layers: int
+) -> None:
+    """Whole layers, some at a time, or (0) attention alone: the same losses, gradients and random numbers after it."""
     x, labels = tokens(), tokens()
+    recomputed = {"checkpoint_activations": True, "checkpoint_num_layers": layers}
     results = []
-    for recompute in (False, True):
-        chosen = options(num_layers=3, checkpoint_activations=recompute, checkpoint_num_layers=layers)
-        gpt = build_model(chosen, position("kerple_log", processor), VOCABULARY, seed=3)
+    for recompute in ({}, recomputed if layers else {"checkpoint_activations": "selective"}):
+        chosen = options(num_layers=3, attention_chunk_rows=7, **keys, **recompute)
+        gpt = build_model(chosen, position(encoding, processor), VOCABULARY, seed=3, backend=backend)
+        torch.manual_seed(5)
         loss = gpt(x, labels).mean()
         loss.backward()
-        results.append((loss, [p.grad for p in gpt.parameters()]))
-    assert torch.equal(results[0][0], results[1][0])
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+        results.append((loss, torch.get_rng_state(), *(p.grad for p in gpt.parameters() if p.grad is not None)))
+    assert len(results[0]) > 20
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["eager", "chunked"])

@@ -27,6 +27,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         "model": {"checkpoint_activations": True},
         "position": {"pos_emb": "transformer_xl", "score_processor": "dape"},
     },
+    "attention recomputed": {
+        "model": {"checkpoint_activations": "selective", "use_qk_layernorm": True, "qk_layernorm_over_heads": True},
+        "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+    },
     "swiglu, untied, parallel residual": {"model": SWIGLU, "position": {"pos_emb": "rotary"}},
     "rmsnorm": {"model": {"norm": "rmsnorm", "use_bias_in_attn_linear": False}, "position": {"pos_emb": "t5"}},
     "grouped queries": {

@@ -43,6 +43,21 @@ def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
     assert again.total - plain.total == pytest.approx(forward * tokens / (0.45 * 312e12))
 
 
+def test_recomputed_attention_costs_its_scores_and_exchanges_once_more() -> None:
+    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
+    plain, again = (timed(ParallelSizes(), "none", checkpoint_activations=value) for value in (False, "selective"))
+    assert again.total - plain.total == pytest.approx(
+        one.num_layers * one.attention * 8 * 2048 / (0.45 * 312e12), rel=1e-6
+    )
+    # Of tensor ranks sums of activations are not taken again; of context ranks keys and values are gathered again.
+    tensor, context = (
+        [timed(sizes, "none", checkpoint_activations=value).communicating for value in (False, "selective", True)]
+        for sizes in (ParallelSizes(tensor=2), ParallelSizes(context=2))
+    )
+    assert tensor[0] == tensor[1] < tensor[2]
+    assert context[0] < context[1] == context[2]
+
+
 def test_an_output_layer_whose_logits_are_too_many_is_computed_once_more() -> None:
     one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.

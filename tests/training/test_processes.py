@@ -47,7 +47,7 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
             two("plain", **HALVES),
             two("accumulated", **QUARTERS, **zero(1)),
             two("zero2", **HALVES, **zero(2)),
-            two("zero3", **HALVES, **zero(3)),
+            two("zero3", **HALVES, **zero(3), checkpoint_activations="selective"),
             two("stopped0", **HALVES, **short),
             two("stopped2", **HALVES, **zero(2), **short),
             rest("stopped2", **HALVES, **zero(2)),

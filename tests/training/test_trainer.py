@@ -228,6 +228,21 @@ def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_pat
     assert layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "run")) == 2
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_recomputed_attention_trains_the_same_bit_for_bit(corpus: Path, tmp_path: Path, stage: int) -> None:
+    """With dropout, whose random numbers are drawn again, and stage 3, which takes weights away after their use."""
+    keys = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, "attention_dropout": 0.2,
+        "hidden_dropout": 0.1, "gradient_accumulation_steps": 2, "train_batch_size": None, "score_processor": "cdape",
+        "use_qk_layernorm": True,
+    }  # fmt: skip
+    for what in (False, "selective", True):
+        train(tiny_config(corpus, tmp_path / str(what), checkpoint_activations=what, **keys))
+    for what in ("selective", "True"):
+        assert losses(tmp_path / what) == losses(tmp_path / "False")
+        assert same_weights(tmp_path / what, tmp_path / "False")
+
+
 def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

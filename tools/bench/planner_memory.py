@@ -65,7 +65,7 @@ class Case:
         return f"{self.configs}{where}"
 
 
-def bf16(micro_batch: int, *keys: str, recompute: bool = False) -> tuple[str, ...]:
+def bf16(micro_batch: int, *keys: str, recompute: bool | str = False) -> tuple[str, ...]:
     """Keys of a run in bfloat16 whose batch follows from its micro-batch."""
     return (
         "precision=bf16",
@@ -91,6 +91,8 @@ CASES = (
     Case("125M cdape_kerple_log", bf16(8)),
     Case("125M cdape_kerple_log", bf16(1, *long(8192))),
     Case("350M cdape_kerple_log", bf16(4, *long(2048), recompute=True)),
+    *[Case("350M fire", bf16(8, *long(1024), recompute=what)) for what in (False, "selective", True)],
+    Case("350M cdape_kerple_log", bf16(8, *long(1024), recompute="selective")),
     Case("350M rotary", ("precision=fp32", *bf16(8)[1:])),
     Case("350M kerple_log", bf16(1, *long(32768), "attention_window=1024", recompute=True)),
     Case("350M kerple_log", bf16(8, "zero_optimization.stage=0"), 4),
@@ -104,6 +106,7 @@ CASES = (
     Case("1-3B kerple_log", bf16(4, "model_parallel_size=2"), 2),
     Case("1-3B cdape_kerple_log", bf16(4, "model_parallel_size=2", recompute=True), 4),
     Case("1-3B rotary", bf16(1, "context_parallel_size=2", *long(8192), recompute=True), 4),
+    Case("1-3B cdape_kerple_log", bf16(4, "context_parallel_size=2", *long(4096), recompute="selective"), 4),
     Case("1-3B kerple_log", bf16(1, "context_parallel_size=4", *long(8192)), 8),
     Case("1-3B kerple_log", bf16(2, "gradient_accumulation_steps=3", "pipe_parallel_size=2"), 2),
     Case("1-3B kerple_log", bf16(2, "gradient_accumulation_steps=3", "pipe_parallel_size=2"), 2, 1),

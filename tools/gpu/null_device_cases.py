@@ -63,6 +63,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16"},
     "fp32": {"precision": "fp32"},
     "recomputation": {"checkpoint_activations": True},
+    "selective_recomputation": {"checkpoint_activations": "selective"},
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "windowed": {"attention_window": 64},
     "gqa": {"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 256},

@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
         "z_loss": 0.01,
-        "checkpoint_activations": True,
+        "checkpoint_activations": "selective",
     },
     # All documents at once, and one by one.
     "cdape(kerple_log), documents": {
