@@ -157,24 +157,49 @@ def _choose_lengths_and_inputs(
         return tuple(inputs.windows), inputs
     lengths = choose_lengths(eval_options, [config.model.seq_length for config in configs])
     if needs_inputs:
-        return lengths, inputs_from_text(load_common_text(runs, options.data), lengths, options.windows)
+        apart = any(run.config.position.attention_mask == "document" for run in runs)
+        text = load_common_text(runs, options.data)
+        return lengths, inputs_from_text(text, lengths, options.windows, inside_documents=apart)
     if options.data is not None:
         raise UserError("--data names a text, and nothing that was asked for reads one")
     return lengths, None
 
 
-def inputs_from_text(text: EvalText, lengths: Sequence[int], count: int) -> AnalysisInputs:
-    """Windows of a text, as protocol `last` chooses them. Raises UserError if the text is too short."""
+def inputs_from_text(
+    text: EvalText, lengths: Sequence[int], count: int, *, inside_documents: bool = False
+) -> AnalysisInputs:
+    """Windows of a text, as protocol `last` chooses them. Raises UserError if the text is too short.
+
+    inside_documents: a model has learned to read documents by themselves. Then windows lie within one document each,
+        if any is as long as the longest window; if none is, they cross documents and are read as one.
+    """
     plan = build_scoring_plan(len(text.tokens), lengths, "last", targets=[1], windows=count)
+    ends, where = plan.starts[plan.lengths[0]] + plan.lengths[0], ""
+    if inside_documents and text.vocabulary.eod is not None:
+        own_ends = find_ends_inside_documents(text.tokens, text.vocabulary.eod, plan.lengths[-1], count)
+        where = " each within one document," if len(own_ends) else " across documents, none of which is long enough,"
+        ends = own_ends if len(own_ends) else ends
     windows = {
-        length: [np.asarray(text.tokens[start : start + length]) for start in plan.starts[length].tolist()]
-        for length in plan.lengths
+        length: [np.asarray(text.tokens[end - length : end]) for end in ends.tolist()] for length in plan.lengths
     }
     description = (
-        f"Windows of {_format_lengths(lengths)} tokens of {text.name} (tokenizer {text.vocabulary.name}), "
-        f"{len(windows[plan.lengths[0]])} of each length; those of all lengths end at the same tokens."
+        f"Windows of {_format_lengths(lengths)} tokens of {text.name} (tokenizer {text.vocabulary.name}),{where} "
+        f"{len(ends)} of each length; those of all lengths end at the same tokens."
     )
     return AnalysisInputs(description, windows)
+
+
+def find_ends_inside_documents(tokens: np.ndarray, eod: int, length: int, count: int) -> np.ndarray:
+    """Places in a text [N] before which `length` tokens are of one document each: `count` of them, or as many as there
+    are, spread evenly over all such places. int64 [places]."""
+    stops = np.append(np.flatnonzero(tokens == eod) + 1, len(tokens))
+    starts = np.append(0, stops[:-1])
+    places = np.maximum(stops - starts - length + 1, 0)
+    before = np.cumsum(places) - places
+    picked = np.unique(np.arange(count) * max(int(places.sum()) - 1, 0) // max(count - 1, 1))
+    picked = picked[: int(places.sum())]
+    owners = np.searchsorted(np.cumsum(places), picked, side="right")
+    return starts[owners] + length + picked - before[owners]
 
 
 def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
@@ -248,6 +273,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     from megatron.analysis.attention_capture import list_attention_layers
 
     model = job.load("chunked", options.window).model
+    model.end_of_document = None  # what it reads is one document (`inputs_from_text`)
     encodings = (
         [LayerEncoding(attention.encoding, attention.layer_index) for attention in list_attention_layers(model)]
         if model.position is None

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
@@ -60,6 +62,25 @@ class TextEval:
 
     def build_baseline_records(self) -> list[Record]:
         return []
+
+    def describe_documents(self) -> str | None:
+        """A line on how much of its context a model sees that keeps documents apart."""
+        import torch
+
+        from megatron.attention.documents import find_document_starts
+
+        eod, length = self.text.vocabulary.eod, self.plan.lengths[-1]
+        if eod is None:
+            return None
+        seen = []
+        for start in self.plan.starts[length].tolist():
+            window = torch.from_numpy(np.asarray(self.text.tokens[start : start + length]).astype(np.int64))
+            own = torch.arange(1, length + 1) - find_document_starts(window, eod)
+            seen.append(float(own[-self.plan.num_scored(length) :].double().mean()))
+        return (
+            f"documents are kept apart, as in training: at length {length:,} a scored token is predicted from "
+            f"{sum(seen) / len(seen):,.0f} tokens of its own document on average"
+        )
 
 
 def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) -> EvalTarget:
@@ -124,14 +145,16 @@ class EvalEstimate:
     model: GPT  # on the meta device: shapes alone
     flops: float  # of scoring it
     note: str | None
-    """One line if the model's positions end before the largest length."""
+    """One line if the model's positions end before the largest length, or it keeps documents apart."""
 
 
 def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: EvaluationOptions) -> EvalEstimate:
     """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
     model = build_meta_model(config, options)
-    note = describe_length_limit(name, config, model, target.sequence_lengths)  # refuses what has no length to score
-    return EvalEstimate(model, sum(target.count_flops(model).values()), note)
+    notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # refuses what has none to score
+    if config.position.attention_mask == "document" and isinstance(target, TextEval):
+        notes.append(target.describe_documents())
+    return EvalEstimate(model, sum(target.count_flops(model).values()), "; ".join(filter(None, notes)) or None)
 
 
 def estimate_untrained(name: str, config: Config, options: EvaluationOptions) -> EvalEstimate:

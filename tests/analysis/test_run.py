@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import build_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -21,7 +24,7 @@ from tiny_runs import VOCABULARY, tiny_config, write_corpora
 from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
 from megatron.analysis.from_text.empirical_receptive_field import measure_attention_mass
-from megatron.analysis.jobs import PAGE_FILE, read_analysis_request
+from megatron.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
 from megatron.analysis.run import analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
@@ -184,6 +187,28 @@ def test_seeds_are_told_apart(place: Path, corpus: Path, pictures: list[Figure])
     runs = [make_run("runs/one", corpus, seed=1), make_run("runs/two", corpus, seed=2)]
     analyzed(runs, "out", only=["kernels"])
     assert {row["method"] for row in rows_of("kernels")} == {"kerple_log", "kerple_log [runs/two]"}
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 6), st.integers(1, 5))
+def test_places_inside_documents(lengths: list[int], length: int, count: int) -> None:
+    tokens = np.array([token for n in lengths for token in [*[1] * (n - 1), 0]] + [1] * 3)
+    every = [end for end in range(length, len(tokens) + 1) if 0 not in tokens[end - length : end - 1]]
+    found = find_ends_inside_documents(tokens, 0, length, count).tolist()
+    assert len(found) == min(count, len(every))
+    assert set(found) <= set(every)
+    assert found == sorted(found)
+    assert not found or (found[0], found[-1]) == (every[0], every[-1] if count > 1 else every[0])
+
+
+def test_models_of_documents_apart_read_within_documents(place: Path, corpus: Path) -> None:
+    runs = [make_run(f"runs/{mask}", corpus, attention_mask=mask) for mask in ("causal", "document")]
+    for lengths, where in (([8, 24], "each within one document"), ([8, 200], "none of which is long enough")):
+        inputs = read_analysis_request(runs, [], AnalysisOptions(lengths=lengths, windows=3), "out").inputs
+        assert where in inputs.description
+        assert [len(windows) for windows in inputs.windows.values()] == [3, 3]
+        is_inside = all(60 not in window[:-1] for windows in inputs.windows.values() for window in windows)
+        assert is_inside == (lengths[-1] == 24)
+    assert "within" not in read_analysis_request(runs[:1], [], AnalysisOptions(lengths=[8]), "out").inputs.description
 
 
 def test_windows_are_seen(place: Path, corpus: Path, pictures: list[Figure]) -> None:

@@ -74,13 +74,20 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
     assert losses(tmp_path) == pytest.approx(expected, rel=ROUNDING)
     assert records(tmp_path, "valid")[4]["loss"] == pytest.approx(mean_of(data.valid, 0, 8), rel=ROUNDING)
 
-    found = evaluate_runs([tmp_path], EvaluationOptions(lengths=[8, 24], targets=[8], windows=6))
+    asked = EvaluationOptions(lengths=[8, 24], targets=[8], windows=6)
+    found = evaluate_runs([tmp_path], asked, console=Console(file=out, width=200))
     stream = load_token_stream(config.data, "test")
     assert found[0].method.endswith("attention_mask=document)")
     for record in found:
         ends = [24 + (len(stream) - 1 - 24) * number // 5 for number in range(6)]
         scored = [score_alone(gpt, np.asarray(stream[end - record.length : end + 1]))[-8:] for end in ends]
         assert record.nll == pytest.approx(np.mean(scored), rel=ROUNDING)
+    seen = []  # by the last eight tokens of windows of 24
+    for end in ends:
+        for place in range(end - 8, end):
+            row = np.asarray(stream[end - 24 : place + 1]).tolist()
+            seen.append(len(row) if END not in row[:-1] else row[:-1][::-1].index(END) + 1)
+    assert f"length 24 a scored token is predicted from {np.mean(seen):,.0f} tokens of its own" in out.getvalue()
     share = data.crossing_share
     assert f"attention_mask document: {share:.0%} of rows hold several documents; each is read alone" in out.getvalue()
 
