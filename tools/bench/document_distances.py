@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Which distances does a training learn, with documents kept apart and without? Counted on a corpus, not estimated.
+
+    ./deepy.py prepare python -o data/python
+    python tools/bench/document_distances.py data/python/train_text_document --json docs/results/document_distances.json
+
+A row of T tokens has T − n pairs of a query and a key at distance n where attention crosses documents
+(`attention_mask: causal`), and the sum of max(m − n, 0) over its documents' pieces of m tokens where it does not
+(`document`). The rows are those of the dataset's documents one after another; the sampler shuffles documents first.
+"""
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import ToolParser, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+
+import numpy as np  # noqa: E402
+
+from megatron.data.document_starts import compute_crossing_share  # noqa: E402
+from megatron.data.indexed_dataset import open_indexed  # noqa: E402
+
+ROW_LENGTHS = (64, 512, 2048, 8192, 32768)
+FRACTIONS = (1 / 4, 1 / 2, 3 / 4)
+"""Of a row's length: distances of which it is said how often they occur."""
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True)
+class RowDistances:
+    """Distances in rows of one length."""
+
+    row_length: int
+    crossing_share: float
+    """Of the rows that hold more than one document."""
+    lost_pairs: float
+    """Share of pairs of a query and a key that lie in different documents."""
+    context: dict[str, float]
+    """Tokens that a token sees on average, its own included, by attention_mask."""
+    remaining: dict[str, float]
+    """By fraction of the row's length: pairs at that distance with documents apart, over those without."""
+    quantiles: dict[str, dict[str, int]]
+    """By attention_mask and quantile: the distance that so large a share of pairs does not exceed."""
+
+
+def cut_rows(lengths: np.ndarray, row_length: int) -> np.ndarray:
+    """Lengths of the pieces that documents of these lengths [N] are cut into by whole rows, in order."""
+    ends = np.cumsum(lengths[lengths > 0], dtype=np.int64)
+    stop = int(ends[-1]) // row_length * row_length
+    edges = np.unique(np.concatenate([ends[ends < stop], np.arange(0, stop + 1, row_length)]))
+    return np.diff(edges)
+
+
+def count_pairs(pieces: np.ndarray, row_length: int) -> np.ndarray:
+    """Pairs at each distance 0 … T − 1 inside pieces of these lengths, int64 [T]."""
+    histogram = np.bincount(pieces, minlength=row_length + 1)
+    at_least = histogram[::-1].cumsum()[::-1]  # pieces of at least m tokens
+    return at_least[1:][::-1].cumsum()[::-1]  # Σ max(m − n, 0) is Σ over k > n of the pieces of at least k
+
+
+def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
+    """Of documents of these lengths [N], in tokens with their ends, that fill at least one row."""
+    crossing_share = compute_crossing_share(lengths, row_length)
+    assert crossing_share is not None
+    pieces = cut_rows(lengths, row_length)
+    num_rows = int(pieces.sum()) // row_length
+    pairs = {"causal": num_rows * np.arange(row_length, 0, -1), "document": count_pairs(pieces, row_length)}
+    totals = {mask: int(counts.sum()) for mask, counts in pairs.items()}
+    distances = {f"{fraction:g}": int(fraction * row_length) for fraction in FRACTIONS}
+    return RowDistances(
+        row_length,
+        crossing_share,
+        1 - totals["document"] / totals["causal"],
+        {mask: total / (num_rows * row_length) for mask, total in totals.items()},
+        {name: float(pairs["document"][n] / pairs["causal"][n]) for name, n in distances.items()},
+        {
+            mask: {f"{q:g}": int(np.searchsorted(counts.cumsum(), q * totals[mask])) for q in QUANTILES}
+            for mask, counts in pairs.items()
+        },
+    )
+
+
+def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> str:
+    """The record's page."""
+    lines = [
+        "# Distances that are trained on, with documents kept apart and without",
+        "",
+        f"The quickstart's training data, Python's standard library as bytes: {len(lengths):,} documents of "
+        f"{int(lengths.sum(dtype=np.int64)):,} tokens,",
+        f"half of them shorter than {int(np.median(lengths)):,}.",
+        "Rows are cut from the documents one after another.",
+        "`causal` lets attention cross documents, `document` does not.",
+        "",
+        "| tokens of a row | rows with several documents | pairs across documents | tokens seen on average, causal | … "
+        "document | pairs left at T/4 | at T/2 | at 3T/4 | 99% of pairs within, causal | … document |",
+        "|" + "---|" * 10,
+    ]
+    for row in rows:
+        left = " | ".join(f"{row.remaining[f'{fraction:g}']:.0%}" for fraction in FRACTIONS)
+        seen = " | ".join(f"{row.context[mask]:,.0f}" for mask in ("causal", "document"))
+        within = " | ".join(f"{row.quantiles[mask]['0.99']:,}" for mask in ("causal", "document"))
+        lines.append(
+            f"| {row.row_length:,} | {row.crossing_share:.1%} | {row.lost_pairs:.1%} | {seen} | {left} | {within} |"
+        )
+    lines += [
+        "",
+        "A pair is a query and a key that it sees; T is the length of a row.",
+        "`Pairs left` says how often a distance occurs with documents apart, over how often it does without.",
+        "",
+        origin,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Count, print and write."""
+    parser = ToolParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("prefix", help="a dataset, without .bin or .idx")
+    parser.add_argument("--json", type=parse_output_path, help="write the record here, and its page beside it")
+    arguments = parser.parse_args()
+    lengths = np.asarray(open_indexed(arguments.prefix).lengths)
+    rows = [measure_distances(lengths, length) for length in ROW_LENGTHS if length <= lengths.sum(dtype=np.int64)]
+    provenance = collect_provenance(__file__, "cpu")
+    page = format_page(lengths, rows, format_provenance(provenance))
+    print(page)
+    if arguments.json is not None:
+        write_record(arguments.json, {**provenance, "documents": len(lengths), "rows": [asdict(r) for r in rows]}, page)
+
+
+if __name__ == "__main__":
+    main()
