@@ -241,8 +241,8 @@ def compute_document_weights(counts: Sequence[int], alpha: float) -> list[float]
         counts: documents of each corpus, positive.
         alpha: not negative.
     """
-    if len(counts) == 1:
-        return [1.0]
+    if len(counts) < 2:
+        return [1.0] * len(counts)
     largest, total = max(counts), sum(counts)
     weights = [(count / largest) ** alpha * (total - count) for count in counts]
     return [weight / sum(weights) for weight in weights]

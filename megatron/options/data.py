@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
 
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
@@ -21,7 +22,15 @@ MAX_VOCAB_SIZE = 1 << 24
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
-CorpusName = str | list[str]
+
+def _check_corpus_name(value: Any) -> Any:
+    """As pydantic would, but in one line."""
+    if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise PydanticCustomError("corpus_name", "it must be text or a list of texts")
+    return value
+
+
+CorpusName = Annotated[str | list[str], BeforeValidator(_check_corpus_name)]
 """What an entry of `train_data_paths` names: a dataset, a folder of datasets, or a list of either."""
 
 

@@ -12,6 +12,7 @@ from corpora import prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron.config.validation_errors import section_from_cli
 from megatron.data.blend import (
     compute_document_weights,
     describe_document_weights,
@@ -69,7 +70,18 @@ def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> Non
     """As docs/data.md warns: the factor 1 − p of one is the share of the other."""
     assert compute_document_weights([one, other], 1.0) == pytest.approx([0.5, 0.5])
     assert compute_document_weights([one], 0.3) == [1.0]
+    assert compute_document_weights([], 0.3) == []  # of a split that has no data
     assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # and nothing overflows
+
+
+def test_a_name_that_is_none_is_told_in_a_line() -> None:
+    for keys, message in (
+        ({"train_data_paths": ["a", 3]}, "item 2 of train_data_paths is 3; it must be text or a list of texts"),
+        ({"train_data_paths": [["a", 3]]}, r"item 1 of train_data_paths is \['a', 3\]; it must be text"),
+        ({"data_path": 3}, "data_path is 3; it must be text or a list of texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            section_from_cli(DataOptions, keys)
 
 
 def documents(count: int, length: int, first: int = 0) -> list[list[int]]:
