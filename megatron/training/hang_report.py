@@ -123,6 +123,8 @@ class HangVerdict:
     """Ranks that give no sign of life."""
     reporter: int
     """The rank that tells it."""
+    time: float
+    """When it was found, in seconds since 1970."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -161,20 +163,29 @@ class RankReport:
         return RankReport(**json.loads(text))
 
 
-def make_rank_report(folder: Path | None, rank: int) -> RankReport:
-    """Look where this process's main thread is, and write its flight recorders to `folder`, if there is one."""
+def make_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
+    """Look where this process's main thread is, and write its flight recorders to `folder`, if there is one.
+
+    until: what it began later is left out, in seconds since 1970.
+    """
     pending: list[dict[str, Any]] = []
     for backend, name in FLIGHT_RECORDERS.items():
         read: Callable[..., bytes] | None = getattr(_distributed_c10d, name, None)
         if read is None:
             continue
-        dump = read(includeCollectives=True, includeStackTraces=True, onlyActive=False)
-        entries = pickle.loads(dump).get("entries", [])  # of this very process
+        dump = pickle.loads(read(includeCollectives=True, includeStackTraces=True, onlyActive=False))  # our own
+        entries = dump["entries"] = [
+            entry for entry in dump.get("entries", []) if until is None or entry["time_created_ns"] <= 1e9 * until
+        ]
         if not entries:
             continue
+        for name, purpose in {entry["process_group"] for entry in entries}:  # which torch keeps of NCCL's groups alone
+            ranks = json.dumps(get_group_ranks(name))
+            dump["pg_config"].setdefault(name, {"name": name, "desc": purpose, "ranks": ranks})
+        dump["pg_config"].pop("", None)
         if folder is not None:
             with suppress(OSError):
-                (folder / f"{backend}_trace_rank_{rank}").write_bytes(dump)
+                (folder / f"{backend}_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
         pending += [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
     location = _find_location(_list_main_frames())
     if not pending:
@@ -307,10 +318,11 @@ class HangReporter:
 
     def _write(self, verdict: HangVerdict) -> RankReport:
         """The stacks of this rank's threads, its last collectives, and where it is."""
-        if self.rank not in verdict.silent or self.stacks.is_empty():
+        is_silent = self.rank in verdict.silent
+        if not is_silent or self.stacks.is_empty():
             # One that was stopped has written them when it went on, as they were.
             faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
-        return make_rank_report(self.stacks.folder, self.rank)
+        return make_rank_report(self.stacks.folder, self.rank, until=verdict.time if is_silent else None)
 
     def _wake(self, verdict: HangVerdict) -> None:
         """Have the silent ranks of this machine write their stacks and go on, if this is its first rank that lives."""

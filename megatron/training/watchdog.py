@@ -268,7 +268,7 @@ class Watchdog:
             if idle > self.timeout and not self._closed.is_set():
                 silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > self._silence}
                 line = diagnose_hang({rank: Heartbeat.parse(text) for rank, text in heartbeats.items()}, silent, idle)
-                verdict = HangVerdict(line, tuple(sorted(silent)), reporter=0)
+                verdict = HangVerdict(line, tuple(sorted(silent)), reporter=0, time=time.time())
                 store.set("verdict", verdict.to_json())
                 self._end_run(verdict, store)
                 return
@@ -300,7 +300,7 @@ class Watchdog:
                     f"rank 0 hangs: no sign of life for {now - self._answered:.0f} s (hang_timeout), while rank "
                     f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
                 )
-                self._end_run(HangVerdict(line, (0,), reporter=1), self._store)
+                self._end_run(HangVerdict(line, (0,), reporter=1, time=time.time()), self._store)
                 return
 
     def _end_run(self, verdict: HangVerdict, store: HeartbeatStore) -> None:
