@@ -21,6 +21,9 @@ from megatron.config.neox_rules import (
     MethodOptionAlias,
     NeoxRule,
     PositionAlias,
+    StepSwitch,
+    SwitchedStep,
+    SwitchedStepRule,
     Unsupported,
     UnsupportedValue,
     ValidatedNoop,
@@ -181,6 +184,16 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
     "xl_bias_c": PositionAlias("transformer_xl", "dape", True),
 }
 
+# Theirs profiles what follows on step profile_step_start, and takes snapshots of the memory at the same steps.
+_FIRST_STEP = SwitchedStep("profile_step_start", 10, offset=1)
+_LAST_STEP = SwitchedStep("profile_step_stop", 12)
+STEP_SWITCHES = (
+    StepSwitch("profile", {"profile.from": _FIRST_STEP, "profile.to": _LAST_STEP}),
+    StepSwitch("memory_profiling", {"memory_snapshot": _LAST_STEP}),
+    SwitchedStepRule(_FIRST_STEP, ("profile",)),
+    SwitchedStepRule(_LAST_STEP, ("profile", "memory_profiling")),
+)
+
 _KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"
 _RECOMPUTE = "activations are recomputed by torch's own utility (`checkpoint_activations`)"
 _FLOAT32 = "the softmax is always computed in float32, which is what this protects"
@@ -195,8 +208,7 @@ _FEATURE_KEYS = (
     "moe_lbl_in_fp32", "moe_jitter_eps", "create_moe_param_group", "enable_expert_tensor_parallelism",
     "comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others",
     "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style",
-    "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "memory_profiling_path",
-    "profile_step_start", "profile_step_stop", "s3_chunk_size",
+    "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "s3_chunk_size",
     "dpo_fp32", "dpo_reference_free", "dpo_beta", "kto_fp32", "kto_beta", "kto_desirable_weight",
     "kto_undesirable_weight",
     "mamba_selective_scan_fusion", "mamba_causal_conv_fusion", "mamba_inner_func_fusion",
@@ -259,6 +271,7 @@ IGNORED = (
     ),
     Ignored(("steps_per_print", "wall_clock_breakdown", "dump_state"), _REPORT),
     Ignored(("log_grad_norm",), "the gradient norm is always logged"),
+    Ignored(("memory_profiling_path",), "snapshots of the memory lie in the run's folder (`save`)"),
     Ignored(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
     Ignored(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
     Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
@@ -407,12 +420,9 @@ UNSUPPORTED = (
     Unsupported(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
     Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
     Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
-    Unsupported(
-        ("log_param_norm", "log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"
-    ),
+    Unsupported(("log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"),
     Unsupported(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
     Unsupported(("use_comet",), "use TensorBoard or Weights & Biases"),
-    Unsupported(("profile", "memory_profiling"), "use torch's profiler or nsys around the command"),
     Unsupported(("adlr_autoresume",), "resume with load"),
     Unsupported(("sequence_parallel",), "use context_parallel_size, which divides all of a sequence's activations"),
     Unsupported(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
@@ -482,7 +492,7 @@ VALIDATED_NOOPS = (
 )
 
 UNDERSTOOD: tuple[NeoxRule, ...] = (
-    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES
+    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES, *STEP_SWITCHES
 )  # fmt: skip
 
 RULES: dict[str, NeoxRule] = {

@@ -268,6 +268,81 @@ class ValueSwitch(DeferredRule):
         ]
 
 
+class SwitchedStep(NamedTuple):
+    """A key that says a step, which means something where a switch is on."""
+
+    key: str
+    default: int
+    offset: int = 0
+    """Added to it."""
+
+    def describe(self) -> str:
+        return f"{self.key}{f' + {self.offset}' if self.offset else ''}"
+
+
+@dataclass(frozen=True)
+class StepSwitch(DeferredRule):
+    """A switch for something that happens at the steps that other keys of theirs say, and here at those of our own."""
+
+    key: str
+    steps: Mapping[str, SwitchedStep]
+    """By our key."""
+    is_suggested: ClassVar[bool] = True
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        is_on, where = setting.value, setting.where
+        if is_on not in (None, True, False):
+            layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
+        elif not is_on:
+            layers.notes.append(f"{where}: {name} {format_value(is_on)} has no effect")
+        else:
+            for own_key, step in self.steps.items():
+                self._resolve_step(name, setting, layers, own_key, step)
+
+    def _resolve_step(
+        self, name: str, setting: SourcedValue, layers: ConfigLayers, own_key: str, step: SwitchedStep
+    ) -> None:
+        path, where = tuple(own_key.split(".")), setting.where
+        value = layers.deferred[step.key].value if step.key in layers.deferred else step.default
+        if (other := layers.values.get(path)) is not None:
+            layers.problems.append(f"{where}: {name} contradicts {own_key} ({other.where}); give one of them")
+        elif type(value) is int:
+            layers.values[path] = replace(setting, value=value + step.offset)
+            layers.notes.append(f"{where}: {name} makes {own_key} {value + step.offset}")
+        else:
+            layers.problems.append(f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}, no step")
+
+    def describe(self, name: str) -> str:
+        meanings = (f"{own_key} = {step.describe()} ({step.default})" for own_key, step in self.steps.items())
+        return f"true means {' and '.join(meanings)} here"
+
+    def reference_rows(self) -> list[list[str]]:
+        meanings = (f"`{own_key}` = {step.describe()} ({step.default})" for own_key, step in self.steps.items())
+        return [[f"`{self.key}`", f"true: {', '.join(meanings)}"]]
+
+
+@dataclass(frozen=True)
+class SwitchedStepRule(DeferredRule):
+    """The step of a `StepSwitch`, which reads it; without effect where none of its switches is on."""
+
+    step: SwitchedStep
+    switches: tuple[str, ...]
+
+    @property
+    def key(self) -> str:  # type: ignore[override]
+        return self.step.key
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        if not any(switch in layers.deferred and layers.deferred[switch].value for switch in self.switches):
+            layers.notes.append(f"{setting.where}: {name} has no effect: {' and '.join(self.switches)} are not on")
+
+    def describe(self, name: str) -> str:
+        return f"read with {' and '.join(self.switches)}"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[f"`{self.step.key}`", f"read with {format_code(self.switches)}"]]
+
+
 @dataclass(frozen=True)
 class JointSwitches(NeoxRule):
     """Switches that mean a value of one of our keys if all are on, another if all are off, and nothing sensible if they

@@ -12,7 +12,7 @@ from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import find_model_conflicts
-from megatron.options.training import find_schedule_conflicts, find_training_conflicts
+from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
@@ -204,6 +204,10 @@ def _validate_training(config: Config) -> Iterator[ConfigProblem]:
     yield from find_training_conflicts(config.training)
 
 
+def _validate_logging(config: Config) -> Iterator[ConfigProblem]:
+    yield from find_logging_conflicts(config.logging)
+
+
 def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
     yield from find_launch_conflicts(config.launch)
 
@@ -248,6 +252,7 @@ VALIDATORS: tuple[Callable[[Config], Iterator[ConfigProblem]], ...] = (
     _validate_optimizer,
     _validate_data,
     _validate_task,
+    _validate_logging,
     _validate_launch,
     _validate_run,
     _validate_stages,

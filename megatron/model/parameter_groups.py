@@ -141,6 +141,28 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
     return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
+def map_to_parts(model: nn.Module) -> dict[str, str]:
+    """For each parameter's name the part of the model that it belongs to, as people call it."""
+    parts: dict[str, str] = {}
+    for name, module in model.named_modules():  # what is inside comes after what holds it
+        if isinstance(module, Encoding):
+            part = "position encoding"
+        elif isinstance(module, Processor):
+            part = "score processor"
+        elif isinstance(module, BiasedSelfAttention):
+            part = "attention"
+        elif isinstance(module, FeedForward):
+            part = "feed-forward"
+        elif name in ("embedding", "output_layer"):
+            part = "embedding" if name == "embedding" else "output layer"
+        elif not name:
+            part = "norms"  # of the layers, and the last one: all that is in none of the others
+        else:
+            continue
+        parts.update((f"{name}.{weight}" if name else weight, part) for weight, _ in module.named_parameters())
+    return parts
+
+
 def clamp_bounded_parameters(model: nn.Module) -> None:
     """Move every bounded parameter to the nearest value inside its bounds."""
     for module in model.modules():

@@ -1,11 +1,11 @@
 """Keys that decide how the model is trained: optimizer, schedule, batch, precision, evaluation during training."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import create_model, model_validator
 
-from megatron.options.section import MAX_STEPS, ConfigSection, config_field
+from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DecayStyle = Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd", "infinite"]
@@ -388,6 +388,37 @@ def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, st
         )
 
 
+_ProfiledSteps = create_model(  # type: ignore[call-overload]  # `from` is no name that a class can give a field
+    "_ProfiledSteps",
+    __base__=ConfigSection,
+    **{
+        "from": (int | None, config_field(
+            None, "first step that is profiled, as the log counts them; null: none", ge=1, le=MAX_STEPS, policy="output"
+        )),
+        "to": (int | None, config_field(
+            None, "last step that is profiled; a trace grows by some MB a step", ge=1, le=MAX_STEPS, policy="output"
+        )),
+    },
+)  # fmt: skip
+
+
+class ProfileOptions(_ProfiledSteps):  # type: ignore[valid-type,misc]
+    """Steps of which torch's profiler writes a trace and a table of kernels to the run's folder."""
+
+    ranks: Annotated[list[int], CommaSeparated] = config_field(
+        lambda: [0], "ranks that profile, and those whose memory memory_snapshot records", min_length=1, policy="output"
+    )
+    with_stack: bool = config_field(
+        False, "traces say which lines of Python issued what, which makes them slower and larger", policy="output"
+    )
+
+    @property
+    def steps(self) -> range:
+        """The steps that are profiled, counted from 1."""
+        first, last = getattr(self, "from"), self.to
+        return range(0) if first is None or last is None else range(first, last + 1)
+
+
 class LoggingOptions(ConfigSection):
     """What is reported while training, and where."""
 
@@ -406,3 +437,32 @@ class LoggingOptions(ConfigSection):
     peak_tflops: float | None = config_field(
         None, "the device's peak TFLOP/s, for MFU; known GPUs are looked up", gt=0, policy="output"
     )
+    log_param_norm: bool = config_field(
+        False,
+        "report the norms of parameters and of their last update, by the optimizer's group and the part of the model",
+        policy="output",
+    )
+    profile: ProfileOptions = config_field(ProfileOptions, "steps to profile (docs/monitoring.md)")
+    memory_snapshot: int | None = config_field(
+        None,
+        "step after which the GPU's memory is written down, with the history of its allocations from the start on; an "
+        "out-of-memory error before has it too",
+        ge=1,
+        le=MAX_STEPS,
+        policy="output",
+    )
+
+
+def find_logging_conflicts(logging: LoggingOptions) -> Iterator[tuple[str, str]]:
+    """What contradicts each other within these keys: the key to blame, and a sentence."""
+    first, last = getattr(logging.profile, "from"), logging.profile.to
+    if (first is None) != (last is None):
+        given, missing = ("from", "to") if last is None else ("to", "from")
+        yield (
+            f"profile.{given}",
+            f"profile.{given} needs profile.{missing}: the steps from one to the other are profiled",
+        )
+    elif first is not None and last is not None and first > last:
+        yield "profile.to", f"profile.to {last} is before profile.from {first}"
+    if any(rank < 0 for rank in logging.profile.ranks):
+        yield "profile.ranks", f"profile.ranks are {logging.profile.ranks}; ranks are counted from 0"

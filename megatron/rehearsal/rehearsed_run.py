@@ -136,6 +136,7 @@ def plan_rehearsal(
         raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
     size = known_size or vocab_size or GPT2_VOCAB_SIZE
     keys: dict[str, object] = {"launcher": "auto", "hostfile": None, "device": "cuda", "num_gpus": per_node}
+    keys |= {"profile": {}, "memory_snapshot": None}  # of a device that computes nothing
     synthetic_splits: tuple[Split, ...] = ()
     if missing is not None:
         notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is read instead (--vocabulary)")
@@ -223,6 +224,9 @@ def _describe_changes(run: RehearsedRun) -> list[str]:
         notes.append(f"load: {checkpoint.load} is not read: the rehearsal begins with fresh weights")
     if run.config.logging.use_wandb:
         notes.append("use_wandb: nothing is sent to Weights & Biases")
+    asked = (run.requested or run.config).logging
+    if asked.profile.steps or asked.memory_snapshot is not None:
+        notes.append("profile, memory_snapshot: nothing is recorded of a device that computes nothing")
     if training.gradient_accumulation_steps > run.micro_batches:
         notes.append(
             f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: "

@@ -46,6 +46,15 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
     return "  ".join(parts)
 
 
+def format_norms(record: TrainRecord) -> str | None:
+    """The norms of an interval in one line, each with that of the last update; None if they were not measured."""
+    if record.param_norm is None or record.update_norm is None:
+        return None
+    updates = record.update_norm
+    norms = (f"{label} {norm:.4g} ({updates[label]:.2e})" for label, norm in record.param_norm.items())
+    return f"norms of parameters (and their last update): {', '.join(norms)}"
+
+
 def format_validation_record(record: ValidationRecord, train_iters: int) -> str:
     """One validation in one line."""
     width = len(str(train_iters))
@@ -128,6 +137,8 @@ class ConsoleReporter:
     def train(self, record: TrainRecord) -> None:
         self._estimate = None  # this line tells the time left as well
         self.log(format_train_record(record, self.train_iters))
+        if (norms := format_norms(record)) is not None:
+            self.log(norms)
 
     def evaluation(self, record: ValidationRecord) -> None:
         self.log(format_validation_record(record, self.train_iters))

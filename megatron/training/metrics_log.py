@@ -4,7 +4,7 @@ They lie in the run's metrics.jsonl, one JSON object per line, which is read her
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,23 @@ class TrainRecord:
     memory_gib: float  # the largest of any process
     tokens: int  # consumed since step 0
     seconds_left: float
+    param_norm: dict[str, float] | None = None  # after the last step, by group and part (log_param_norm)
+    update_norm: dict[str, float] | None = None  # of the last step
     z_loss: float | None = None  # mean over the interval's steps, its coefficient included; None without one
 
     def as_dict(self) -> dict[str, Any]:
         return {"kind": "train", **asdict(self)}
+
+
+def list_scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record by name, those of a mapping in it by `name/key`; without what is not known."""
+    scalars: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            scalars.update((f"{name}/{key}", number) for key, number in value.items())
+        elif name not in ("step", "kind") and value is not None:
+            scalars[name] = value
+    return scalars
 
 
 @dataclass(frozen=True)

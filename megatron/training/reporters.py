@@ -25,6 +25,7 @@ from megatron.training.metrics_log import (
     ValidationRecord,
     describe_damage,
     find_unreadable_lines,
+    list_scalars,
     read_metrics_log,
 )
 from megatron.utils.atomic_io import write_text_atomically
@@ -126,15 +127,21 @@ class JsonLines:
         self._write(record.as_dict())
 
     def _write(self, values: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         try:
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.write(json.dumps(_drop_infinities(values), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written ({error.strerror or error})") from None
 
     def close(self) -> None:
         self._file.close()
+
+
+def _drop_infinities(value: Any) -> Any:
+    """The same with null for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _drop_infinities(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:
@@ -163,10 +170,8 @@ class TensorBoard:
         self._writer.add_text("diverged", record.reason, record.step)
 
     def _scalars(self, group: str, values: dict[str, Any]) -> None:
-        step = values["step"]
-        for name, value in values.items():
-            if name not in ("step", "kind") and value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        for name, value in list_scalars(values).items():
+            self._writer.add_scalar(f"{group}/{name}", value, values["step"])
 
     def close(self) -> None:
         self._writer.close()
@@ -208,9 +213,7 @@ class WeightsAndBiases:
         self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
 
     def _log(self, group: str, values: dict[str, Any]) -> None:
-        step = values["step"]
-        scalars = {f"{group}/{k}": v for k, v in values.items() if k not in ("step", "kind") and v is not None}
-        self._run.log(scalars, step=step)
+        self._run.log({f"{group}/{k}": v for k, v in list_scalars(values).items()}, step=values["step"])
 
     def close(self) -> None:
         self._run.finish()

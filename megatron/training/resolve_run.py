@@ -51,7 +51,8 @@ def resolve_run(
     _check_launched(config, rank_info, dry_run)
     topology = _resolve_topology(config, hardware, rank_info, dry_run)
     backend, notes = _resolve_backend(config, topology.device)
-    notes = [*topology.notes, *notes, *_describe_saves(config)]
+    _check_instruments(config, topology.device, topology.ranks)
+    notes = [*topology.notes, *notes, *_describe_saves(config), *_describe_late_instruments(config)]
     config = config.replace(
         device=topology.device,
         num_gpus=None if topology.nodes is None else topology.ranks_on_node,
@@ -183,6 +184,35 @@ def _describe_saves(config: Config) -> Iterator[str]:
         yield f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved"
     if config.checkpoint.save is None:
         yield "save is not set: this run will leave no checkpoints, metrics or log behind"
+
+
+def _check_instruments(config: Config, device: str, ranks: int | None) -> None:
+    """Can profiles and snapshots be taken, and is there a place for them?"""
+    profile, snapshot = config.logging.profile, config.logging.memory_snapshot
+    if config.checkpoint.save is None and (profile.steps or snapshot is not None):
+        key = "profile" if profile.steps else "memory_snapshot"
+        raise UserError(f"{key} needs save: what is recorded is written to the run's folder", key)
+    if snapshot is not None and device == "cpu":
+        raise UserError(
+            f"memory_snapshot is {snapshot}, but this run computes on the CPU, whose memory torch does not record; "
+            "leave it out, or use a profiler of the process such as memray",
+            "memory_snapshot",
+        )
+    if ranks is not None and max(profile.ranks) >= ranks and (profile.steps or snapshot is not None):
+        raise UserError(
+            f"profile.ranks are {profile.ranks}, but the run has {ranks} rank{'s' * (ranks > 1)}, counted from 0",
+            "profile",
+        )
+
+
+def _describe_late_instruments(config: Config) -> Iterator[str]:
+    """Profiles and snapshots that the run ends before; of train_epochs nobody knows yet."""
+    train_iters, steps = config.training.train_iters, config.logging.profile.steps
+    if train_iters and steps and steps.start > train_iters:
+        yield f"profile.from {steps.start}: beyond train_iters {train_iters}, so nothing is profiled"
+    snapshot = config.logging.memory_snapshot
+    if train_iters and snapshot is not None and snapshot > train_iters:
+        yield (f"memory_snapshot {snapshot}: beyond train_iters {train_iters}, so there is one only if memory runs out")
 
 
 def _describe_unused_keys(config: Config) -> Iterator[str]:

@@ -180,6 +180,7 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
         line += f"; this configuration is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
     except FarfieldError:  # an encoding of which nothing is known
         pass
+    line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # where a snapshot is (profiler.py)
     return (
         f"{line}; lower train_micro_batch_size_per_gpu or seq_length, or set checkpoint_activations to "
         "selective or true, or zero_optimization.stage"

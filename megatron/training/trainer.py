@@ -19,7 +19,7 @@ in the data, the interval that was not reported yet, the guard of the loss.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,8 @@ from megatron.training.console import ConsoleReporter
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
+from megatron.training.parameter_norms import ParameterNorms
+from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
 from megatron.training.reporters import report_to_all
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
@@ -174,12 +176,14 @@ def _run_attempt(
 ) -> TrainResult | Rollback | StageEnd:
     """One start of a run, to its end, to the end of a stage or to where it goes back: as if it were started anew, by
     the same path."""
-    run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
+    with dump_memory_if_exhausted(config, rank_info.rank):
+        run = build_training_run(config, rank_info, console, rollback, hooks.kept_backend)
     try:
         hooks.on_built(run)
         trainer = Trainer(run, start_time, on_hang, rollback, stderr_fd, hooks)
         try:
-            return trainer.train()
+            with dump_memory_if_exhausted(config, rank_info.rank):
+                return trainer.train()
         finally:
             trainer.close()
     except RollbackRequested as request:
@@ -212,22 +216,27 @@ class Trainer:
         hooks = hooks or TrainingHooks()
         config, groups = run.config, run.groups
         folder = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+        self.profiler = build_profiler(config, groups, run.data_position.step, run.console.log)
+        listeners = [hooks.on_phase, None if self.profiler is None else self.profiler.enter_phase]
         self.watchdog = Watchdog(
             groups,
             timeout=config.launch.hang_timeout,
             folder=folder,
             on_hang=on_hang,
             stderr_fd=stderr_fd,
-            on_phase=hooks.on_phase,
+            phase_listeners=[listener for listener in listeners if listener is not None],
         )
         self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint, hooks=hooks.save)
         self.data_position = run.data_position
         self.interval = IntervalMetrics(groups, run.peak_tflops)
+        self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
         self.guard = LossGuard(config, run.engine, groups, self._finish_saving, rollback)
         self.validator = Validator(run, self.watchdog)
 
     def close(self) -> None:
         """End the threads that watch and write."""
+        if self.profiler is not None:
+            self.profiler.close()
         self.watchdog.close()
         self.saver.close()
 
@@ -278,11 +287,17 @@ class Trainer:
         if self.data_position.step == 0:
             self._save_checkpoint()
         while self.data_position.step < self.run.stage.end_step:
+            if self.profiler is not None:
+                self.profiler.begin_step(self.data_position.step + 1)
             if self.train_step(stop):
                 return True
             step = self.data_position.step
+            if self.profiler is not None:
+                self.interval.pause()
+                self.profiler.end_step(step)
+                self.interval.resume()
             is_last = step == training.train_iters
-            if is_last or self._is_due(config.logging.log_interval):
+            if self._is_reported(step):
                 self._report_interval()
             if training.eval_interval and (is_last or self._is_due(training.eval_interval)):
                 self.interval.pause()
@@ -291,6 +306,10 @@ class Trainer:
             if self._is_due(checkpoint.checkpoint_factor) or step in checkpoint.extra_save_iters:
                 self._save_checkpoint()
         return False
+
+    def _is_reported(self, step: int) -> bool:
+        """Does an interval of the log end with this step?"""
+        return step == self.run.config.training.train_iters or step % self.run.config.logging.log_interval == 0
 
     def _is_due(self, interval: int | None) -> bool:
         return bool(interval) and self.data_position.step % interval == 0  # type: ignore[operator]
@@ -327,7 +346,12 @@ class Trainer:
             progress=show_progress,
         )
         self.watchdog.enter_phase("step", step)
+        norms = self.norms if self._is_reported(step + 1) else None
+        if norms is not None:
+            norms.begin_step()
         engine.step(run.schedule(step))
+        if norms is not None:
+            norms.end_step()
         self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
         flops = read * run.flops_per_token[length]
@@ -361,6 +385,8 @@ class Trainer:
             loss_scale=run.engine.loss_scale,
             skipped_steps=run.engine.deepspeed.skipped_steps,
         )
+        if self.norms is not None:
+            record = replace(record, param_norm=self.norms.param_norm, update_norm=self.norms.update_norm)
         run.console.train(record)
         report_to_all(run.reporters, record)
 

@@ -43,6 +43,7 @@ from megatron.training.loss_guard import Rollback
 from megatron.training.metrics import find_peak_tflops
 from megatron.training.metrics_log import METRICS_FILE
 from megatron.training.optimizer import format_parameter_groups, merge_grouped_weights
+from megatron.training.profiler import begin_memory_history
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.utils.atomic_io import write_text_atomically
@@ -247,6 +248,7 @@ def build_training_run(
         resume, order_notes = _enter_stage(plan_resume(config, session.groups))
         if rollback is not None:
             resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
+        begin_memory_history(config, session.groups, resume.trainer_state.step)
         with _announce_resume(console, session, resume):
             run = build_components(config, session, resume, console, kept_backend)
             for note in order_notes:

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +133,7 @@ class Watchdog:
         folder: the run's, for heartbeat and stacks; None: neither is written to files.
         on_hang: ends the process with the error.
         stderr_fd: the descriptor that the user reads errors from.
-        on_phase: called with each phase that this rank enters, and its step, before it does.
+        phase_listeners: called with each phase that this rank enters, and its step, before it does.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class Watchdog:
         folder: Path | None,
         on_hang: HangHandler | None = None,
         stderr_fd: int = 2,
-        on_phase: PhaseListener | None = None,
+        phase_listeners: Sequence[PhaseListener] = (),
     ) -> None:
-        self._on_phase = on_phase
+        self._phase_listeners = phase_listeners
         self.groups, self.timeout, self.folder, self.on_hang = groups, timeout, folder, on_hang or exit_on_hang
         self._store = HeartbeatStore(groups)
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
@@ -189,8 +189,8 @@ class Watchdog:
         """This rank begins a phase of a step."""
         if self._ending.is_set():  # it goes no further: the others stand still too, while they tell where they are
             self._wait_for_end()
-        if self._on_phase is not None:
-            self._on_phase(phase, step)
+        for listener in self._phase_listeners:
+            listener(phase, step)
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:

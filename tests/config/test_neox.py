@@ -278,9 +278,34 @@ def test_all_spellings_of_documents_kept_apart(read):
         read({**SMALL, **both, "attention_mask": "causal"})
 
 
+def test_their_switches_of_profiles_are_our_steps(read):
+    """GPT-NeoX's profiler begins after step profile_step_start."""
+    steps = {"profile_step_start": 4, "profile_step_stop": 6}
+    logging = read({**SMALL, "profile": True, "memory_profiling": True, **steps}).config.logging
+    assert logging.profile.steps == range(5, 7)
+    assert logging.memory_snapshot == 6
+    assert read({**SMALL, "profile": True}).config.logging.profile.steps == range(11, 13)
+    loaded = read({**SMALL, "profile": False, **steps})
+    assert not loaded.config.logging.profile.steps
+    assert "profile_step_start has no effect" in "\n".join(loaded.notes)
+    own = read({**SMALL, "profile": {"from": 2, "to": 3, "ranks": [0, 1]}, "log_param_norm": True}).config.logging
+    assert (own.profile.steps, own.profile.ranks, own.log_param_norm) == (range(2, 4), [0, 1], True)
+    for wrong, why in (
+        ({"profile": {"from": 3}}, "profile.from needs profile.to"),
+        ({"profile": {"from": 3, "to": 2}}, "profile.to 2 is before profile.from 3"),
+        ({"profile": 3}, "must be true or false"),
+    ):
+        with pytest.raises(UserError, match=why):
+            read({**SMALL, **wrong})
+    with pytest.raises(UserError, match=r"profile contradicts profile\.from"):
+        read({**SMALL, "profile": {"from": 2, "to": 3}}, {**SMALL, "profile": True})
+
+
 def test_tables_are_consistent():
     for name, rule in neox_keys.RULES.items():
-        assert tuple(name.split(".")) not in list_config_keys(), f"{name} is a key of ours"
+        own = list_config_keys().get(tuple(name.split(".")))
+        is_switch = isinstance(rule, neox_rules.StepSwitch)  # a value in the place of our keys
+        assert own is None or (is_switch and own.opens), f"{name} is a key of ours"
         if isinstance(rule, neox_rules.Alias | neox_rules.FractionOf):
             assert tuple(rule.own_key.split(".")) in list_config_keys(), name
     for key in (*neox_keys.VALUE_ALIASES, *neox_keys.UNSUPPORTED_VALUES):
@@ -296,6 +321,7 @@ def test_tables_are_consistent():
             neox_keys.METHOD_OPTION_ALIASES,
             neox_keys.FRACTIONS,
             neox_keys.VALUE_SWITCHES,
+            neox_keys.STEP_SWITCHES,
             neox_keys.VALIDATED_NOOPS,
         )
     )
