@@ -54,6 +54,10 @@ MUON_MATRICES_AT_ONCE = 1 << 25
 ALLREDUCE_BUCKET_SIZE = 500_000_000
 """Elements of DeepSpeed's bucket without ZeRO."""
 
+CAST_ELEMENTS = 1 << 25
+"""Of gradients that are cast together, to be added to sums in another type or sent, at least
+(`training/zero_optimizer.py`)."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -328,6 +332,8 @@ class _ModelStates:
             # Outside a pipeline DeepSpeed holds on to the gradients of a micro-batch that it has added.
             self.accumulated = (4 if has_pipeline else 4 + b) * num_parameters
             self.step_gradients = self.reduce_gradients = self.accumulated
+            sent = max(self.bucket, CAST_ELEMENTS) if num_shards > 1 else CAST_ELEMENTS
+            self.reduce_buffers = b * min(sent, num_parameters)
             self.step = 0
         elif zero.stage == 1:
             self.accumulated = b * num_parameters if accumulates else 0
@@ -335,6 +341,8 @@ class _ModelStates:
         else:
             self.accumulated = self.summed if accumulates else 0
             self.reduce_gradients, self.reduce_step = b * self.bucket, self.summed
+            if self.is_flat and self.keeps_fp32 and num_shards == 1:
+                self.reduce_buffers = 4 * min(CAST_ELEMENTS, self.bucket)
             self.step += self.summed if self.summed != self.partition else 0
         if zero.stage == 3:
             self.gathered = b * (

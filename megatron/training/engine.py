@@ -13,6 +13,7 @@ clips, and steps. `Engine` adds what differs between its optimizers, so that the
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Engine:
             # ZeRO would import it later, and it compiles three functions of an optimizer that is not offered.
             import deepspeed.runtime.zero.muon.muon_optimizer
 
-            from megatron.training.zero_optimizer import can_flatten, flatten_optimizer
+            from megatron.training.zero_optimizer import average_gradients, can_flatten, flatten_optimizer
 
         # DeepSpeed calls two collectives by names that PyTorch has replaced, which no user can do anything about.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
@@ -88,6 +89,12 @@ class Engine:
             self.deepspeed.enable_backward_allreduce = (
                 False  # else it copies all gradients to reduce them over one rank
             )
+        self.deepspeed.allreduce_no_retain = partial(
+            average_gradients,
+            groups=groups,
+            dtype=self.deepspeed.communication_data_type,
+            max_elements=config.training.zero_optimization.reduce_bucket_size,
+        )
         self.z_coefficient = config.training.z_loss
         self.z_loss: Tensor | None = None
         """This rank's share of the last step's z-loss, float64; None without one."""

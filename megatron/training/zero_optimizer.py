@@ -18,6 +18,7 @@ What has other needs stays DeepSpeed's own (`can_flatten`): offloading, and redu
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import is_counted_here
 
 CAST_ELEMENTS = 1 << 25
-"""Of gradients that are cast together, to be added to sums in another type: 128 MiB in float32."""
+"""Of gradients that are cast together, to be added to sums in another type (128 MiB in float32), or sent, at least."""
 
 
 def can_flatten(optimizer: Any) -> bool:
@@ -129,14 +130,11 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             self._is_summed = False
         if not self._bucket:
             return
-        parameters, numel = self._bucket, self._bucket_numel
+        parameters = self._bucket
         self._bucket, self._bucket_numel = [], 0
         gradients: list[Tensor] = [parameter.grad.view(-1) for parameter in parameters]  # type: ignore[union-attr]
         if self._world_size > 1:
-            bucket = torch.empty(numel, dtype=gradients[0].dtype, device=gradients[0].device)
-            views = list(bucket.split([gradient.numel() for gradient in gradients]))
-            torch._foreach_copy_(views, gradients)
-            gradients = views
+            bucket, gradients = _copy_all(gradients, gradients[0].dtype)
         for parameter in parameters:
             parameter.grad = None
         if self._world_size > 1:
@@ -231,22 +229,67 @@ def _add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     if sources[0].dtype == dtype:
         torch._foreach_add_(targets, sources)
         return
-    pieces = [
-        pair
-        for target, source in zip(targets, sources, strict=True)
-        for pair in zip(target.split(CAST_ELEMENTS), source.split(CAST_ELEMENTS), strict=True)
-    ]
-    total = sum(source.numel() for source in sources)
-    buffer = torch.empty(min(total, CAST_ELEMENTS), dtype=dtype, device=targets[0].device)
-    while pieces:
-        count, numel = 0, 0
-        while count < len(pieces) and numel + pieces[count][0].numel() <= CAST_ELEMENTS:
-            numel += pieces[count][0].numel()
-            count += 1
-        group, pieces = pieces[:count], pieces[count:]
-        casts = list(buffer[:numel].split([target.numel() for target, _ in group]))
-        torch._foreach_copy_(casts, [source for _, source in group])
-        torch._foreach_add_([target for target, _ in group], casts)
+    buckets = zip(_list_buckets(targets, CAST_ELEMENTS), _list_buckets(sources, CAST_ELEMENTS), strict=True)
+    for sums, added in buckets:
+        torch._foreach_add_(sums, _copy_all(added, dtype)[1])
+
+
+def _list_buckets(tensors: Sequence[Tensor], max_elements: int) -> list[list[Tensor]]:
+    """Flat views of contiguous tensors, one after the other, in lists of at most so many elements together."""
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for piece in (piece for tensor in tensors for piece in tensor.view(-1).split(max_elements)):
+        if piece.numel() > room:
+            buckets.append([])
+            room = max_elements
+        buckets[-1].append(piece)
+        room -= piece.numel()
+    return buckets
+
+
+def _copy_all(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """The same numbers in a type, as one tensor and as its parts, in few launches."""
+    buffer = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
+    copies = list(buffer.split([t.numel() for t in tensors]))
+    torch._foreach_copy_(copies, tensors)
+    return buffer, copies
+
+
+@torch.no_grad()
+def average_gradients(
+    gradients: Sequence[Tensor],
+    dp_group: Any = None,
+    numel_per_bucket: int = 500_000_000,
+    dp_world_size: float | None = None,
+    *,
+    groups: ProcessGroups,
+    dtype: torch.dtype,
+    max_elements: int,
+) -> None:
+    """The mean of gradients over the data-parallel ranks, in place: with `groups` instead of the group and its size,
+    what `DeepSpeedEngine.allreduce_no_retain` does without ZeRO, and where ZeRO 1 sums in float32.
+
+    DeepSpeed's copies whole tensors until a bucket is full, once in their type and once in the type that is sent; and
+    those float32 sums are two tensors. Here a bucket never has more elements than it is told, or `CAST_ELEMENTS`.
+
+    Args:
+        gradients: contiguous, of one type.
+        numel_per_bucket: elements that are sent at a time, at most.
+        dtype: what is sent.
+        max_elements: the same as `numel_per_bucket`, of the configuration.
+    """
+    size, is_cast = groups.mesh.dp_cp.size, gradients[0].dtype != dtype
+    if size == 1 and not is_cast:
+        return
+    # One rank rounds to the type that would be sent, as several do, but has nothing to send: small buckets do.
+    limit = max(min(numel_per_bucket, max_elements), CAST_ELEMENTS) if size > 1 else CAST_ELEMENTS
+    for bucket in _list_buckets(gradients, limit):
+        sent, copies = _copy_all(bucket, dtype) if is_cast or len(bucket) > 1 else (bucket[0], [])
+        all_reduce_sum_(sent, groups, "context", "data")
+        if size > 1:
+            sent.mul_(1 / size)
+        if copies:
+            torch._foreach_copy_(bucket, copies)
 
 
 def flatten_optimizer(optimizer: DeepSpeedZeroOptimizer, groups: ProcessGroups) -> FlatZeroOptimizer:

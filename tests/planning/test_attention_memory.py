@@ -21,7 +21,7 @@ from megatron.attention.check.evidence import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.options.model import ModelOptions, PositionOptions
-from megatron.planning import attention_memory
+from megatron.planning import attention_memory, memory_estimate
 from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape, choose_chunk_rows, list_backends
 from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
@@ -29,6 +29,7 @@ from megatron.planning.step_time import Cluster
 from megatron.position import registry
 from megatron.position.catalog import list_encodings, list_processors, read_encoding_facts
 from megatron.position.facts import AttentionDims
+from megatron.training import zero_optimizer
 
 
 def test_every_backend_that_may_be_named_is_known() -> None:
@@ -40,6 +41,7 @@ def test_limits_are_those_of_the_kernels() -> None:
     assert attention_memory.MAX_PROCESSOR_WIDTH == op.MAX_PROCESSOR_WIDTH
     assert attention_memory.MATRIX_ROWS == triton.ROWS_PER_CALL
     assert attention_memory.PARTIAL_SUMS == biased_configs.PARTIAL_SUMS
+    assert memory_estimate.CAST_ELEMENTS == zero_optimizer.CAST_ELEMENTS
     assert CHECK_RECORD == RECORD_FILE
 
 
