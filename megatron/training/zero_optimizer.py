@@ -198,7 +198,8 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         if pieces:
             norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).pow(2)
             sums = [group.sum() for group in norms.split(numbers)]
-            sums += [torch.zeros_like(sums[0])] * (self._num_norms - len(sums))
+            if len(sums) < self._num_norms:  # another pipeline stage has more groups
+                sums += [torch.zeros_like(sums[0])] * (self._num_norms - len(sums))
             squares = torch.stack(sums).float()
         all_reduce_sum_(squares, self._groups, "context", "data")
         all_reduce_sum_(squares, self._groups, "tensor", "pipeline")
