@@ -313,7 +313,8 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
     (tmp_path / "config.yml").write_text(first.stdout)
     second = inside("train", str(tmp_path / "config.yml"), "--dry-run", cwd=corpus)
     assert second.stdout == first.stdout
-    notes = second.stderr.splitlines()
+    rows, *notes = second.stderr.splitlines()
+    assert rows.startswith("note: attention_mask causal: ")
     assert notes[0] == "note: parameters:"
     assert notes[2].split() == ["note:", "decayed", "AdamW", "0.1", "9,216"]
     assert not any("replaced" in note for note in notes)
@@ -504,8 +505,9 @@ def trained(corpus) -> subprocess.CompletedProcess[str]:
 def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    first, *lines, last = trained.stdout.splitlines()
+    first, rows, *lines, last = trained.stdout.splitlines()
     assert lines
+    assert rows.startswith("attention_mask causal: ")
     assert all(line.startswith("step ") for line in lines), trained.stdout
     assert " parameters on " in first
     assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"

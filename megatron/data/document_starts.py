@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from megatron.data.blend import DatasetSlice
+from megatron.data.blend import DatasetSlice, list_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary
+from megatron.options.data import DataOptions
 from megatron.utils.errors import UserError
 
 CHECKED_DOCUMENTS = 256
@@ -28,6 +29,27 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
             "attention_mask",
         )
     return eod
+
+
+def describe_crossing_share(attention_mask: str, share: float | None) -> list[str]:
+    """A line on how many rows hold several documents, and what becomes of these; none where there are no rows."""
+    then = "each is read alone" if attention_mask == "document" else "attention crosses them"
+    return (
+        []
+        if share is None
+        else [f"attention_mask {attention_mask}: {share:.0%} of rows hold several documents; {then}"]
+    )
+
+
+def estimate_crossing_share(data: DataOptions, seq_length: int) -> float | None:
+    """The share of training rows that hold several documents, these read in the order of their datasets, which training
+    shuffles; None without a row. Raises as `list_dataset_slices`."""
+    total, sum_of_shares = 0.0, 0.0
+    for part in list_dataset_slices(data, "train"):
+        share = compute_crossing_share(part.dataset.lengths[part.first : part.last], seq_length)
+        if share is not None:
+            total, sum_of_shares = total + part.weight, sum_of_shares + part.weight * share
+    return sum_of_shares / total if total else None
 
 
 def compute_crossing_share(lengths: np.ndarray, seq_length: int) -> float | None:

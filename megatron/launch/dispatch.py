@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.config.load import LoadedConfig
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, list_stage_configs
+from megatron.data.document_starts import describe_crossing_share, estimate_crossing_share
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
@@ -86,7 +87,7 @@ def launch_training(
                     settled, epochs = resolve_data(settled)
                     notes = (*notes, *epochs, *_describe_stages(settled))
                 print(settled.to_yaml(), end="")
-                print_notes((*notes, *_describe_groups(loaded), *suggest_rehearsal(resolved)))
+                print_notes((*notes, *_describe_dry_run(loaded, resolved)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
@@ -119,7 +120,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     job = slurm.build_training_job(loaded.config)
     slurm.check_submission(loaded.config)
     _check_here(loaded)
-    print_notes((*resolved.notes, *((*_describe_groups(loaded), *suggest_rehearsal(resolved)) if dry_run else ())))
+    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
         return 0
@@ -132,6 +133,20 @@ def _describe_stages(config: Config) -> tuple[str, ...]:
     """A line for each of a run's stages, if it has several."""
     stages = build_stages(config)
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
+
+
+def _describe_dry_run(loaded: LoadedConfig, resolved: ResolvedRun) -> tuple[str, ...]:
+    """What a dry run says beside the notes of a run."""
+    return (*_describe_documents(loaded.config), *_describe_groups(loaded), *suggest_rehearsal(resolved))
+
+
+def _describe_documents(config: Config) -> list[str]:
+    """How many rows hold several documents, if the data are here."""
+    try:
+        share = None if config.data.task else estimate_crossing_share(config.data, config.model.seq_length)
+    except FarfieldError:
+        return []
+    return describe_crossing_share(config.position.attention_mask, share)
 
 
 def _describe_groups(loaded: LoadedConfig) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ class _LayerEstimator:
             bool(model.attention_dropout),
             gpu_bytes,
             model.attn_logit_softcapping is not None,
+            config.position.attention_mask == "document",
         )
         self.attention = ATTENTION_MEMORY[backend or model.attention_backend](self.shape)
 

@@ -27,6 +27,8 @@ from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.attention.backends.capabilities import find_method_lack
 from megatron.planning.model_costs import PlannedEncoding, PlannedProcessor
 
+MASKED_ROWS = 512
+"""Rows of a block that PyTorch's fused attention computes with a mask (`attention/backends/pytorch.py`)."""
 MATRIX_ROWS = 256
 """Rows of a block for which the kernels make a matrix of biases (`attention/backends/triton.py`)."""
 
@@ -63,6 +65,8 @@ class AttentionShape:
     """Memory of the card."""
     has_softcap: bool = False
     """Are the scores soft-capped?"""
+    has_documents: bool = False
+    """Are documents of a row kept apart?"""
 
     @property
     def num_rows(self) -> int:
@@ -192,9 +196,13 @@ def _block_map_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) 
         per_sequence += heads * (1 if half_copy_bytes else 5)
     if shape.processor is not None:
         per_sequence += b * (heads + shape.processor.width)
-        shared_bytes += 2  # who sees what, as truth values, twice
+        seen_bytes = 2  # who sees what, as truth values, twice
         if encoding.facts.adds_bias and is_eager:
-            shared_bytes += b * heads + 1
+            seen_bytes += b * heads + 1
+        if shape.has_documents:  # each sequence has its own; and hidden values without those before a document
+            per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.kernel_radius else 0)
+        else:
+            shared_bytes += seen_bytes
     return block.num_rows * block.num_columns * (shape.batch_size * per_sequence + shared_bytes)
 
 
@@ -227,8 +235,16 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # the logarithm of each row's sum
     if shape.encoding.facts.rotates_qk and len(shape.segments) == 1:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
-    if len(shape.segments) > 1:
-        # With a mask in the compute type: PyTorch's plain causal attention is for whole sequences alone.
+    # PyTorch's plain causal attention is for whole sequences of one document; else masks in the compute type are kept.
+    if shape.has_documents:
+        blocks = [
+            (min(first + MASKED_ROWS, start + length) - first, min(first + MASKED_ROWS, start + length))
+            for start, length in shape.segments
+            for first in range(start, start + length, MASKED_ROWS)
+        ]
+        masks = shape.batch_size * shape.bytes_per_element * sum(rows * columns for rows, columns in blocks)
+        size += shape.query_bytes + masks
+    elif len(shape.segments) > 1:
         masked = [(start, length) for start, length in shape.segments if start]
         size += shape.query_bytes + shape.bytes_per_element * sum(length * (start + length) for start, length in masked)
     return AttentionMemory(saved_bytes=size, recomputed_fraction=0.5)

@@ -89,7 +89,10 @@ class RehearsedRun:
         return self.config.replace(**keys)
 
     def _make_corpus(self, folder: Path) -> dict[str, object]:
-        prefixes = write_synthetic_corpus(folder, self.vocab_size, self.config.model.seq_length)
+        length = self.config.model.seq_length
+        # Rows of several documents each, which do not begin where rows do.
+        document_length = max(length * 2 // 5, 2) if self.config.position.attention_mask == "document" else None
+        prefixes = write_synthetic_corpus(folder, self.vocab_size, length, document_length)
         return _describe_text({split: [str(prefixes[split])] for split in self.synthetic_splits}) | {
             "eod_mask_loss": self.config.data.eod_mask_loss
         }

@@ -21,13 +21,16 @@ MIN_TOKENS = 1 << 20
 """Of each split, so that a reader has something to skip through; longer sequences get more."""
 
 
-def write_synthetic_corpus(folder: Path, vocab_size: int, seq_length: int) -> dict[str, Path]:
+def write_synthetic_corpus(
+    folder: Path, vocab_size: int, seq_length: int, document_length: int | None = None
+) -> dict[str, Path]:
     """Write a corpus folder; returns the dataset of each split, as `train_data_paths` and the like name it.
 
     Args:
         folder: to be made.
         vocab_size: tokens of its tokenizer, the one that ends documents among them.
         seq_length: of the run, of which every split holds several sequences.
+        document_length: tokens after which a document ends; None for hardly any that do.
 
     Raises OSError: the disk refuses.
     """
@@ -41,6 +44,8 @@ def write_synthetic_corpus(folder: Path, vocab_size: int, seq_length: int) -> di
     for split in SPLITS:
         prefix = folder / split_basename(split)
         tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
+        if document_length is not None:
+            tokens[document_length - 1 :: document_length] = tokenizer.eod
         tokens[-1] = tokenizer.eod
         _write_dataset(prefix, tokens)
         counts[split] = SplitCounts(documents=1, tokens=num_tokens, bytes=num_tokens)

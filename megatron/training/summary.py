@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.data.document_starts import describe_crossing_share
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
@@ -55,7 +56,8 @@ def log_start(run: TrainingRun) -> None:
         run.console.log(describe_start(run, step, seconds))
         if len(run.resume.stages) > 1:
             run.console.log(run.stage.describe(len(run.resume.stages), step, run.schedule(step)))
-        for line in (*describe_documents(run), *describe_layout(run.config, run.groups.mesh.sizes)):
+        documents = describe_crossing_share(run.config.position.attention_mask, run.datasets.crossing_share)
+        for line in (*documents, *describe_layout(run.config, run.groups.mesh.sizes)):
             run.console.log(line)
     run.console.begin(step, seconds)
 
@@ -93,17 +95,6 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
         f"{progress}{format_approximate_duration(seconds)}"
         f"{f'; attention in {reason}' if reason else ''}"
     )
-
-
-def describe_documents(run: TrainingRun) -> list[str]:
-    """How many rows hold several documents, and whether these are kept apart. Nothing of a task, whose rows are one
-    each."""
-    share = run.datasets.crossing_share
-    if share is None:
-        return []
-    is_apart = run.config.position.attention_mask == "document"
-    then = "each is read alone" if is_apart else "attention crosses them"
-    return [f"attention_mask {run.config.position.attention_mask}: {share:.0%} of rows hold several documents; {then}"]
 
 
 def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:

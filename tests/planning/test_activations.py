@@ -10,6 +10,7 @@ from models import build_model
 from tiny_runs import tiny_config
 
 from kernels.cdape_attention import cpu
+from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
@@ -43,7 +44,13 @@ def config(length: int, **keys: Any) -> Config:
     return tiny_config(Path(), **(flat | keys))
 
 
-def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False) -> int:
+def measured(
+    config: Config,
+    context: Axis = Axis(),
+    *,
+    arguments: bool = False,
+    attention_context: AttentionContext | None = None,
+) -> int:
     """Bytes that a layer of the model keeps, its input included; where ranks share a sequence, what `context` keeps."""
     kind = TYPES[config.training.compute_dtype]
     gpt = build_model(config.model, config.position, 61, dtype=kind).train()
@@ -51,7 +58,8 @@ def measured(config: Config, context: Axis = Axis(), *, arguments: bool = False)
     parts = concatenate_ranges([TokenRange(start, size) for start, size in list_context_chunks(length, context)])
     batch = config.training.train_micro_batch_size_per_gpu
     hidden = torch.zeros(length // context.size, batch, 64, dtype=kind, requires_grad=True)
-    return kept_by_autograd(gpt, lambda: gpt._run_layers(hidden, AttentionContext(parts)), arguments=arguments)
+    where = attention_context or AttentionContext(parts)
+    return kept_by_autograd(gpt, lambda: gpt._run_layers(hidden, where), arguments=arguments)
 
 
 @pytest.fixture
@@ -71,6 +79,20 @@ def test_a_layer_keeps_what_is_estimated(method: str, backend: str, precision: s
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "backend"), [(m, b) for m in METHODS for b in ("eager", "chunked")] + [("rotary", "sdpa")]
+)
+def test_documents_that_are_kept_apart(method: str, backend: str) -> None:
+    """All at once, each token seeing its own: who sees what may be kept for each sequence."""
+    length, cpu_device = 1024, torch.device("cpu")
+    wanted = config(length, **METHODS[method], attention_backend=backend, attention_mask="document")
+    starts = torch.stack([torch.arange(length) // size * size for size in (100, length)])
+    segments = mask_documents(starts, 0, cpu_device)
+    context = AttentionContext(segments, restarted=restart_positions(starts, torch.arange(length), cpu_device))
+    estimate = activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes
+    assert estimate == pytest.approx(measured(wanted, attention_context=context), rel=0.1)
 
 
 @pytest.mark.parametrize("precision", TYPES)

@@ -21,3 +21,6 @@ def test_a_synthetic_corpus_has_the_vocabulary_and_several_sequences(tmp_path):
         assert len(tokens) >= 3 * 400_001
         assert tokens.max() < 70_001
         assert len(np.unique(tokens)) > 60_000
+    documents = write_synthetic_corpus(tmp_path / "documents", vocab_size=50, seq_length=10, document_length=4)
+    tokens = np.fromfile(f"{documents['train']}.bin", "<i4")
+    assert (tokens[3::4] == 0).all()

@@ -140,7 +140,7 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     step = model.flops_per_token(16) * 8 * 16
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
-    first, _, last = stream.getvalue().splitlines()
+    first, _, _, last = stream.getvalue().splitlines()
     assert first == (
         f"{format_count(model.num_parameters())} parameters on CPU ({torch.get_num_threads()} threads) in fp32; "
         "2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"

@@ -58,8 +58,9 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert result.test_loss == records(tmp_path, "test")[30]["loss"]
     assert (result.step, result.exit_code) == (30, 0)
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
-    begins, *lines, ends = text.splitlines()
+    begins, rows, *lines, ends = text.splitlines()
     assert " parameters on " in begins
+    assert rows.endswith("% of rows hold several documents; attention crosses them")
     assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
     assert [line.split()[1] for line in lines] == ["10/30", "20/30", "20/30", "30/30", "30/30", "30/30"]
     assert "\x1b" not in text
