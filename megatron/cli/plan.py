@@ -46,7 +46,8 @@ def plan(
     gpu = get_gpu_spec(request.gpu)
     loaded = load_config_arguments(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
-    cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu)
+    gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
+    cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
     result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
     if as_json:
         import json

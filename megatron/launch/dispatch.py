@@ -118,7 +118,6 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     can be known."""
     resolved = resolve_remote_run(loaded.config)
     job = slurm.build_training_job(loaded.config)
-    slurm.check_submission(loaded.config)
     _check_here(loaded)
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved) if dry_run else ())))
     if dry_run:

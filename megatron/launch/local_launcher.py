@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
 from megatron.config.stages import list_stage_configs
@@ -88,8 +89,15 @@ def check_data_files(config: Config) -> None:
 
 
 def check_run_folder(config: Config) -> None:
-    """Refuse files of others in the run's folder before anything is written there. Raises UserError."""
-    refuse_foreign_run_files(config.checkpoint.save, (METRICS_FILE, HEARTBEAT_FILE))
+    """Refuse files of others in the run's folder before anything is written there, a folder that is another run's, and
+    a `load` that has nothing to load, before torch is imported or a job is submitted. Raises UserError."""
+    options = config.checkpoint
+    refuse_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
+    if options.load is not None:
+        if options.save is None or os.path.abspath(options.load) != os.path.abspath(options.save):
+            checkpoints.resolve_checkpoint_path(options.load)
+    elif options.save is not None:
+        checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
 @contextmanager

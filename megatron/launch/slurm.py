@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import layout as checkpoints
 from megatron.config.schema import Config
 from megatron.options.launch import LaunchOptions
 from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
@@ -82,18 +81,6 @@ def build_training_job(config: Config) -> SlurmJob:
         checkpoints=folder / "checkpoints",
         files=((CONFIGURATION, config.to_yaml()),),
     )
-
-
-def check_submission(config: Config) -> None:
-    """Refuse before a night in the queue what the job would refuse: a folder that is another run's, nothing to load.
-
-    Raises UserError as the run would.
-    """
-    options = config.checkpoint
-    if options.load is None:
-        checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save or ""))
-    elif os.path.abspath(options.load) != os.path.abspath(options.save or ""):
-        checkpoints.resolve_checkpoint_path(options.load)
 
 
 def render_batch_script(job: SlurmJob) -> str:

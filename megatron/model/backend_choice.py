@@ -140,8 +140,8 @@ def _choose_by_check(
     begun, error = monotonic(), None
     is_same = recorded is not None and recorded.evidence.key == key and recorded.evidence.is_compared
     evidence = recorded.evidence if recorded is not None and is_same else read_cache(key)
-    is_known = evidence is not None and evidence.is_final
-    if not is_known:
+    was_checked_earlier = evidence is not None and evidence.is_final
+    if not was_checked_earlier:
         rows, heads = list_calls(position, model.num_attention_heads, processor is not None, groups, target)
         problem = build_problem(
             encoding,
@@ -157,7 +157,7 @@ def _choose_by_check(
         evidence, error = _check(key, problem, candidates, evidence, begun)
     assert evidence is not None
     found: list[tuple[Evidence, str | None]] = groups.gather_objects((evidence, error))
-    if not is_known and [other.key for other, _ in found].index(key) == groups.rank:
+    if not was_checked_earlier and [other.key for other, _ in found].index(key) == groups.rank:
         write_cache(evidence)
     if (failed := next((text for _, text in found if text is not None), None)) is not None:
         raise RunError(failed)
@@ -165,7 +165,7 @@ def _choose_by_check(
         recorded.backend if recorded is not None and recorded.evidence.key["card"] == found[0][0].key["card"] else None
     )
     kept = target.kept_backend or kept
-    chosen, lines = settle_choice([each for each, _ in found], default, kept, is_known=is_known)
+    chosen, lines = settle_choice([each for each, _ in found], default, kept, was_checked_earlier=was_checked_earlier)
     record = CheckRecord(chosen, lines[0], found[0][0])
     return BackendChoice(candidates[chosen], chosen, tuple(lines), record)
 
@@ -244,7 +244,7 @@ def _check(
 
 
 def settle_choice(
-    found: Sequence[Evidence], default: str, kept: str | None, *, is_known: bool
+    found: Sequence[Evidence], default: str, kept: str | None, *, was_checked_earlier: bool
 ) -> tuple[str, list[str]]:
     """What all ranks take, and lines that say so, the first of them of the choice.
 
@@ -252,11 +252,11 @@ def settle_choice(
         found: each rank's evidence, by rank.
         default: what is taken if nothing is right.
         kept: what the run took before, if it goes on on the same card.
-        is_known: was nothing tried now?
+        was_checked_earlier: was nothing tried now?
     """
     wrong_elsewhere = {trial.backend for each in found[1:] for trial in each.trials if not trial.is_right}
     right = [trial for trial in found[0].rank_backends() if trial.backend not in wrong_elsewhere]
-    left = _describe_left(found)
+    left = _describe_refused(found)
     if not right:
         return default, [f"attention: {default}, though no backend was found right{left}"]
     chosen = next((trial for trial in right if trial.backend == kept), right[0])
@@ -265,7 +265,7 @@ def settle_choice(
     errors = errors if chosen.excess else "its values were not compared"
     line = f"attention: {chosen.backend}, {_compare_speed(chosen, right, default)}, {errors}"
     line += "; as before" if chosen.backend == kept else ""
-    line += "; found by an earlier check" if is_known else f"; checked in {found[0].seconds:.0f} s"
+    line += "; found by an earlier check" if was_checked_earlier else f"; checked in {found[0].seconds:.0f} s"
     return chosen.backend, [line + left, *_describe_disagreement(found, chosen.backend)]
 
 
@@ -280,7 +280,7 @@ def _compare_speed(chosen: Trial, right: Sequence[Trial], default: str) -> str:
     return f"{theirs / own:.2f} times as fast as {other.backend} ({own:.3g} ms instead of {theirs:.3g} for a layer)"
 
 
-def _describe_left(found: Sequence[Evidence]) -> str:
+def _describe_refused(found: Sequence[Evidence]) -> str:
     """Every backend that some rank could not take, with the first rank's reason."""
     reasons: dict[str, str] = {}
     for rank, evidence in enumerate(found):

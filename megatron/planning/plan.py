@@ -93,7 +93,7 @@ class Plan:
     @property
     def rehearse_command(self) -> str:
         """What runs the detailed layout on null devices."""
-        return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus}"
+        return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
 
     def estimate_backends(self) -> dict[str, BackendEstimate]:
         """The detailed layout's memory and time with each attention backend that can compute the configuration's

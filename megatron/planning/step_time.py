@@ -62,6 +62,8 @@ class Cluster:
     """GB/s between nodes, of one node in one direction: 25 for one 200 Gbit/s adapter, 200 for eight."""
     mfu: float = 0.45
     """The share of its peak that a GPU reaches while it computes, recomputation counted as work."""
+    gpu_options: str = ""
+    """The command-line options that named the GPU, for a command about the same one."""
 
     @property
     def gpu_bytes(self) -> int:

@@ -101,7 +101,7 @@ def complete_checkpoint(
     for (stage, tensor), ranks in missing.items():
         counted = [p for p in stages[stage] if not p.is_replica and (p.dim is not None or tensor == 0)]
         written = [read_pieces(get_rank_path(checkpoint, STATES, rank)) for rank in present.get((stage, tensor), ())]
-        shares = divide_rest(counted, written, len(ranks))
+        shares = divide_unwritten(counted, written, len(ranks))
         random = _read_random_states(checkpoint, present.get((stage, tensor)) or present[0, 0])
         for rank, share in zip(ranks, shares, strict=True):
             pieces = {
@@ -121,7 +121,7 @@ def complete_checkpoint(
     return entries
 
 
-def divide_rest(
+def divide_unwritten(
     parameters: Sequence[StageParameter], written: Iterable[dict[str, ShardMetadata]], num_ranks: int
 ) -> list[list[tuple[StageParameter, int, int]]]:
     """What is in no file yet, divided among so many ranks: (parameter, first element, element behind the last) of each.

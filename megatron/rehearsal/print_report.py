@@ -22,7 +22,7 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     """Print everything: memory, ledger, kernels, disk, time, coverage."""
     rehearsal = report.rehearsal
     run, card = rehearsal.run, rehearsal.card
-    parameters = next((t.result.parameters for t in rehearsal.trained.values() if t.result.parameters), None)
+    parameters = next((t.result.parameters for t in rehearsal.train_traces.values() if t.result.parameters), None)
     size = "" if parameters is None else f"{format_count(parameters)} parameters, "
     style = STYLES[report.verdict]
     console.print(
@@ -32,15 +32,16 @@ def print_report(report: RehearsalReport, console: Console) -> None:
     console.print()
     console.print(_build_memory_table(report))
     _print_errors(report, console)
-    communicators = max((report.count_communicators(rank) for rank in rehearsal.trained), default=0)
+    communicators = max((report.count_communicators(rank) for rank in rehearsal.train_traces), default=0)
+    buffers = f"; NCCL buffers about {NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}"
     console.print(
-        f"  not modelled (literature figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB; NCCL buffers about "
-        f"{NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}; tight is more than "
-        f"{TIGHT_SHARE:.0%}, or no room for these",
+        f"  not modelled (literature figures): CUDA context {CONTEXT_GIB[0]}–{CONTEXT_GIB[1]} GiB"
+        f"{buffers if communicators else ''}; tight is more than {TIGHT_SHARE:.0%}, or no room for these",
         style="dim",
     )
-    console.print()
-    _print_ledger(report, console)
+    if any(trace.result.error is None for trace in rehearsal.train_traces.values()):
+        console.print()
+        _print_ledger(report, console)
     _print_kernels(report, console)
     _print_machine(report, console)
     _print_coverage(report, console)
@@ -57,7 +58,7 @@ def _build_memory_table(report: RehearsalReport) -> Table:
     table.add_column("verdict", no_wrap=True)
     rehearsal = report.rehearsal
     for role in rehearsal.roles:
-        if role.rank not in rehearsal.trained:
+        if role.rank not in rehearsal.train_traces:
             continue
         allocated, reserved, phase = report.find_peak(role.rank)
         planned, verdict = report.estimate_planned_memory(role.rank), report.judge(role.rank)
@@ -86,7 +87,7 @@ def _print_errors(report: RehearsalReport, console: Console) -> None:
 
 def _print_ledger(report: RehearsalReport, console: Console) -> None:
     rehearsal = report.rehearsal
-    finished = [trace for trace in rehearsal.trained.values() if trace.result.error is None]
+    finished = [trace for trace in rehearsal.train_traces.values() if trace.result.error is None]
     calls = sum(len(trace.ledger.calls) for trace in finished)
     if rehearsal.mismatches:
         console.print(f"[bold red]ranks do not agree[/] on what they exchange ({calls:,} calls of those that ran)")
@@ -104,9 +105,7 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
             f"sizes, types, order ({calls:,} calls of those that ran; {sequences} for "
             f"{stages} pipeline stage{'' if stages == 1 else 's'})"
         )
-    if not finished:
-        return
-    first = finished[0].result.rank if 0 not in rehearsal.trained else 0
+    first = finished[0].result.rank if 0 not in rehearsal.train_traces else 0
     rows = report.summarize_collectives(first)
     if not rows:
         return
@@ -193,7 +192,7 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
         console.print("[bold]not read[/]  the run's own data, which are not here; train refuses a run without any")
     if rehearsal.unmatched_ranks:
         ranks = f"{rehearsal.unmatched_ranks} rank{'' if rehearsal.unmatched_ranks == 1 else 's'}"
-        console.print(f"[bold]not compared[/]  {ranks}: nobody stands for them, or who does failed")
+        console.print(f"[bold]not compared[/]  {ranks}: no rank that ran to its end stands for them")
     standing = [role for role in rehearsal.roles if len(role.stands_for) > 1]
     if standing:
         ranks = format_ranks([role.rank for role in standing])
@@ -202,4 +201,4 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
 
 
 def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"

@@ -150,7 +150,7 @@ def run_rank_job(job: RankJob) -> RankResult:
     from megatron.rehearsal.unset_weights import without_weight_values
 
     result = RankResult(job.rank)
-    rehearsal = RankRehearsal(job, result)
+    rehearsal = RankHooks(job, result)
     memory = rehearsal.memory
     # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
     hardware = LocalHardware(job.devices, count_cores(), memory=None)
@@ -228,7 +228,7 @@ def _collect_warnings(lines: list[str]) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-class RankRehearsal:
+class RankHooks:
     """What a rehearsed rank does beside training, by the hooks that training offers (`hooks`).
 
     Args:

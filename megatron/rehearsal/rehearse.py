@@ -36,6 +36,10 @@ from megatron.utils.temporary_folder import temporary_folder
 
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
+HEARTBEAT_SECONDS = 10.0
+"""Between lines about a rank that takes long."""
+FULL_BYTES = 16 << 20
+"""Of a disk that has no more, what fails fails for that."""
 MIN_FREE_BYTES = 1 << 30
 """Of the disk with the temporary folder: a corpus, logs, and what of states is not zero."""
 RANK_COMMAND = (sys.executable, "-m", "megatron.rehearsal.rank_process")
@@ -62,9 +66,9 @@ class Rehearsal:
     run: RehearsedRun
     card: Card
     roles: list[Role]
-    trained: dict[int, RankTrace] = field(default_factory=dict)
+    train_traces: dict[int, RankTrace] = field(default_factory=dict)
     """By the ranks that were run."""
-    resumed: dict[int, RankTrace] = field(default_factory=dict)
+    resume_traces: dict[int, RankTrace] = field(default_factory=dict)
     mismatches: list[tuple[str, Mismatch]] = field(default_factory=list)
     """On what ranks do not agree, and in which action."""
     distinct_sequences: int = 0
@@ -80,11 +84,11 @@ class Rehearsal:
     @property
     def checkpoint(self) -> dict[str, int] | None:
         """Bytes of a checkpoint; None if none was written."""
-        return self.trained[0].result.checkpoint if 0 in self.trained else None
+        return self.train_traces[0].result.checkpoint if 0 in self.train_traces else None
 
     def find_errors(self) -> list[tuple[str, int, RankError]]:
         """Ranks that ended early: action, rank and why."""
-        actions = ((TRAIN, self.trained), (RESUME, self.resumed))
+        actions = ((TRAIN, self.train_traces), (RESUME, self.resume_traces))
         return [
             (action, rank, trace.result.error)
             for action, traces in actions
@@ -166,41 +170,36 @@ class _Execution:
                     config = config.replace(save=None)
                 config.save(self._folder / f"{TRAIN}.yml")
                 self._train(can_save=can_save)
-                self._match(TRAIN, rehearsal.trained)
+                self._match(TRAIN, rehearsal.train_traces)
                 if rehearsal.checkpoint is not None and not rehearsal.mismatches:
                     save = config.checkpoint.save
                     config = config.replace(save=None, load=save, train_iters=STEPS + 1)
                     config.save(self._folder / f"{RESUME}.yml")
                     for rank in self._ranks:
-                        rehearsal.resumed[rank] = self._finish(RESUME, rank, self._start(RESUME, rank))
-                    self._match(RESUME, rehearsal.resumed)
+                        rehearsal.resume_traces[rank] = self._finish(RESUME, rank, self._start(RESUME, rank))
+                    self._match(RESUME, rehearsal.resume_traces)
             finally:
                 self._end_processes()
 
     def _can_save(self) -> bool:
-        """Is there a rank of every pipeline stage, and the first, which makes a checkpoint whole?"""
+        """Is there a rank of every pipeline stage? The first, which makes a checkpoint whole, always is."""
         ran = set(self._ranks)
-        return 0 in ran and all(ran & set(stage) for stage in list_stages(self._run.sizes))
+        return all(ran & set(stage) for stage in list_stages(self._run.sizes))
 
     def _train(self, *, can_save: bool) -> None:
-        trained, others = self._rehearsal.trained, [rank for rank in self._ranks if rank != 0]
-        first, spent = None, 0.0
-        if 0 in self._ranks:
-            begin = time.monotonic()
-            first = self._start(TRAIN, 0, waits=can_save and bool(others))
-            waiting = self._build_job(TRAIN, 0).waiting
-            while first.poll() is None and not waiting.exists():
-                time.sleep(POLL_SECONDS)
-            spent = time.monotonic() - begin
-            if first.poll() is not None:
-                trained[0] = self._finish(TRAIN, 0, first, spent)
+        traces, others = self._rehearsal.train_traces, [rank for rank in self._ranks if rank != 0]
+        begin = time.monotonic()
+        first = self._start(TRAIN, 0, waits=can_save and bool(others))
+        self._wait(TRAIN, 0, first, self._build_job(TRAIN, 0).waiting)
+        spent = time.monotonic() - begin
+        if first.poll() is not None:
+            traces[0] = self._finish(TRAIN, 0, first, spent)
         for rank in others:
-            trained[rank] = self._finish(TRAIN, rank, self._start(TRAIN, rank))
-        if first is not None and 0 not in trained:
-            begin = time.monotonic()
+            traces[rank] = self._finish(TRAIN, rank, self._start(TRAIN, rank))
+        if 0 not in traces:
             self._progress("making the checkpoint whole")
             self._build_job(TRAIN, 0).released.touch()
-            trained[0] = self._finish(TRAIN, 0, first, spent)
+            traces[0] = self._finish(TRAIN, 0, first, spent)
 
     def _build_job(self, action: str, rank: int, *, waits: bool = False) -> RankJob:
         return RankJob(
@@ -226,7 +225,9 @@ class _Execution:
         info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
         environment |= info.to_environment(ADDRESS, find_free_port()) | get_parent_variable()
         environment.setdefault("OMP_NUM_THREADS", "1")
-        environment["XDG_CACHE_HOME"] = str(self._folder / "cache")  # nothing of a null device's is kept for a real one
+        # Nothing of a null device's is kept for a real one, and nothing is left behind.
+        environment["XDG_CACHE_HOME"] = str(self._folder / "cache")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(self._folder / "cache" / "torchinductor")
         try:
             with open(self._folder / f"{action}-{rank}.out", "wb") as output:
                 process = subprocess.Popen(
@@ -244,10 +245,12 @@ class _Execution:
         Raises UserError: the run refuses its configuration, which all ranks would.
         """
         begin = time.monotonic()
-        code = process.wait()
+        code = self._wait(action, rank, process)
         self._processes.remove(process)
         seconds = spent + time.monotonic() - begin
         job, ledgers = self._build_job(action, rank), self._folder / f"{action}.ledger"
+        if code != 0:
+            self._refuse_full_disk()
         if job.result.is_file():
             result = RankResult.read(job.result)
         else:
@@ -262,6 +265,21 @@ class _Execution:
         with suppress(RunError):  # of a process that was killed the last line may be torn
             return RankTrace(result, read_ledger(ledgers / f"rank-{rank}.jsonl", rank), summary, seconds)
         return RankTrace(result, Ledger(rank, ()), summary, seconds)
+
+    def _wait(self, action: str, rank: int, process: subprocess.Popen[bytes], until: Path | None = None) -> int:
+        """The exit code of a process that ended; or 0 when a file is there, if one is waited for."""
+        begin = last = time.monotonic()
+        while (code := process.poll()) is None and not (until is not None and until.exists()):
+            time.sleep(POLL_SECONDS)
+            if (now := time.monotonic()) - last >= HEARTBEAT_SECONDS:
+                last = now
+                self._progress(f"{action}: rank {rank} has run for {now - begin:.0f} s")
+        return code or 0
+
+    def _refuse_full_disk(self) -> None:
+        """What fails on a full disk says nothing of the run. Raises RunError."""
+        if shutil.disk_usage(self._folder).free < FULL_BYTES:
+            raise RunError(f"{tempfile.gettempdir()} is full; name a folder with more room in TMPDIR")
 
     def _describe_end(self, action: str, rank: int, code: int) -> RankError:
         """Why a process left no result."""

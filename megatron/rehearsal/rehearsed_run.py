@@ -15,7 +15,7 @@ from megatron.config.stages import build_stages
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
-from megatron.launch.local_launcher import check_data_files
+from megatron.launch.local_launcher import check_data_files, check_run_folder
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
@@ -132,6 +132,7 @@ def plan_rehearsal(
             "--gpus-per-node"
         )
     per_node = min(per_node, world_size)
+    check_run_folder(config)
     missing = _find_missing_data(config)
     notes = [] if missing is None else [missing]
     known_size = _find_vocab_size(config)

@@ -87,7 +87,7 @@ class RehearsalReport:
     @cached_property
     def verdict(self) -> Verdict:
         """The worst of all ranks."""
-        return max((self.judge(rank) for rank in self.rehearsal.trained), key=VERDICTS.index)
+        return max((self.judge(rank) for rank in self.rehearsal.train_traces), key=VERDICTS.index)
 
     @property
     def exit_code(self) -> int:
@@ -96,7 +96,7 @@ class RehearsalReport:
 
     def count_communicators(self, rank: int) -> int:
         """Groups that NCCL joined for a rank."""
-        calls = self.rehearsal.trained[rank].ledger.calls
+        calls = self.rehearsal.train_traces[rank].ledger.calls
         groups = {call.communicator for call in calls if not call.is_on_host}
         return sum(len(group.ranks) > 1 for group in groups)
 
@@ -113,13 +113,15 @@ class RehearsalReport:
         return peaks[phase][0], max(reserved for _, reserved in peaks.values()), phase
 
     def _list_traces(self, rank: int) -> list[RankTrace]:
-        return [traces[rank] for traces in (self.rehearsal.trained, self.rehearsal.resumed) if rank in traces]
+        return [
+            traces[rank] for traces in (self.rehearsal.train_traces, self.rehearsal.resume_traces) if rank in traces
+        ]
 
     def estimate_planned_memory(self, rank: int) -> int | None:
         """Bytes that `plan` says for a rank's pipeline stage; None where nothing is known of its method."""
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
-        backend = self.rehearsal.trained[rank].result.attention_backend  # that which the check on it took
+        backend = self.rehearsal.train_traces[rank].result.attention_backend  # that which the check on it took
         try:
             return estimate_memory(
                 run.config,
@@ -149,7 +151,7 @@ class RehearsalReport:
         """A rank's calls over NCCL in its training, by group, operation and type; those of most bytes first."""
         sizes = self.rehearsal.run.sizes
         counts: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
-        for call in self.rehearsal.trained[rank].ledger.calls:
+        for call in self.rehearsal.train_traces[rank].ledger.calls:
             if not call.is_on_host:
                 along = find_varying_dimensions(sizes, call.communicator.ranks)
                 name = " × ".join(d for d in DIMENSION_ORDER if d in along) or "alone"
@@ -163,7 +165,7 @@ class RehearsalReport:
         """Triton kernels that were compiled and loaded, each as often as it was compiled otherwise: name, registers of
         a thread, bytes of its stack (what did not fit into them) and of a block's shared memory, and launches."""
         found: dict[tuple[Any, ...], int] = defaultdict(int)
-        for trace in self.rehearsal.trained.values():
+        for trace in self.rehearsal.train_traces.values():
             for kernel in trace.summary.get("kernels", ()):
                 found[kernel["name"], kernel["registers"], kernel["stack"], kernel["shared"]] += kernel["launches"]
         names = ("name", "registers", "stack", "shared", "launches")
@@ -178,12 +180,12 @@ class RehearsalReport:
     @property
     def attention(self) -> str | None:
         """The backend that was taken."""
-        backends = (trace.result.attention_backend for trace in self.rehearsal.trained.values())
+        backends = (trace.result.attention_backend for trace in self.rehearsal.train_traces.values())
         return next(filter(None, backends), None)
 
     def list_fallbacks(self) -> list[str]:
         """Which calls PyTorch computes instead of a kernel, and why."""
-        results = [trace.result for trace in self.rehearsal.trained.values()]
+        results = [trace.result for trace in self.rehearsal.train_traces.values()]
         reasons = [f"attention in {result.row_blocks_reason}" for result in results if result.row_blocks_reason]
         return list(dict.fromkeys([*reasons, *(line for result in results for line in result.warnings)]))
 
@@ -230,14 +232,14 @@ class RehearsalReport:
     @property
     def host_bytes(self) -> int | None:
         """Of a node's memory, what its ranks take together to build the model."""
-        results = [trace.result for trace in self.rehearsal.trained.values()]
+        results = [trace.result for trace in self.rehearsal.train_traces.values()]
         sizes = [result.rank_parameters for result in results if result.rank_parameters is not None]
         return BUILT_BYTES * max(sizes) * self.rehearsal.run.devices_per_node if sizes else None
 
     def list_covered(self) -> list[str]:
         """What was executed, as far as every rank that was run came."""
         rehearsal = self.rehearsal
-        results = [trace.result for trace in rehearsal.trained.values()]
+        results = [trace.result for trace in rehearsal.train_traces.values()]
         phases = set.intersection(*(set(result.peaks) for result in results))
         steps = "report" in phases and all(result.error is None for result in results)
         parts = [
@@ -246,7 +248,7 @@ class RehearsalReport:
             (steps, f"{STEPS} steps"),
             ("validate" in phases, "validation"),
             (rehearsal.checkpoint is not None, "a checkpoint"),
-            (bool(rehearsal.resumed), "a resume from it"),
+            (bool(rehearsal.resume_traces), "a resume from it"),
         ]
         return [text for is_reached, text in parts if is_reached]
 
@@ -309,7 +311,7 @@ class RehearsalReport:
             "peak_phase": phase,
             "peaks": {
                 name: {phase: list(peak) for phase, peak in by_rank[rank].result.peaks.items()}
-                for name, by_rank in ((TRAIN, rehearsal.trained), (RESUME, rehearsal.resumed))
+                for name, by_rank in ((TRAIN, rehearsal.train_traces), (RESUME, rehearsal.resume_traces))
                 if rank in by_rank
             },
             "planned": self.estimate_planned_memory(rank),

@@ -144,7 +144,7 @@ del x
 torch.cuda.empty_cache()
 assert torch.cuda.mem_get_info()[0] >= free
 """
-    assert _run(environment, code) == "NVIDIA A100-SXM4-40GB (8, 0)\n"
+    assert _run(environment, code) == "NVIDIA A100-SXM4-40GB (null device) (8, 0)\n"
 
 
 def test_devices_of_a_node_can_be_hidden() -> None:

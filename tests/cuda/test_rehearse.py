@@ -55,10 +55,10 @@ def test_a_run_over_tensor_and_pipeline_ranks_from_files_to_a_resume(tmp_path: P
         assert 0 < role["peak_allocated"] <= role["peak_reserved"]
         operations = {row["operation"] for row in role["collectives"]}
         assert {"send", "recv", "all_reduce"} <= operations
-    parameters = next(iter(report.rehearsal.trained.values())).result.parameters or 0
+    parameters = next(iter(report.rehearsal.train_traces.values())).result.parameters or 0
     assert result["disk"]["weights"] > 4 * parameters
     assert result["disk"]["states"] > 8 * parameters
-    assert set(report.rehearsal.resumed) == {0, 1, 2, 3}
+    assert set(report.rehearsal.resume_traces) == {0, 1, 2, 3}
     assert not (tmp_path / "runs").exists(), "the user's folder is not touched"
     assert not list(tmp_path.glob("farfield-*"))
 
@@ -72,7 +72,7 @@ def test_a_rank_that_skips_a_sum_is_named_with_its_group_and_line() -> None:
     assert (action, found.communicator.ranks) == ("train", (0, 1))
     assert "all_reduce" in found.message
     assert "rank 0" in found.message or "rank 1" in found.message
-    assert not report.rehearsal.resumed
+    assert not report.rehearsal.resume_traces
 
 
 def test_a_card_that_is_too_small_is_named_with_the_operation() -> None:

@@ -284,7 +284,7 @@ def evidence(card: str = "H100", **milliseconds: float | str) -> Evidence:
 
 def test_ranks_take_what_rank_0_takes() -> None:
     found = [evidence(sdpa=1.0, triton=2.0), evidence(sdpa=2.0, triton=1.9)]
-    chosen, lines = settle_choice(found, "sdpa", None, is_known=False)
+    chosen, lines = settle_choice(found, "sdpa", None, was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines == [
         "attention: sdpa, 2.00 times as fast as triton (1 ms instead of 2 for a layer), errors at most 1 of the 4 "
@@ -294,7 +294,7 @@ def test_ranks_take_what_rank_0_takes() -> None:
 
 def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -> None:
     found = [evidence(sdpa=1.0, triton=2.0), *[evidence("A100", sdpa=2.0, triton=1.9)] * 3]
-    chosen, (_, line) = settle_choice(found, "sdpa", None, is_known=True)
+    chosen, (_, line) = settle_choice(found, "sdpa", None, was_checked_earlier=True)
     assert chosen == "sdpa"
     assert line == (
         "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks take what "
@@ -304,7 +304,7 @@ def test_ranks_on_another_card_that_would_take_something_else_are_named_once() -
 
 def test_what_is_wrong_on_one_rank_is_taken_by_none() -> None:
     found = [evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton=1.0), evidence(sdpa=2.0, triton="errs in dq")]
-    chosen, lines = settle_choice(found, "sdpa", "triton", is_known=False)
+    chosen, lines = settle_choice(found, "sdpa", "triton", was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines[0].startswith("attention: sdpa, the only one that is right (2 ms for a layer)")
     assert lines[0].endswith("; left: triton errs in dq on rank 2")

@@ -21,7 +21,7 @@ from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.rehearsal.missing_ranks import (
     StageParameter,
     complete_checkpoint,
-    divide_rest,
+    divide_unwritten,
     read_pieces,
     read_stage_parameters,
     write_stage_parameters,
@@ -89,7 +89,7 @@ def test_the_rest_is_divided_once_and_without_two_pieces_of_a_parameter(sizes, r
             if high > low:
                 file[parameter.name] = ShardMetadata(low, high - low, parameter.shape, 0, 1, 0, 1, 3.0)
                 covered[parameter.name].update(range(low, high))
-    shares = divide_rest(parameters, files, ranks)
+    shares = divide_unwritten(parameters, files, ranks)
     for share in shares:
         names = [parameter.name for parameter, *_ in share]
         assert len(names) == len(set(names))

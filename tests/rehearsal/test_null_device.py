@@ -60,7 +60,19 @@ def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert build.INSTALL_CUDA_TORCH in done.stderr
+    assert ".venv-cuda/bin/python" in done.stderr
+
+
+def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "torch_has_cuda", lambda: False)
+    with pytest.raises(UserError, match="make setup-cuda") as refused:
+        build.build_null_device()
+    assert build.INSTALL_CUDA_TORCH in str(refused.value)
+    (tmp_path / ".venv-cuda/bin").mkdir(parents=True)
+    (tmp_path / ".venv-cuda/bin/python").touch()
+    with pytest.raises(UserError, match=r"run it with .*\.venv-cuda/bin/python, which has it"):
+        build.build_null_device()
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

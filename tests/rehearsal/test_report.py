@@ -40,7 +40,7 @@ def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
         result.warnings = ["dropout is left to PyTorch"]
         result.checkpoint = CHECKPOINT if role.rank == 0 and error is None else None
         summary = {"kernels": [KERNEL], "counters": {"launches": 3}}
-        rehearsal.trained[role.rank] = RankTrace(result, ledgers[role.rank], summary, 1.0)
+        rehearsal.train_traces[role.rank] = RankTrace(result, ledgers[role.rank], summary, 1.0)
     return rehearsal
 
 
@@ -70,9 +70,9 @@ def test_no_room_for_what_is_not_modelled_is_tight():
     assert judge(rehearsal).count_communicators(0) == 3
     rehearsal.card = replace(rehearsal.card, memory=int(36.9 * GIB))  # 90% of it are 33.2
     assert judge(rehearsal).verdict == "fits"
-    (call,) = rehearsal.trained[0].ledger.calls[:1]
+    (call,) = rehearsal.train_traces[0].ledger.calls[:1]
     many = [replace(call, communicator=replace(call.communicator, number=number)) for number in range(20)]
-    rehearsal.trained[0] = replace(rehearsal.trained[0], ledger=Ledger(0, tuple(many)))
+    rehearsal.train_traces[0] = replace(rehearsal.train_traces[0], ledger=Ledger(0, tuple(many)))
     assert judge(rehearsal).verdict == "tight"
 
 

@@ -7,29 +7,40 @@ import sys
 from pathlib import Path
 
 from megatron.rehearsal.null_device.cards import get_card
-from megatron.rehearsal.null_device.environment import build_environment
+from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_environment
 from megatron.utils.errors import FarfieldError
+
+MAX_DEVICES = 64
+"""As `native/memory.c` has it."""
 
 
 def main() -> int:
     """Become the program, on the null device; 2 if it cannot be had here."""
-    parser = argparse.ArgumentParser(prog="python -m megatron.rehearsal.null_device", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron.rehearsal.null_device",
+        description=__doc__,
+        usage="%(prog)s [--gpu CARD] [--devices N] [--ledger FOLDER] PROGRAM ARGUMENT…",
+    )
     parser.add_argument("--gpu", default="a100-80gb", help="the card that each device is (a100-80gb)")
-    parser.add_argument("--devices", type=int, default=1, help="devices of the node (1)")
+    parser.add_argument("--devices", type=int, default=1, help=f"devices of the node, 1 to {MAX_DEVICES} (1)")
     parser.add_argument("--ledger", type=Path, help="a folder for what each rank did")
     parser.add_argument("program", nargs="*", help="a Python file, or -m and a module, and arguments")
     # What follows is the program's own, whatever it looks like.
     arguments, own = sys.argv[1:], 0
     while own < len(arguments) and arguments[own].startswith("--"):
         own += 1 if "=" in arguments[own] or arguments[own] == "--help" else 2
+    own = max(own, int(arguments[:1] == ["-h"]))
     options, program = parser.parse_args(arguments[:own]), arguments[own:]
     if not program:
         parser.error("which program?")
+    if not 1 <= options.devices <= MAX_DEVICES:
+        parser.error(f"--devices {options.devices}: a node has 1 to {MAX_DEVICES}")
     try:
         environment = build_environment(get_card(options.gpu), devices=options.devices, ledger=options.ledger)
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    print(f"note: {VOID_RESULTS}", file=sys.stderr, flush=True)
     os.execve(sys.executable, [sys.executable, *program], environment)
 
 

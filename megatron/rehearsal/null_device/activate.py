@@ -30,13 +30,13 @@ def activate() -> None:
 def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
     """What is done to which module, right after it was imported."""
     # These modules import nothing but the standard library until they are called.
-    from megatron.rehearsal.null_device import lone_rank, recorder, summary, values
+    from megatron.rehearsal.null_device import host_reads, lone_rank, recorder, summary
 
     changes: dict[str, list[Callable[[Any], None]]] = {}
-    for name, change in values.CHANGES.items():
+    for name, change in host_reads.IMPORT_PATCHES.items():
         changes.setdefault(name, []).append(change)
     if os.environ.get(LONE_RANK_VARIABLE):
-        for name, change in lone_rank.CHANGES.items():
+        for name, change in lone_rank.IMPORT_PATCHES.items():
             changes.setdefault(name, []).append(change)
     if folder := os.environ.get(LEDGER_VARIABLE):
         changes.setdefault("torch.distributed.distributed_c10d", []).append(recorder.start_recording(folder))

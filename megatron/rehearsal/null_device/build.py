@@ -6,6 +6,7 @@ gets more of them. Which of those were called is told at the end of a process (`
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from kernels.jit_build import (
 from megatron.distributed.hardware import torch_has_cuda
 from megatron.utils.errors import UserError
 
+ROOT = Path(__file__).parents[3]
 SOURCES = Path(__file__).parent / "native"
 LIBRARY = "libcuda.so.1"
 """The driver's own name, by which Triton and PyTorch load it."""
@@ -63,13 +65,24 @@ def build_null_device() -> NullDevice:
 def _find_cuda_torch() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise UserError(f"the null device needs torch: {INSTALL_CUDA_TORCH}")
+        raise UserError(f"the null device needs torch: {_describe_remedy()}")
     if not torch_has_cuda():
         raise UserError(
             f"the null device needs the CUDA build of torch (no GPU and no driver), and the build for CPUs is "
-            f"installed: {INSTALL_CUDA_TORCH}"
+            f"installed: {_describe_remedy()}"
         )
     return Path(spec.origin).parent.parent
+
+
+def _describe_remedy() -> str:
+    """How somebody gets to it: by the environment of `make setup-cuda`, or into one of their own."""
+    python = ROOT / ".venv-cuda" / "bin" / "python"
+    if python.is_file():
+        return f"run it with {os.path.relpath(python)}, which has it"
+    return (
+        f"make setup-cuda (once, 5 GB), then run it with {os.path.relpath(python)}; or in an environment of yours, "
+        f"{INSTALL_CUDA_TORCH}"
+    )
 
 
 def _build(site_packages: Path) -> NullDevice:

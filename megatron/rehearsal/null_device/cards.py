@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.distributed.hardware import get_gpu_spec, resolve_gpu_name
 from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 GIB = 2**30
 
@@ -68,7 +69,11 @@ def get_card(text: str) -> Card:
     Raises:
         UserError: it is not known, or it can be planned for and not be rehearsed on; names those that can.
     """
-    name, names = resolve_gpu_name(text), [card.name for card in CARDS]
+    names = [card.name for card in CARDS]
+    try:
+        name = resolve_gpu_name(text)
+    except UserError:
+        raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}") from None
     if name not in names:
         raise UserError(
             f"--gpu {text} can be planned for but not rehearsed on, which takes cards of compute capability 8.0 or "

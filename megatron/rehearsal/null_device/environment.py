@@ -14,6 +14,8 @@ LEDGER_VARIABLE = "FARFIELD_NULL_DEVICE_LEDGER"
 LONE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
 """Set where one process is a rank of a job whose other ranks are not there."""
 
+VOID_RESULTS = "the null device computes nothing: losses, times and files that come of it mean nothing"
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent
 
@@ -50,7 +52,8 @@ def build_environment(
         "l2": card.l2,
         "devices": devices,
     }
-    environment[DEVICE_VARIABLE] = ";".join([card.device_name, *(f"{key}={value}" for key, value in fields.items())])
+    name = f"{card.device_name} (null device)"  # in every record that somebody makes on it
+    environment[DEVICE_VARIABLE] = ";".join([name, *(f"{key}={value}" for key, value in fields.items())])
     _prepend(environment, "LD_PRELOAD", str(device.library), " ")
     _prepend(environment, "LD_LIBRARY_PATH", str(device.folder))
     _prepend(environment, "PATH", str(HERE / "bin"))

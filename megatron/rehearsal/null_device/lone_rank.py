@@ -140,5 +140,5 @@ def _make_broadcast(c10d: Any) -> Callable[..., None]:
     return broadcast
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _change_c10d}
+IMPORT_PATCHES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _change_c10d}
 """What is changed in which module, once it is imported."""

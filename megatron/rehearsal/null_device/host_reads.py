@@ -196,7 +196,7 @@ def _change_attention_evidence(evidence: Any) -> None:
     evidence.write_cache = lambda found: None
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {
+IMPORT_PATCHES: dict[str, Callable[[Any], None]] = {
     "torch": _change_torch,
     "megatron.attention.backends.registry": _change_attention_registry,
     "megatron.attention.check.trials": _change_attention_trials,
