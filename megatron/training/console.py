@@ -16,6 +16,25 @@ WARMUP_SECONDS = 5.0
 """Seconds of training before the first steps are taken for the speed of the run."""
 
 
+MIN_WAIT = 0.05
+"""Share of the time from which on it is told what training waits for."""
+MIN_SLOWDOWN = 0.1
+"""Share by which a rank is slower than others of which it is told."""
+
+
+def list_waits(record: TrainRecord) -> list[str]:
+    """What training waited for, as far as it matters: data, checkpoints, a rank that is slower than others."""
+    waits = []
+    if record.data_wait >= MIN_WAIT:
+        rank = "" if record.data_wait_rank is None else f" (rank {record.data_wait_rank})"
+        waits.append(f"data {record.data_wait:.0%}{rank}")
+    if record.checkpoint_wait >= MIN_WAIT:
+        waits.append(f"checkpoint {record.checkpoint_wait:.0%}")
+    if record.slowest_rank_wait >= MIN_WAIT and (record.slowdown or 0.0) >= MIN_SLOWDOWN:
+        waits.append(f"rank {record.slowest_rank} slower by {record.slowdown:.0%}")
+    return waits
+
+
 def format_train_record(record: TrainRecord, train_iters: int) -> str:
     """One interval in one line; what is not worth a word (no loss scale, nothing skipped) is left out."""
     width = len(str(train_iters))
@@ -40,6 +59,7 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
         parts.append(f"scale {record.loss_scale:g}")
     if record.skipped_steps:
         parts.append(f"skipped {record.skipped_steps}")
+    parts += list_waits(record)
     parts.append(f"{record.memory_gib:.2f} GiB")
     if record.step < train_iters:
         parts.append(f"{format_duration(record.seconds_left)} left")

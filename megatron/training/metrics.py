@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.hardware import find_gpu_spec
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.training.metrics_log import TrainRecord, perplexity
+from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks, exchange_times
 
 
 def sum_over_batch(groups: ProcessGroups, value: float) -> float:
@@ -30,10 +32,19 @@ class IntervalMetrics:
     Args:
         groups: of the run.
         peak_tflops: the device's, if it is known.
+        forward: times this rank's forward passes.
+        micro_batches: of a step.
     """
 
-    def __init__(self, groups: ProcessGroups, peak_tflops: float | None = None) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        peak_tflops: float | None = None,
+        forward: ForwardTimer | None = None,
+        micro_batches: int = 1,
+    ) -> None:
         self._groups, self._peak_tflops = groups, peak_tflops
+        self._forward, self._micro_batches = forward, micro_batches
         self.last_loss: float | None = None
         """The mean loss of the last interval that was reported and had one."""
         self._reset()
@@ -48,6 +59,10 @@ class IntervalMetrics:
         self._grad_norm: Tensor | float | None = None
         self._seconds = 0.0
         self._start_time: float | None = time.perf_counter()
+        self.data_wait = self.checkpoint_wait = 0.0
+        """Seconds in which this rank waited for its batches, and for checkpoints."""
+        if self._forward is not None:
+            self._forward.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that were not reported yet. All ranks must call this; waits for the device."""
@@ -125,7 +140,10 @@ class IntervalMetrics:
         z_share = None if self._z_losses is None or not self.counted else float(self._z_losses) / self.counted
         z_loss = None if z_share is None else sum_over_batch(self._groups, z_share)
         self.last_loss = loss if loss is not None else self.last_loss
-        memory = self._groups.all_reduce_max(get_peak_memory(self._groups.device))
+        times, memory = exchange_times(self._groups, self._measure_times(), get_peak_memory(self._groups.device))
+        sizes = self._groups.mesh.sizes
+        stages = [Mesh(rank, sizes).pipeline.index for rank in range(self._groups.world_size)]
+        ranks = compare_ranks(times, stages, self._micro_batches)
         tflops = self.flops / seconds / self._groups.world_size / 1e12
         record = TrainRecord(
             step=step,
@@ -143,9 +161,22 @@ class IntervalMetrics:
             tokens=tokens,
             seconds_left=seconds / self.steps * (train_iters - step),
             z_loss=z_loss,
+            data_wait=ranks.data_wait / seconds,
+            data_wait_rank=ranks.data_wait_rank if self._groups.world_size > 1 else None,
+            checkpoint_wait=ranks.checkpoint_wait / (seconds + ranks.checkpoint_wait),
+            slowest_rank=ranks.slowest_rank,
+            slowdown=ranks.slowdown,
+            slowest_rank_wait=min(1.0, ranks.lost * self.steps / seconds),
         )
         self._reset()
         return record
+
+    def _measure_times(self) -> RankTimes:
+        times = RankTimes(data_wait=self.data_wait, checkpoint_wait=self.checkpoint_wait)
+        if self._forward is not None:
+            self._forward.read()
+            times.forward = self._forward.seconds / max(1, self._forward.count)
+        return times
 
 
 def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:

@@ -43,6 +43,12 @@ class TrainRecord:
     memory_gib: float  # the largest of any process
     tokens: int  # consumed since step 0
     seconds_left: float
+    data_wait: float = 0.0  # share of the time in which the rank that waited most for its batches did so
+    data_wait_rank: int | None = None  # that rank; None of one process
+    checkpoint_wait: float = 0.0  # share of the time in which training stood still for checkpoints, this included
+    slowest_rank: int | None = None  # whose forward pass took longest, beside its pipeline stage's median
+    slowdown: float | None = None  # by which share of that median
+    slowest_rank_wait: float = 0.0  # share of a step that the others may wait for that rank
     param_norm: dict[str, float] | None = None  # after the last step, by group and part (log_param_norm)
     update_norm: dict[str, float] | None = None  # of the last step
     z_loss: float | None = None  # mean over the interval's steps, its coefficient included; None without one

@@ -38,6 +38,7 @@ from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.parameter_norms import ParameterNorms
 from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
+from megatron.training.rank_times import ForwardTimer
 from megatron.training.reporters import report_to_all
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
@@ -228,13 +229,17 @@ class Trainer:
         )
         self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint, hooks=hooks.save)
         self.data_position = run.data_position
-        self.interval = IntervalMetrics(groups, run.peak_tflops)
+        self.forward_timer = ForwardTimer(run.engine.model, groups.device)
+        self.interval = IntervalMetrics(
+            groups, run.peak_tflops, self.forward_timer, config.training.gradient_accumulation_steps
+        )
         self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
         self.guard = LossGuard(config, run.engine, groups, self._finish_saving, rollback)
         self.validator = Validator(run, self.watchdog)
 
     def close(self) -> None:
         """End the threads that watch and write."""
+        self.forward_timer.close()
         if self.profiler is not None:
             self.profiler.close()
         self.watchdog.close()
@@ -322,7 +327,10 @@ class Trainer:
         if groups.world_size == 1 and stop.signal is not None:
             return True
         self.watchdog.enter_phase("data", step)
+        self.forward_timer.begin_step()
+        data_time = time.perf_counter()
         micro_batches = [next(run.batches) for _ in range(num_micro_batches)]
+        self.interval.data_wait += time.perf_counter() - data_time
         local_scored = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
         local_read = sum(batch["tokens"].numel() for batch in micro_batches)
         self.watchdog.enter_phase("reduce", step)
@@ -398,8 +406,10 @@ class Trainer:
             return
         self.watchdog.enter_phase("save", step)
         self.interval.pause()
+        save_time = time.perf_counter()
         trainer_state = run.collect_trainer_state(self.interval, self.guard)
         saver.begin(run.engine.deepspeed, trainer_state, run.console.log)
+        self.interval.checkpoint_wait += time.perf_counter() - save_time
         self.interval.resume()
 
     def _finish_saving(self) -> Path | None:

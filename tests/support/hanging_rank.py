@@ -1,5 +1,6 @@
 """One rank of a run in which one hangs: `hanging_rank.py CONFIG RANK WORLD LATE HOW`; rank LATE does at step 2 what HOW
-says, while it reads its data: sleep, stop (SIGSTOP), spin (in C, with Python's lock held), die (SIGKILL)."""
+says, while it reads its data: sleep, stop (SIGSTOP), spin (in C, with Python's lock held), die (SIGKILL). Or nothing
+hangs, but all take longer: slow (rank LATE computes, the others wait for their data, `SLOW` seconds more in a step)."""
 
 import os
 import re
@@ -11,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+SLOW = 0.3
+
+
+def waiting(batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(SLOW)
+        yield batch
 
 
 def hanging(batches: Iterator[Any], how: str) -> Iterator[Any]:
@@ -47,7 +57,11 @@ def main() -> None:
 
     def prepared(*given: Any) -> Any:
         run = prepare(*given)
-        if rank == late:
+        if how == "slow" and rank == late:
+            run.engine.model.decoder.final_layernorm.register_forward_pre_hook(lambda *inputs: time.sleep(SLOW))
+        elif how == "slow":
+            run.batches = waiting(run.batches)
+        elif rank == late:
             run.batches = hanging(run.batches, how)
         return run
 

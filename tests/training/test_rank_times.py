@@ -1,0 +1,103 @@
+"""Which rank the others wait for, and for what, as reports tell it."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Forked
+from hanging_rank import SLOW
+from tiny_runs import free_port, records, tiny_config, write_corpora
+
+from megatron.training.console import list_waits
+from megatron.training.metrics_log import TrainRecord
+from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks
+
+SCRIPT = Path(__file__).parents[1] / "support/hanging_rank.py"
+
+
+def test_ranks_that_are_slow_are_named(tmp_path: Path) -> None:
+    """One in its forward pass, the other in its data: of two processes that wait for each other."""
+    run = tmp_path / "run"
+    config = tiny_config(
+        write_corpora(tmp_path / "corpus"), run, train_iters=4, log_interval=2, num_gpus=2,
+        train_micro_batch_size_per_gpu=2, checkpoint_factor=2,
+    )  # fmt: skip
+    config.save(tmp_path / "config.yml")
+    environment = {"MASTER_PORT": str(free_port())}
+    ranks = [
+        Forked(
+            SCRIPT, str(tmp_path / "config.yml"), str(rank), "2", "1", "slow", output=tmp_path / f"{rank}.txt",
+            env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        assert [child.wait(120) for child in ranks] == [0, 0]
+    finally:
+        for child in ranks:
+            child.kill()
+    first, second = (records(run)[step] for step in (2, 4))
+    for record in (first, second):
+        seconds = record["ms_per_step"] / 1e3
+        assert record["slowest_rank"] == 1
+        assert record["slowdown"] > 0.1
+        assert record["data_wait_rank"] == 0
+        assert SLOW / seconds <= record["data_wait"] * 1.001
+        assert record["data_wait"] <= 1
+        # The median of two is their mean: half of what the slow one takes longer, and with the backward pass thrice.
+        assert record["slowest_rank_wait"] > 0
+    assert first["checkpoint_wait"] == 0
+    assert 0 < second["checkpoint_wait"] < 1
+
+
+def test_a_rank_is_compared_with_those_of_its_stage() -> None:
+    """Stages do unequal work; where a stage is one rank, nothing is comparable."""
+    forward, stages = [0.1, 0.1, 0.13, 0.4, 0.41, 0.4], [0, 0, 0, 1, 1, 1]
+    times = [RankTimes(seconds, data_wait=rank) for rank, seconds in enumerate(forward)]
+    found = compare_ranks(times, stages, micro_batches=4)
+    assert (found.slowest_rank, found.slowdown) == (2, pytest.approx(0.3))
+    assert found.lost == pytest.approx(3 * 4 * 0.03)
+    assert (found.data_wait_rank, found.data_wait) == (5, 5)
+    alone = compare_ranks(times[:2], [0, 1], micro_batches=1)
+    assert (alone.slowest_rank, alone.slowdown, alone.lost) == (None, None, 0.0)
+
+
+def test_the_first_pass_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the others, and none of a validation."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    class Model(torch.nn.Module):
+        def forward(self, seconds: float) -> None:
+            clock[0] += seconds
+
+    model = Model()
+    timer = ForwardTimer(model, torch.device("cpu"))
+    for first in (1.0, 2.0):
+        timer.begin_step()
+        model.eval()
+        model(8.0)
+        model.train()
+        model(first)
+        model(16.0)
+    timer.read()
+    assert (timer.seconds, timer.count) == (3.0, 2)
+    timer.close()
+    timer.begin_step()
+    model(1.0)
+    assert timer.count == 2
+
+
+def test_a_line_tells_of_waits_that_matter() -> None:
+    record = TrainRecord(
+        step=1, loss=1.0, perplexity=2.7, learning_rate=1e-3, grad_norm=1.0, tokens_per_second=1.0, ms_per_step=1.0,
+        tflops=1.0, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.0, tokens=1, seconds_left=1.0,
+        data_wait=0.04, data_wait_rank=3, checkpoint_wait=0.04, slowest_rank=7, slowdown=0.09, slowest_rank_wait=0.2,
+    )  # fmt: skip
+    assert list_waits(record) == []
+    assert list_waits(replace(record, slowdown=0.3, slowest_rank_wait=0.04)) == []
+    told = replace(record, slowdown=0.3, data_wait=0.34, checkpoint_wait=0.12)
+    assert list_waits(told) == ["data 34% (rank 3)", "checkpoint 12%", "rank 7 slower by 30%"]
+    assert list_waits(replace(record, data_wait=0.5, data_wait_rank=None)) == ["data 50%"]
