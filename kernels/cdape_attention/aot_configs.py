@@ -50,13 +50,19 @@ FLOAT32_POINTERS = (
 )
 
 
+def _add_first_keys(constants: dict[str, Any], documents: bool) -> dict[str, Any]:
+    """There are none where rows hold one document."""
+    return constants if documents else constants | {"first_keys_ptr": None}
+
+
 def _build_processor_config(
-    name: str, heads: int, width: int, kernel_size: int, dtype_name: str, rows: int
+    name: str, heads: int, width: int, kernel_size: int, dtype_name: str, rows: int, documents: bool = False
 ) -> KernelConfig:
     kernel, dtype = PROCESSOR_KERNELS[name], DTYPES_BY_NAME[dtype_name]
     tile = processor_tile(name, heads, width, kernel_size, rows, dtype)
     constants = processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
-    step = " decode" if rows == DECODE_ROWS else ""
+    constants = _add_first_keys(constants, documents)
+    step = " decode" if rows == DECODE_ROWS else " documents" if documents else ""
     return KernelConfig(
         name=f"{name}{step} H={heads} D={width} k={kernel_size} {dtype_name}",
         kernel=kernel,
@@ -71,12 +77,14 @@ def _build_processor_config(
     )
 
 
-def _build_attend_config(name: str, dim: int, dtype_name: str, rows: int, odd: bool = False) -> KernelConfig:
+def _build_attend_config(
+    name: str, dim: int, dtype_name: str, rows: int, odd: bool = False, documents: bool = False
+) -> KernelConfig:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
     tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
-    constants = attend_constants(dim, tile)
-    suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else ""
+    constants = _add_first_keys(attend_constants(dim, tile, 12 if documents else None), documents)
+    suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
     aligned = () if odd or rows == DECODE_ROWS else ("C",)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
@@ -88,16 +96,17 @@ def _build_attend_config(name: str, dim: int, dtype_name: str, rows: int, odd: b
 
 
 def _build_head_tile_config(
-    name: str, heads: int, dim: int, dtype_name: str, rows: int, odd: bool = False
+    name: str, heads: int, dim: int, dtype_name: str, rows: int, odd: bool = False, documents: bool = False
 ) -> KernelConfig:
     """`odd` as above."""
     kernel: Any = HEAD_TILE_KERNELS[name]
     dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
     known = aligned or name == "scores"
     tile = heads_tile(rows, dim, dtype, known)
-    constants = heads_constants(heads, dim, tile, dtype, known)
+    constants = _add_first_keys(heads_constants(heads, dim, tile, dtype, known), documents)
+    suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
     return KernelConfig(
-        name=f"{name}{' decode' if rows == DECODE_ROWS else ' odd' if odd else ''} H={heads} d={dim} {dtype_name}",
+        name=f"{name}{suffix} H={heads} d={dim} {dtype_name}",
         kernel=kernel,
         signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS, ("C",) if aligned else ()),
         constexprs=constants,
@@ -107,7 +116,7 @@ def _build_head_tile_config(
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """Every kernel at every shape in bfloat16, and at one shape in the other types."""
+    """Every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
     for heads, width, kernel_size in SHAPES:
         dtype_names = ("bf16", "fp16", "fp32") if (heads, width, kernel_size) == (12, 32, 3) else ("bf16",)
         for dtype_name in dtype_names:
@@ -125,6 +134,15 @@ def list_configurations() -> Iterator[KernelConfig]:
         for dtype_name in DTYPES_BY_NAME if (heads, dim) == (12, 64) else ("bf16",):
             for name in HEAD_TILE_KERNELS:
                 yield _build_head_tile_config(name, heads, dim, dtype_name, ROWS)
+    for heads, kernel_size in ((12, 3), (16, 3), (32, 3), (12, 7)):
+        for name in PROCESSOR_KERNELS:
+            yield _build_processor_config(name, heads, 32, kernel_size, "bf16", ROWS, documents=True)
+    for dim in (64, 80):
+        for name in ATTEND_KERNELS:
+            yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
+    for heads, dim in ((12, 64), (16, 64), (32, 80)):
+        for name in HEAD_TILE_KERNELS:
+            yield _build_head_tile_config(name, heads, dim, "bf16", ROWS, documents=True)
     yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("attend_bwd", 12, 64, "bf16", ROWS, odd=True)

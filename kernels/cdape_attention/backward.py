@@ -14,11 +14,14 @@ from kernels.cdape_attention.forward import (
     NEGATIVE_SLOPE,
     compute_hidden_tile,
     copy_as_product,
+    find_depths,
     is_visible_pixel,
+    is_whole_tile,
     leaky_relu,
     load_contribution_tile,
     load_contributions,
     load_map_tile,
+    locate_columns,
     map_pointers,
     repeat_rows,
     saturate,
@@ -92,13 +95,30 @@ def split_row_blocks(
     Rows before the first stand left of column 0. A tile is whole where all its rows see all that the taps of its pixels
     read, right of the columns with values of their own.
     """
-    R, _, first_row, _, _, _, window = extent
+    R, _, first_row, _, _, _, window, _ = extent
     first = tl.maximum(split * split_blocks, (top - (BLOCK_N - 1) - first_row) // BLOCK_M)
     last = tl.maximum(tl.minimum((split + 1) * split_blocks, tl.cdiv(R, BLOCK_M)), first)
     whole = tl.cdiv(tl.maximum(top + PADDING - first_row, 0), BLOCK_M)
     inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
     whole = tl.where(inside, tl.minimum(tl.maximum(whole, first), last), last)
     return first, whole, tl.maximum(tl.minimum(R // BLOCK_M, last), whole), last
+
+
+@triton.jit
+def list_row_blocks(
+    split, split_blocks, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The row blocks of a split with documents, (first, last + 1, is a tile of them whole): none if no row of them
+    reaches back to a distance of the tiles that begin at `top`."""
+    R, _, first_row, _, _, _, window, first_keys_ptr = extent
+    first = split * split_blocks
+    last = tl.minimum(first + split_blocks, tl.cdiv(R, BLOCK_M))
+    depth = first * 0 - 1
+    for row in range(first * BLOCK_M, last * BLOCK_M, 128):
+        _, deepest = find_depths(row, R, first_row, first_keys_ptr, 128)
+        depth = tl.maximum(depth, deepest)
+    last = tl.where(depth < top - (BLOCK_N - 1), first, last)
+    return first, last, is_whole_tile(top, depth, 0, R, window, PADDING, BLOCK_N)
 
 
 @triton.jit
@@ -140,7 +160,7 @@ def _processor_bwd_rows(
     """
     bias_contribution_sum, bias_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, window = extent
+    R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     head, width = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -154,14 +174,12 @@ def _processor_bwd_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j = first_row + row - n
+        j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top)
         if MASKED:
-            hidden = load_contribution_tile(
-                bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
-            )
+            hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
         else:
             hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
         of_scores = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N)
@@ -213,6 +231,7 @@ def _processor_bwd_kernel(
     dbias_contributions_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
     dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
     dedge_ptr,  # [B, R, p, D] float32, holds zeros before
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -248,19 +267,38 @@ def _processor_bwd_kernel(
     dscores_ptr += maps * H
     dedge_ptr += batch.to(tl.int64) * R * PADDING * D
     top = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING
-    extent = (R, C, first_row, first_column, edge_start, edge_row, window)
-    first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+    if first_keys_ptr is not None:
+        first_keys_ptr += batch.to(tl.int64) * R
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr)
     pointers = (scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr, dscores_ptr, dedge_ptr)
     state = (tl.zeros((BLOCK_N, BLOCK_D), tl.float32), tl.zeros((BLOCK_N, BLOCK_H), tl.float32))
     # fmt: off
-    state = _processor_bwd_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent, True,
-                                H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
-                                INPUT_PRECISION)
-    if whole < end:
-        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
-        state = _processor_bwd_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
-                                    H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+    if first_keys_ptr is None:
+        first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+        state = _processor_bwd_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
+                                    True, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
                                     INPUT_PRECISION)
+        if whole < end:
+            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+            state = _processor_bwd_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
+                                        H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+                                        INPUT_PRECISION)
+    else:
+        # A function of rows alone no more: documents begin anywhere among them.
+        first, last, some_whole = list_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+        line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        if some_whole:
+            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        for index in range(first, last):
+            least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+            if is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N):
+                state = _processor_bwd_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
+                                            H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+                                            INPUT_PRECISION)
+            elif deepest >= top - (BLOCK_N - 1):
+                state = _processor_bwd_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
+                                            H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
+                                            INPUT_PRECISION)
     # fmt: on
     bias_contribution_sum, bias_sum = state
     m = tl.arange(0, BLOCK_N)
@@ -298,7 +336,7 @@ def _processor_bwd_dw_rows(
     """Adds the row blocks that `_processor_bwd_rows` would take to both weights' gradients [BLOCK_KC, BLOCK_D]."""
     first_sum, second_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, window = extent
+    R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     compute = w1_ptr.dtype.element_ty
@@ -312,7 +350,7 @@ def _processor_bwd_dw_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j = first_row + row - n
+        j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
         alive = (row < R) & (j >= 0)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top - PADDING)
         patches = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_KC, BLOCK_M, BLOCK_N)
@@ -322,9 +360,7 @@ def _processor_bwd_dw_rows(
             seen = seen & (channel < K * CHANNELS)[None, :]
             patch = tl.load(patches, mask=seen, other=0.0)
             output = tl.load(outputs, mask=seen, other=0.0)
-            hidden = load_contribution_tile(
-                bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
-            )
+            hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
         else:
             patch = load_map_tile(patches, alive, False, K * CHANNELS, BLOCK_KC)
             output = load_map_tile(outputs, alive, False, K * CHANNELS, BLOCK_KC)
@@ -349,6 +385,7 @@ def _processor_bwd_dw_kernel(
     w1_ptr,  # [BLOCK_KC, BLOCK_D] compute type, row t·CHANNELS + h
     w2_ptr,  # [BLOCK_KC, BLOCK_D] compute type, the same with its taps mirrored
     dw_ptr,  # partial sums [programs, 2, BLOCK_KC, BLOCK_D] float32, of w1 and w2
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -378,17 +415,38 @@ def _processor_bwd_dw_kernel(
     program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(0) + block
     maps = batch.to(tl.int64) * R * C * CHANNELS
     top = block * BLOCK_N + BLOCK_N - 1 - PADDING
-    extent = (R, C, first_row, first_column, edge_start, edge_row, window)
-    first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+    if first_keys_ptr is not None:
+        first_keys_ptr += batch.to(tl.int64) * R
+    extent = (R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr)
     pointers = (scores_ptr + maps, dlogits_ptr + maps, bias_contributions_ptr, w1_ptr, w2_ptr)
     state = (tl.zeros((BLOCK_KC, BLOCK_D), tl.float32), tl.zeros((BLOCK_KC, BLOCK_D), tl.float32))
     # fmt: off
-    state = _processor_bwd_dw_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
-                                   True, CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE, INPUT_PRECISION)
-    if whole < end:
-        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
-        state = _processor_bwd_dw_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
-                                       CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE, INPUT_PRECISION)
+    if first_keys_ptr is None:
+        first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+        state = _processor_bwd_dw_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
+                                       True, CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
+                                       INPUT_PRECISION)
+        if whole < end:
+            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+            state = _processor_bwd_dw_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
+                                           CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
+                                           INPUT_PRECISION)
+    else:
+        # A function of rows alone no more: documents begin anywhere among them.
+        first, last, some_whole = list_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
+        line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        if some_whole:
+            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        for index in range(first, last):
+            least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+            if is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N):
+                state = _processor_bwd_dw_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
+                                               CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
+                                               INPUT_PRECISION)
+            elif deepest >= top - (BLOCK_N - 1):
+                state = _processor_bwd_dw_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
+                                               CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
+                                               INPUT_PRECISION)
     # fmt: on
     first_sum, second_sum = state
     channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)

@@ -95,6 +95,21 @@ class BiasProduct:
             rows = self._select_edge(gradient, column)[first_row : first_row + partial.shape[1]]
             torch.sum(partial[:, :, column], 0, out=rows)
 
+    def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, first_keys: Tensor) -> None:
+        """The same of rows of documents, which find their values by how far they stand behind their document's begin.
+
+        Rows of many documents have the same: sums are in a fixed order, as `index_put_` sorts on a GPU.
+
+        Args:
+            position: of the chunk's first row.
+            first_keys: int32 [B, rows].
+        """
+        rows = torch.arange(position, position + first_keys.shape[1], device=first_keys.device)
+        places = (rows - first_keys).flatten()
+        for column in range(self.shape.padding):
+            into = self._select_edge(gradient, column)
+            into.index_put_((places,), partial[:, :, column].flatten(0, 1), accumulate=True)
+
     def differentiate(
         self, gradient: Tensor, bias: Tensor | None, bias_weight: Tensor, dbias: Tensor
     ) -> tuple[Tensor, Tensor]:

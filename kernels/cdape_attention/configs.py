@@ -105,16 +105,16 @@ def processor_constants(
 
 
 @cache
-def attend_constants(dim: int, tile: Tile) -> dict[str, Any]:
-    """The constants of an attend kernel."""
-    return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+def attend_constants(dim: int, tile: Tile, heads: int | None) -> dict[str, Any]:
+    """The constants of an attend kernel; `heads` is asked for only where rows hold documents, else None."""
+    return {"H": heads, **head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 
 @cache
 def heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
     """The constants of a kernel whose programs take all heads of a tile; arguments as of `heads_tile`."""
     count = GROUP if aligned and dtype != torch.float32 else SMALL_GROUP
-    return {"H": heads, "CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile)}
+    return {"CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile, heads)}
 
 
 WORKSPACE_FRACTION = 1 / 12

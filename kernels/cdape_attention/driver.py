@@ -53,6 +53,8 @@ class CdapeProblem:
     offset: int
     window: int
     dtype: torch.dtype
+    first_keys: Tensor | None = None
+    """int32 [B, R], positions at which the rows' documents begin; then E is of the rows from position 0 on."""
 
     @property
     def heads(self) -> int:
@@ -89,6 +91,8 @@ class Chunk:
     """Of the first row."""
     edge_start: int
     """Where the values of the left edge begin in the bias contributions."""
+    first_keys: Tensor | None = None
+    """Of the chunk's rows."""
 
     @property
     def rows(self) -> int:
@@ -109,7 +113,7 @@ class Chunk:
     @property
     def processor_extent(self) -> tuple[int, ...]:
         """The same for the processor's kernels, and which values of the left edge are the chunk's."""
-        return (*self.extent, self.edge_start, self.first)
+        return (*self.extent, self.edge_start, self.first if self.first_keys is None else 0)
 
 
 def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
@@ -118,7 +122,8 @@ def iter_chunks(problem: CdapeProblem, chunk_rows: int) -> Iterator[Chunk]:
         position = problem.offset + first
         left = max(position - problem.window + 1, 0) // ALIGNED * ALIGNED
         edge_start = problem.offset + problem.rows + problem.padding
-        yield Chunk(first, last, left, problem.offset + last, position, edge_start)
+        first_keys = None if problem.first_keys is None else problem.first_keys[:, first:last].contiguous()
+        yield Chunk(first, last, left, problem.offset + last, position, edge_start, first_keys)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
     launch(
         _scores_kernel,
         head_tile_grid(chunk, tile, batch),
-        (*tensors, *chunk.extent, problem.window, problem.rows, columns),
+        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
         heads_constants(heads, dim, tile, problem.dtype, True),
         tile.options,
     )
@@ -181,7 +186,7 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     launch(
         _processor_fwd_kernel,
         (cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m), batch),
-        (*tensors, *chunk.processor_extent, problem.bias_table.shape[1], problem.window),
+        (*tensors, chunk.first_keys, *chunk.processor_extent, problem.bias_table.shape[1], problem.window),
         problem.constants("mix_fwd", tile),
         tile.options,
     )
@@ -197,8 +202,8 @@ def launch_softmax(
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
-        (*tensors, *chunk.extent, problem.window, problem.rows, columns),
-        attend_constants(dim, tile),
+        (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
+        attend_constants(dim, tile, None if chunk.first_keys is None else heads),
         tile.options,
     )
 
@@ -349,7 +354,10 @@ def softmax_backward(
     launch(
         _attend_bwd_kernel,
         head_tile_grid(chunk, tile, batch),
-        (*inputs, maps.probabilities, maps.dlogits, *chunk.extent, problem.window, problem.rows, columns),
+        (
+            *(*inputs, maps.probabilities, maps.dlogits, chunk.first_keys),
+            *(*chunk.extent, problem.window, problem.rows, columns),
+        ),
         heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
     )
@@ -381,12 +389,15 @@ def _processor_backward(
     launch(
         _processor_bwd_kernel,
         (blocks, parts, batch),
-        (*inputs, *outputs, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        (*inputs, *outputs, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd", tile),
         tile.options,
     )
     product.add_gradient(sums.terms.bias_product, dbias_contributions, is_first=is_first)
-    product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
+    if chunk.first_keys is None:
+        product.set_edge_gradient(sums.terms.bias_product, dedge, chunk.first)
+    else:
+        product.add_edge_gradient(sums.terms.bias_product, dedge, chunk.position, chunk.first_keys)
     if has_bias:
         covered = min(blocks * kept_distances, len(sums.terms.bias_table))
         add_sum(sums.terms.bias_table[:covered], dbias[:, :covered], is_first=is_first)
@@ -408,7 +419,7 @@ def _weights_backward(
     launch(
         _processor_bwd_dw_kernel,
         (blocks, parts, batch),
-        (*tensors, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
+        (*tensors, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd_dw", tile),
         tile.options,
     )

@@ -8,6 +8,9 @@ one table entry serves a column of the tile. A tap t reads column j + t − p, a
 
 Device functions take as tuples what belongs together: `pixels` is (row, n, j, alive), alive being the pixels that have
 a hidden value; `extent` is (R, C, first_column, edge_start, edge_row, window), the runtime sizes.
+
+In rows of several documents j is counted from where the row's document begins (`locate_columns`): its left edge is then
+what column 0 is elsewhere. Where a pixel lies in a map does not depend on j.
 """
 
 import triton
@@ -41,6 +44,29 @@ def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
     index = pixel[:, None] * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
     moved = tl.gather(tl.reshape(x, [PIXELS * BLOCK_H]), tl.reshape(index, [PIXELS * BLOCK_H]), 0)
     return tl.reshape(moved, [PIXELS, BLOCK_H])
+
+
+@triton.jit
+def locate_columns(row, n, R, first_row, edge_row, first_keys_ptr):
+    """The columns j at the distances n of rows, and where a row's values of the left edge are among those of all."""
+    j = first_row + row - n
+    place = edge_row + row
+    if first_keys_ptr is not None:
+        begin = tl.load(first_keys_ptr + row, mask=row < R, other=0)
+        j -= begin
+        place += first_row - begin
+    return j, place
+
+
+@triton.jit
+def find_depths(first, R, first_row, first_keys_ptr, BLOCK_M: tl.constexpr):
+    """The least and the largest distance of the rows `first` … from their documents' first columns; rows that do not
+    exist are left out."""
+    rows = first + tl.arange(0, BLOCK_M)
+    begin = tl.load(first_keys_ptr + rows, mask=rows < R, other=0)
+    depths = first_row + rows - begin
+    least = tl.min(tl.where(rows < R, depths, 1 << 30), 0)
+    return least, tl.max(tl.where(rows < R, depths, -(1 << 30)), 0)
 
 
 @triton.jit
@@ -93,19 +119,18 @@ def load_contributions(
 @triton.jit
 def load_contribution_tile(
     bias_contributions_ptr,
-    row,
     n,
     j,
+    place,
     alive,
     edge_start,
-    edge_row,
     PADDING: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, by row and column at the left edge."""
     width = tl.arange(0, BLOCK_D)
-    entry = tl.where(j < PADDING, edge_start + (edge_row + row) * PADDING + j, n + PADDING)
+    entry = tl.where(j < PADDING, edge_start + place * PADDING + j, n + PADDING)
     offsets = entry.to(tl.int64) * D
     return tl.load(
         bias_contributions_ptr + offsets[:, None] + width[None, :],
@@ -156,16 +181,16 @@ def copy_as_product(x, BLOCK_H: tl.constexpr, INPUT_PRECISION: tl.constexpr):
 
 
 @triton.jit
-def is_whole_tile(top, first_position, rows_end, R, window, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
+def is_whole_tile(top, least_depth, rows_end, R, window, PADDING: tl.constexpr, BLOCK_N: tl.constexpr):
     """Do all rows see all that the taps of a tile's pixels read, right of the columns with values of their own?
 
     Args:
         top: the largest distance of the tile.
-        first_position: of its first row.
+        least_depth: how far its rows stand behind their left edge, at least.
         rows_end: the row after its last one.
     """
     inside = (top + PADDING < window) & (top - (BLOCK_N - 1) >= PADDING)
-    return inside & (first_position - top >= PADDING) & (rows_end <= R)
+    return inside & (least_depth - top >= PADDING) & (rows_end <= R)
 
 
 @triton.jit
@@ -189,20 +214,18 @@ def _processor_fwd_tile(
 ):
     """Logits of the rows `first` … and the distances `top`, top − 1, …; not MASKED: a tile that is whole."""
     scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr = pointers
-    R, C, first_row, first_column, edge_start, edge_row, bias_count, window = extent
+    R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr = extent
     PADDING: tl.constexpr = K // 2
     PIXELS: tl.constexpr = BLOCK_M * BLOCK_N
     pixel = tl.arange(0, PIXELS)
     m = pixel % BLOCK_N
     row = first + pixel // BLOCK_N
     n = top - m
-    j = first_row + row - n
+    j, place = locate_columns(row, n, R, first_row, edge_row, first_keys_ptr)
     alive = (row < R) & (j >= 0)
     origin = tl.cast(first, tl.int64) * (C + 1) + (first_row - first_column - top)
     if MASKED:
-        hidden = load_contribution_tile(
-            bias_contributions_ptr, row, n, j, alive, edge_start, edge_row, PADDING, D, BLOCK_D
-        )
+        hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
     else:
         line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
         hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
@@ -252,6 +275,7 @@ def _processor_fwd_kernel(
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
     b2_ptr,  # [BLOCK_H] float32
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -276,16 +300,24 @@ def _processor_fwd_kernel(
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
     block, row_block, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if block * KEPT_DISTANCES > first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1:
-        return  # left of column 0 for all rows
-    top = block * KEPT_DISTANCES + KEPT_DISTANCES - 1 + PADDING
+    distance = block * KEPT_DISTANCES
+    most = first_row + tl.minimum(row_block * BLOCK_M + BLOCK_M, R) - 1
+    least = 0
+    if first_keys_ptr is not None:
+        first_keys_ptr += batch.to(tl.int64) * R
+        least, most = find_depths(row_block * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+    if distance > most:
+        return  # left of column 0, or of their documents, for all rows
+    top = distance + KEPT_DISTANCES - 1 + PADDING
     first = row_block * BLOCK_M
+    if first_keys_ptr is None:
+        least = first_row + first
     scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
     logits_ptr += batch.to(tl.int64) * H * R * C
     pointers = (scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr)
-    extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window)
+    extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr)
     # fmt: off
-    if is_whole_tile(top, first_row + first, first + BLOCK_M, R, window, PADDING, BLOCK_N):
+    if is_whole_tile(top, least, first + BLOCK_M, R, window, PADDING, BLOCK_N):
         _processor_fwd_tile(pointers, first, top, extent, False, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,
                             HAS_BIAS, SATURATE, INPUT_PRECISION)
     else:

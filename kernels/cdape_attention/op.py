@@ -4,6 +4,7 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, D 
 p = k//2.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,20 +50,23 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
     """
     check_shapes(args)
     q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
-    if first_keys is not None:
-        raise ValueError("first_keys must be None on a GPU")
+    if first_keys is not None and first_keys.device != q.device:
+        raise ValueError(f"first_keys is on {first_keys.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
     if terms is not None:
+        if first_keys is not None:
+            raise ValueError("terms are of a call without first_keys")
         if not terms.fits(q, offset, window):
             raise ValueError("terms are of another call")
         attended: Tensor = outside_graphs(_AttendWithTerms)(q, k, v, terms.anchor, terms, scale, min(chunk, rows))
         return attended
     apply = outside_graphs(_CdapeAttention)
-    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, offset, window, residual_bias, scale, min(chunk, rows))
+    options = (offset, window, first_keys, residual_bias, scale, min(chunk, rows))
+    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, *options)
     return output
 
 
@@ -103,6 +107,7 @@ class _CdapeAttention(torch.autograd.Function):
         b2: Tensor,
         offset: int,
         window: int | None,
+        first_keys: Tensor | None,
         residual_bias: bool,
         scale: float,
         chunk: int,
@@ -110,28 +115,33 @@ class _CdapeAttention(torch.autograd.Function):
         get_arch(q)  # raises where no kernel can run
         heads, rows = q.shape[1:3]
         shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
-        product = get_bias_product(shape, rows, offset, window, q.dtype)
+        # Rows of documents stand at any distance from their left edge.
+        of_rows = (rows, offset) if first_keys is None else (offset + rows, 0)
+        product = get_bias_product(shape, *of_rows, window, q.dtype)
         bias = None if bias is None else bias.contiguous()
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         weights = select_layer(packed, 0)
         problem = build_problem(product, contributions[0], bias, weights, residual_bias=residual_bias)
+        problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys)
         output, kept = _attend(q, k, v, problem, scale, chunk)
         # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
-        ctx.save_for_backward(*kept, biases, problem.bias_contributions, problem.bias_table, *problem.weights)
-        ctx.product, ctx.scale, ctx.chunk = product, scale, chunk
+        of_problem = (problem.bias_contributions, problem.bias_table, first_keys, *problem.weights)
+        ctx.save_for_backward(*kept, biases, *of_problem)
+        ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, biases, contributions, bias_table, *packed = ctx.saved_tensors
+        scaled, k, v, stats, biases, contributions, bias_table, first_keys, *packed = ctx.saved_tensors
         weights, product = PackedWeights(*packed), ctx.product
         problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
+        problem = replace(problem, rows=scaled.shape[2], offset=ctx.offset, first_keys=first_keys)
         sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], k.device)
         dqkv = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
-        return (*dqkv, None if biases is None else dbias, *dweights, None, None, None, None, None)
+        return (*dqkv, None if biases is None else dbias, *dweights, *(None,) * 6)
 
 
 class _AttendWithTerms(torch.autograd.Function):

@@ -10,7 +10,13 @@ base 2, and rounded to it once for both passes: what that costs, the sum divides
 import triton
 import triton.language as tl
 
-from kernels.cdape_attention.scores import SMALL_GROUP, head_products, is_visible, join_tiles, store_group
+from kernels.cdape_attention.scores import (
+    SMALL_GROUP,
+    head_products,
+    is_visible,
+    join_tiles,
+    store_group,
+)
 from kernels.head_dim import load_rows, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -28,28 +34,38 @@ def program_position(R, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def column_ranges(start, R, C, first_row, first_column, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the blocks of columns begin of which one of BLOCK_M rows sees something, where those begin that all rows
     see whole, and where both end."""
+    R, C, first_row, first_column, window, first_keys_ptr = extent
     stop = first_row - first_column + 1 + start  # of the first row
     first = tl.maximum(stop - window, 0) // BLOCK_N * BLOCK_N
     last = tl.minimum(stop + tl.minimum(BLOCK_M, R - start) - 1, C)
     whole = tl.cdiv(tl.maximum(stop + BLOCK_M - 1 - window, 0), BLOCK_N) * BLOCK_N
+    if first_keys_ptr is not None:
+        first_key = tl.load(first_keys_ptr + start) - first_column
+        first = tl.maximum(first, first_key // BLOCK_N * BLOCK_N)
+        last_key = tl.load(first_keys_ptr + tl.minimum(start + BLOCK_M, R) - 1) - first_column
+        whole = tl.maximum(whole, tl.cdiv(last_key, BLOCK_N) * BLOCK_N)
     end = tl.where(start + BLOCK_M <= R, tl.minimum(stop, C) // BLOCK_N * BLOCK_N, 0)
     return first, whole, tl.maximum(end, whole), last
 
 
 @triton.jit
-def load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED: tl.constexpr):
+def load_visible_logits(logits_ptr, row, column, extent, MASKED: tl.constexpr):
     """Logits [BLOCK_M, BLOCK_N], −∞ where a row does not see the column. Not MASKED: all rows see all columns.
 
     What it does not see is loaded all the same and dropped: a mask that differs along a row would forbid wide loads.
     """
+    R, C, first_row, first_column, window, first_keys_ptr = extent
     pointers = logits_ptr + row[:, None] * C + column[None, :]
     if MASKED:
         x = tl.load(pointers, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0)
         stop = (first_row - first_column + 1 + row)[:, None]
         seen = (column[None, :] >= stop - window) & (column[None, :] < tl.minimum(stop, C))
+        if first_keys_ptr is not None:
+            first_keys = tl.load(first_keys_ptr + row, mask=row < R, other=0) - first_column
+            seen = seen & (column[None, :] >= first_keys[:, None])
         x = tl.where(seen, x, float("-inf"))
     else:
         x = tl.load(pointers)
@@ -79,13 +95,13 @@ def _attend_fwd_columns(
     """
     maximum, total, o_a, o_b = state
     logits_ptr, v_ptr = pointers
-    R, C, first_row, first_column, window = extent
+    C = extent[1]
     for step in range(first, last, BLOCK_N):
         c0 = step
         if MASKED:
             c0 = tl.where(step < skipped_from, step, step + skipped)
         column = c0 + tl.arange(0, BLOCK_N)
-        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED)
+        x = load_visible_logits(logits_ptr, row, column, extent, MASKED)
         higher = tl.maximum(maximum, tl.max(x, 1) * LOG2E)
         # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -108,6 +124,7 @@ def _attend_fwd_kernel(
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     o_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,  # position of the chunk's row 0
@@ -121,9 +138,13 @@ def _attend_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    H: tl.constexpr,  # None without first keys, which all heads of a sequence share
 ):
     """O = softmax(L)·V."""
     pair, pairs, start = program_position(R, BLOCK_M)
+    if first_keys_ptr is not None:
+        first_keys_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, first_keys_ptr)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -134,9 +155,9 @@ def _attend_fwd_kernel(
     if BLOCK_DB:
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
     # fmt: off
-    first, whole, end, last = column_ranges(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
+    first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
     state = (maximum, total, o_a, o_b)
-    pointers, extent = (logits_ptr, v_ptr), (R, C, first_row, first_column, window)
+    pointers = (logits_ptr, v_ptr)
     state = _attend_fwd_columns(state, first, last - (end - whole), whole, end - whole, pointers, row, extent, True,
                                 HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
     state = _attend_fwd_columns(state, whole, end, 0, 0, pointers, row, extent, False,
@@ -173,7 +194,7 @@ def _attend_sums_columns(
     """Adds the columns that `_attend_fwd_columns` would take to each row's sum of exp(L − maximum) ∘ dP."""
     logits_ptr, v_ptr = pointers
     row, top, do_a, do_b = of_rows
-    R, C, first_row, first_column, window = extent
+    C = extent[1]
     for step in range(first, last, BLOCK_N):
         c0 = step
         if MASKED:
@@ -184,7 +205,7 @@ def _attend_sums_columns(
             v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         column = c0 + tl.arange(0, BLOCK_N)
-        x = load_visible_logits(logits_ptr, row, column, R, C, first_row, first_column, window, MASKED)
+        x = load_visible_logits(logits_ptr, row, column, extent, MASKED)
         row_sum += tl.sum(tl.exp2(x * LOG2E - top[:, None]) * dp, 1)
     return row_sum
 
@@ -196,6 +217,7 @@ def _attend_sums_kernel(
     do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, at the chunk's first row
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -209,6 +231,7 @@ def _attend_sums_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    H: tl.constexpr,  # None without first keys, which all heads of a sequence share
 ):
     """Each row's Σ P ∘ dP, dP = dO·Vᵀ.
 
@@ -216,6 +239,9 @@ def _attend_sums_kernel(
     cancels, and the rounding of O to a half type would stay (four to eight times plain PyTorch's error in float16).
     """
     pair, pairs, start = program_position(R, BLOCK_M)
+    if first_keys_ptr is not None:
+        first_keys_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, first_keys_ptr)
     row = start + tl.arange(0, BLOCK_M)
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
@@ -229,8 +255,8 @@ def _attend_sums_kernel(
         do_b = load_rows(do_ptr, start, HEAD_DIM, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     # fmt: off
-    first, whole, end, last = column_ranges(start, R, C, first_row, first_column, window, BLOCK_M, BLOCK_N)
-    pointers, extent = (logits_ptr, v_ptr), (R, C, first_row, first_column, window)
+    first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
+    pointers = (logits_ptr, v_ptr)
     of_rows = (row, top, do_a, do_b)
     row_sum = _attend_sums_columns(row_sum, first, last - (end - whole), whole, end - whole, pointers, of_rows, extent,
                                    True, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
@@ -258,7 +284,7 @@ def head_gradient(
 ):
     """dL of a group's head on a tile, compute type; P is stored. Zeros for one that only fills up the last group."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
-    R, C, first_row, first_column, window, R_total, C_total = extent
+    R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total = extent
     if MEMBER < HEADS:
         v_ptr += tl.cast(C_total, tl.int64) * (MEMBER * HEAD_DIM)
         do_ptr += tl.cast(R_total, tl.int64) * (MEMBER * HEAD_DIM)
@@ -272,7 +298,8 @@ def head_gradient(
         dp = head_products(do_ptr, v_ptr, row, column, R, C, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N,
                            INPUT_PRECISION, MASKED)
         # fmt: on
-        x = load_visible_logits(logits_ptr + map_start, rows, columns, R, C, first_row, first_column, window, MASKED)
+        of_map = (R, C, first_row, first_column, window, first_keys_ptr)
+        x = load_visible_logits(logits_ptr + map_start, rows, columns, of_map, MASKED)
         p = tl.exp2(x * LOG2E - top[:, None]) * inverse_sum[:, None]
         store_map_tile(p_ptr + map_start, p, rows, columns, R, C, MASKED)
         dlogits = p * (dp - mean[:, None])
@@ -312,7 +339,7 @@ def _store_group_gradient(
 ):
     """P and dL of a group on a tile: of HEADS heads, at most COUNT, from `first_head` on."""
     logits_ptr, v_ptr, do_ptr, stats_ptr, sums_ptr, p_ptr, pairs = pointers
-    R, C, _, _, _, R_total, C_total = extent
+    R, C, _, _, _, _, R_total, C_total = extent
     map_start = tl.cast(R, tl.int64) * C * first_head
     of_rows = tl.cast(R_total, tl.int64) * first_head
     pointers = (
@@ -373,6 +400,7 @@ def _attend_bwd_kernel(
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
     p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
+    first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
     first_row,
@@ -399,7 +427,9 @@ def _attend_bwd_kernel(
     pairs = tl.num_programs(2).to(tl.int64) * H
     maps = batch * H * R * C
     p_ptr += maps
-    if is_visible(row, column, R, first_row, first_column, window, BLOCK_M, BLOCK_N):
+    if first_keys_ptr is not None:
+        first_keys_ptr += batch * R
+    if is_visible(row, column, R, first_row, first_column, window, first_keys_ptr, BLOCK_M, BLOCK_N):
         of_rows = batch * H * R_total
         pointers = (
             logits_ptr + maps,
@@ -411,10 +441,13 @@ def _attend_bwd_kernel(
             pairs,
         )
         dlogits_ptr += batch * R * C * CHANNELS
-        extent = (R, C, first_row, first_column, window, R_total, C_total)
+        extent = (R, C, first_row, first_column, window, first_keys_ptr, R_total, C_total)
         stop = first_row - first_column + row + 1  # of the first row
         whole = (column + BLOCK_N <= stop) & (column >= stop + BLOCK_M - 1 - window)
         whole = whole & (row + BLOCK_M <= R) & (column + BLOCK_N <= C)
+        if first_keys_ptr is not None:
+            last_key = tl.load(first_keys_ptr + tl.minimum(row + BLOCK_M, R) - 1)
+            whole = whole & (column >= last_key - first_column)
         # fmt: off
         if whole:
             _store_gradient(dlogits_ptr, pointers, row, column, extent, H, COUNT, CHANNELS,

@@ -13,7 +13,7 @@ from kernels.biased_attention.op import biased_attention
 from kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from kernels.head_dim import MAX_HEAD_DIM
 from megatron.attention.backends import triton
-from megatron.attention.backends.backend import AttentionBackend
+from megatron.attention.backends.backend import AttentionBackend, takes_first_keys
 from megatron.attention.backends.pytorch import EagerBackend
 from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
@@ -135,12 +135,16 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
         ("kerple_log", "none", 5, None),
         ("kerple_log", "none", 0, 4),
         ("kerple_bias_weight", "none", 0, None),
+        ("kerple_log", "cdape", 5, None),
+        ("alibi", "cdape", 0, 4),
+        ("none", "dape", 0, None),
     ],
 )
 def test_documents_of_a_row_are_kept_apart(
     encoding: str, processor: str, start: int, window: int | None, device: str
 ) -> None:
     """As eager does, which gives what each document gives alone (tests/attention/test_documents.py)."""
+    assert takes_first_keys(TritonBackend(Unused()))
     built, q, k, v = on(device, encoding, processor), *random_on(device, 40, batch=2)
     query, key, q = TokenRange(start, 40 - start), TokenRange(0, 40), q[:, :, start:]
     begins = torch.tensor([[0] * 7 + [7] * 15 + [22] + [23] * 17, [0] * 16 + [16] * 24], dtype=torch.int32)[:, start:]

@@ -92,11 +92,15 @@ SMALL = [
     Case(1, 2, 9, 12, 128, 6, 3, offset=3),
     Case(1, 2, 50, 50, 8, 6, 3),
     Case(1, 3, 20, 60, 8, 6, 5, offset=40, window=45, chunk=16),
+    Case(2, 2, 50, 50, 8, 6, 3, documents=((50,), (3, 1, 1, 29, 16))),
+    Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1))),
+    Case(1, 2, 40, 40, 8, 6, 7, window=10, chunk=30, documents=((23, 2, 15),)),
+    Case(1, 2, 12, 12, 8, 6, 1, has_bias=False, documents=((5, 7),)),
 ]
 """For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (narrower than p
 too), chunks, decoding, H beyond 16; a window that ends with a tile, so that the hidden values beyond it lie in the
 next, and a length that does; a head dimension in two parts, and the largest; tiles that all rows see whole, which have
-code of their own."""
+code of their own; documents, shorter than k too, that begin within tiles and chunks and with them."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Run with a bias beyond float16's range."""

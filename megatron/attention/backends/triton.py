@@ -62,6 +62,7 @@ class TritonBackend:
     """
 
     reads_whole_table = True
+    takes_first_keys = True
 
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
@@ -192,7 +193,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
     if inputs.processor is not None:
         if fire is not None:
             return KernelChoice.PROCESSED_MATRIX, ""
-        reason = "several documents in a row" if inputs.first_keys is not None else processor_fallback_reason(inputs)
+        reason = processor_fallback_reason(inputs)
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
         return KernelChoice.MATRIX, ""
