@@ -8,7 +8,7 @@ from position_methods import build, random_qkv
 from torch.nn.attention import flex_attention as torch_flex
 
 from megatron.attention.backends import flex
-from megatron.attention.backends.flex import MAX_SHAPES, FlexBackend, build_block_mask
+from megatron.attention.backends.flex import MAX_SHAPES, FlexBackend, build_block_mask, build_document_mask
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.token_range import TokenRange, causal_mask, sample_positions
@@ -30,14 +30,24 @@ CPU = torch.device("cpu")
     ],
 )
 def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int, window: int | None) -> None:
+    """Also of rows that hold documents, of each sequence its own."""
     mask = build_block_mask(rows, columns, offset, window, CPU)
     visible = causal_mask(TokenRange(offset, rows), TokenRange(0, columns), CPU, window)
-    size = flex.BLOCK_SIZE
+    assert_blocks(mask, 0, visible)
+    column, row = torch.arange(columns), offset + torch.arange(rows)
+    starts = torch.stack([torch.where(row < cut, 0, cut) for cut in (1, 129, 256, 300)]).int()
+    documents = build_document_mask(rows, columns, offset, window, starts)
+    for sequence, first_columns in enumerate(starts):
+        assert_blocks(documents, sequence, visible & (column >= first_columns[:, None]))
+
+
+def assert_blocks(mask: torch_flex.BlockMask, sequence: int, visible: torch.Tensor) -> None:
+    (rows, columns), size = visible.shape, flex.BLOCK_SIZE
     for row in range(-(-rows // size)):
         found = {}
         for name in ("kv", "full_kv"):
-            count = int(getattr(mask, f"{name}_num_blocks")[0, 0, row])
-            found[name] = set(getattr(mask, f"{name}_indices")[0, 0, row, :count].tolist())
+            count = int(getattr(mask, f"{name}_num_blocks")[sequence, 0, row])
+            found[name] = set(getattr(mask, f"{name}_indices")[sequence, 0, row, :count].tolist())
         for column in range(-(-columns // size)):
             block = visible[row * size : (row + 1) * size, column * size : (column + 1) * size]
             is_full = block.numel() == size * size and bool(block.all())
@@ -46,12 +56,13 @@ def test_blocks_are_those_of_the_whole_map(rows: int, columns: int, offset: int,
 
 
 def results(
-    backend, method, qkv, query: TokenRange, window: int | None, heads: slice, cap: float | None
+    backend, method, qkv, query: TokenRange, window: int | None, heads: slice, cap: float | None, first_keys=None
 ) -> dict[str, torch.Tensor]:
     encoding, processor = method
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     key = TokenRange(0, query.stop)
-    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, window=window, heads=heads, softcap=cap))
+    options = {"window": window, "heads": heads, "softcap": cap, "first_keys": first_keys}
+    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, **options))
     named = dict(encoding.named_parameters())
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
     found = torch.autograd.grad(out, [*leaves, *named.values()], upstream)
@@ -59,30 +70,34 @@ def results(
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "window", "heads", "cap"),
+    ("name", "start", "window", "heads", "cap", "documents"),
     [
-        ("kerple_log", 0, None, slice(None), None),
-        ("t5", 7, None, slice(None), None),
-        ("alibi", 0, 5, slice(1, 3), None),
-        ("kerple_log", 0, None, slice(None), 0.7),
-        ("none", 7, 9, slice(None), 0.7),
+        ("kerple_log", 0, None, slice(None), None, False),
+        ("t5", 7, None, slice(None), None, False),
+        ("alibi", 0, 5, slice(1, 3), None, False),
+        ("kerple_log", 0, None, slice(None), 0.7, False),
+        ("none", 7, 9, slice(None), 0.7, False),
+        ("kerple_log", 0, None, slice(None), None, True),
+        ("t5", 7, 5, slice(1, 3), 0.7, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_it_equals_eager_in_the_output_and_all_gradients(name, start, window, heads, cap, monkeypatch) -> None:
+def test_it_equals_eager_in_the_output_and_all_gradients(
+    name, start, window, heads, cap, documents, monkeypatch
+) -> None:
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)  # PyTorch refuses gradients on a CPU
     encoding, _ = build(name, "none")
     q, k, v = (x[:, heads] for x in random_qkv(20))
     query = TokenRange(start, 20 - start)
     qkv = (q[:, :, start:], k, v)
-    found = results(FlexBackend(EagerBackend()), (encoding, None), qkv, query, window, heads, cap)
+    begins = torch.tensor([[0] * 3 + [3] * 9 + [12] * 8, [0] * 8 + [8] * 12], dtype=torch.int32)[:, start:]
+    rest = (query, window, heads, cap, begins if documents else None)
+    found = results(FlexBackend(EagerBackend()), (encoding, None), qkv, *rest)
     exact = (build(name, "none")[0], None)
     exact[0].load_state_dict(encoding.state_dict())
     exact[0].double()
     doubled = [x.double() for x in qkv]
-    assert_within_rounding(
-        found, lambda: results(EagerBackend(), exact, doubled, query, window, heads, cap), torch.float32
-    )
+    assert_within_rounding(found, lambda: results(EagerBackend(), exact, doubled, *rest), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class FlexBackend:
     """
 
     reads_whole_table = True
+    takes_first_keys = True
 
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
@@ -70,8 +71,6 @@ class FlexBackend:
         """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"
-        if inputs.first_keys is not None:
-            return "several documents in a row"
         if inputs.query.sampled is not None:
             return "randomized positions"
         if inputs.dropout:
@@ -106,7 +105,11 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
         score = soft_cap(score, cap)
         return score if table is None else score + table[head, (row + offset - column).clamp(min=0)]
 
-    mask = build_block_mask(inputs.query.length, inputs.key.length, offset, inputs.window, inputs.q.device)
+    sizes = (inputs.query.length, inputs.key.length, offset, inputs.window)
+    if inputs.first_columns is None:
+        mask = build_block_mask(*sizes, inputs.q.device)
+    else:
+        mask = build_document_mask(*sizes, inputs.first_columns)
     flex = _compile_flex() if inputs.q.is_cuda else flex_attention
     output: Tensor = flex(inputs.q, inputs.k, inputs.v, score_mod=modify_score, block_mask=mask)
     return output
@@ -127,10 +130,52 @@ def build_block_mask(
         device: where the mask goes.
     """
 
+    blocks = (x.to(device) for kind in _find_blocks(num_rows, num_columns, offset, window) for x in _order_blocks(kind))
+    visible = _make_visible(offset, window)
+    return BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=BLOCK_SIZE, mask_mod=visible, seq_lengths=(num_rows, num_columns)
+    )
+
+
+def build_document_mask(
+    num_rows: int, num_columns: int, offset: int, window: int | None, first_columns: Tensor
+) -> BlockMask:
+    """The same of rows that hold several documents: blocks of columns before a document are left out.
+
+    Args:
+        first_columns: int32 [B, R], the first column of each row's document, on the mask's device. It never falls from
+            row to row, so the first and the last row of a block say what the others see.
+    """
+    causal = _make_visible(offset, window)
+
+    def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return causal(batch, head, row, column) & (column >= first_columns[batch, row])
+
+    device = first_columns.device
+    partial, full = (kind.to(device) for kind in _find_blocks(num_rows, num_columns, offset, window))
+    first_column = torch.arange(0, num_columns, BLOCK_SIZE, device=device)
+    last_rows = torch.arange(BLOCK_SIZE, num_rows + BLOCK_SIZE, BLOCK_SIZE, device=device).clamp_(max=num_rows) - 1
+    seen = first_column + BLOCK_SIZE > first_columns[:, ::BLOCK_SIZE, None]
+    whole = full & (first_column >= first_columns[:, last_rows, None])
+    blocks = (*_order_blocks((partial | full) & seen & ~whole), *_order_blocks(whole))
+    return BlockMask.from_kv_blocks(
+        *blocks, BLOCK_SIZE=BLOCK_SIZE, mask_mod=is_visible, seq_lengths=(num_rows, num_columns)
+    )
+
+
+def _make_visible(offset: int, window: int | None) -> Any:
+    """Does a row see a column: the causal map, and a window's."""
+
     def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         distance = row + offset - column
         return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
+    return is_visible
+
+
+@lru_cache(maxsize=2 * MAX_SHAPES)
+def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Which blocks of rows see which blocks of columns in part, and which in whole: bool [rows, columns]."""
     first_row = torch.arange(0, num_rows, BLOCK_SIZE)[:, None] + offset
     last_row = (first_row + BLOCK_SIZE).clamp(max=num_rows + offset) - 1
     first_column = torch.arange(0, num_columns, BLOCK_SIZE)[None]
@@ -142,21 +187,12 @@ def build_block_mask(
     # A block that juts out of the map is seen in part: nothing may be read beyond the map's end.
     is_whole = (last_row - first_row == BLOCK_SIZE - 1) & (last_column - first_column == BLOCK_SIZE - 1)
     full = full & is_whole
-    blocks = [_order_blocks(which) for which in (seen & ~full, full)]
-    (partial_count, partial_order), (full_count, full_order) = ([x.to(device) for x in pair] for pair in blocks)
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_order,
-        full_count,
-        full_order,
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=is_visible,
-        seq_lengths=(num_rows, num_columns),
-    )
+    return seen & ~full, full
 
 
 def _order_blocks(which: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of columns each block of rows has [1, 1, rows], and their numbers, these first [1, 1, rows,
-    columns]; from bool [rows, columns]."""
-    order = which.int().argsort(dim=1, descending=True, stable=True)
-    return which.sum(1).int()[None, None], order.int().contiguous()[None, None]
+    """How many blocks of columns each block of rows has [B or 1, 1, rows], and their numbers, these first [B or 1, 1,
+    rows, columns]; from bool [rows, columns], or of each sequence [B, rows, columns]."""
+    which = which.unflatten(0, (1, -1)) if which.dim() == 2 else which
+    order = which.int().argsort(dim=-1, descending=True, stable=True)
+    return which.sum(-1).int()[:, None], order.int().contiguous()[:, None]
