@@ -129,11 +129,16 @@ def build_block_mask(
         window: a row sees the last `window` keys only; None for all.
         device: where the mask goes.
     """
-
-    blocks = (x.to(device) for kind in _find_blocks(num_rows, num_columns, offset, window) for x in _order_blocks(kind))
-    visible = _make_visible(offset, window)
+    kinds = _find_blocks(num_rows, num_columns, offset, window)
+    partial_count, partial, full_count, full = (x.to(device) for kind in kinds for x in _order_blocks(kind))
     return BlockMask.from_kv_blocks(
-        *blocks, BLOCK_SIZE=BLOCK_SIZE, mask_mod=visible, seq_lengths=(num_rows, num_columns)
+        partial_count,
+        partial,
+        full_count,
+        full,
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=_make_visible(offset, window),
+        seq_lengths=(num_rows, num_columns),
     )
 
 
