@@ -310,12 +310,12 @@ def _processor_fwd_kernel(
         return  # left of column 0, or of their documents, for all rows
     top = distance + KEPT_DISTANCES - 1 + PADDING
     first = row_block * BLOCK_M
-    if first_keys_ptr is None:
-        least = first_row + first
     scores_ptr += batch.to(tl.int64) * R * C * CHANNELS
     logits_ptr += batch.to(tl.int64) * H * R * C
     pointers = (scores_ptr, logits_ptr, bias_contributions_ptr, bias_ptr, w1_ptr, w2_ptr, b2_ptr)
     extent = (R, C, first_row, first_column, edge_start, edge_row, bias_count, window, first_keys_ptr)
+    if first_keys_ptr is None:
+        least = first_row + first
     # fmt: off
     if is_whole_tile(top, least, first + BLOCK_M, R, window, PADDING, BLOCK_N):
         _processor_fwd_tile(pointers, first, top, extent, False, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,

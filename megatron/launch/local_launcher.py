@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,7 +97,8 @@ def check_run_folder(config: Config) -> None:
         if options.save is None or os.path.abspath(options.load) != os.path.abspath(options.save):
             checkpoints.resolve_checkpoint_path(options.load)
     elif options.save is not None:
-        checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
+        with suppress(OSError):  # a folder that cannot be used is refused where it is made
+            checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
 @contextmanager

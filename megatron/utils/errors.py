@@ -60,11 +60,15 @@ def shorten_text(text: str, max_length: int = 200) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is this what Python, numpy or torch raise where memory does not suffice? On a CPU torch's is a RuntimeError."""
+    """Is this what Python, numpy or torch raise where memory does not suffice? On a CPU torch's is a RuntimeError, also
+    where a file is too large to be mapped."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        or (
+            isinstance(error, RuntimeError)
+            and ("can't allocate memory" in str(error) or "Cannot allocate" in str(error))
+        )
     )
 
 

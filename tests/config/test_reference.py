@@ -30,18 +30,23 @@ def declared() -> dict[str, str]:
 
 
 def rows(section: str | None = None) -> dict[str, list[str]]:
-    """The cells of the written page's tables by what stands in the first, in code."""
+    """The cells of the written page's tables by what stands in the first, in code; the last, where it stands twice."""
+    return dict(list_rows(section))
+
+
+def list_rows(section: str | None = None) -> list[tuple[str, list[str]]]:
+    """What stands in code in the first cell of a row of the written page's tables, and the row's cells."""
     text = (ROOT / reference.REFERENCE_PAGE).read_text(encoding="utf-8")
     if section is not None:
         text = text.split(f"## {section}\n")[1].split("\n## ")[0]
     lines = [line.strip("| ").replace("\\|", "¦").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return {name: cells for cells in lines for name in re.findall(r"`([^`]+)`", cells[0])}
+    return [(name, cells) for cells in lines for name in re.findall(r"`([^`]+)`", cells[0])]
 
 
 def test_page_has_what_the_sources_declare():
     found = declared()
     assert len(found) > 90  # the page is compared with something
-    written = {(name.split(".")[-1], cells[-1].replace("¦", "|")) for name, cells in rows().items()}
+    written = {(name.split(".")[-1], cells[-1].replace("¦", "|")) for name, cells in list_rows()}
     assert set(found.items()) - written == set()
 
 

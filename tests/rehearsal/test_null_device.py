@@ -12,7 +12,7 @@ import torch
 
 from kernels.jit_build import CompileError
 from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
-from megatron.rehearsal.null_device import build, recorder, values
+from megatron.rehearsal.null_device import build, host_reads, recorder
 from megatron.rehearsal.null_device.cards import CARDS, get_card
 from megatron.utils.errors import UserError
 
@@ -106,7 +106,7 @@ def test_no_real_run_has_it() -> None:
 
 def test_a_function_that_deepspeed_no_longer_has_is_named() -> None:
     with pytest.raises(RuntimeError, match="has no has_overflow: the installed DeepSpeed is not known"):
-        values._run_and_answer(values, "has_overflow", lambda: False)
+        host_reads._run_and_answer(host_reads, "has_overflow", lambda: False)
 
 
 def test_collectives_run_and_their_answer_is_replaced() -> None:
@@ -117,14 +117,14 @@ def test_collectives_run_and_their_answer_is_replaced() -> None:
             Optimizer.asked += partition_gradients
             return True
 
-    values._run_and_answer(Optimizer, "has_overflow", lambda *args, **kwargs: False)
+    host_reads._run_and_answer(Optimizer, "has_overflow", lambda *args, **kwargs: False)
     assert Optimizer().has_overflow(partition_gradients=True) is False
     assert Optimizer.asked == 1
 
 
 def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
     read = [0.0, 2.5, -1.0, float("nan"), float("inf"), 1e30, 7, True]
-    assert values._replace_implausible([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
+    assert host_reads._replace_implausible([read]) == [[0.0, 2.5, 1.0, 1.0, 1.0, 1.0, 7, True]]
 
 
 class _FakeC10d:

@@ -65,6 +65,7 @@ def render_page(record: dict[str, Any]) -> str:
         "on as many GPUs as the planner finds necessary, by `tools/gpu/rehearse_all.py`.",
         "The peak is that of PyTorch's allocator over the ranks that ran (what tensors take, and what it reserves), "
         "the plan that of the stage with the peak.",
+        'Without a resume are runs whose checkpoint this machine\'s memory could not hold ("What they found").',
         "CPU time is the sum over the processes, which compute nothing on the device; the machine did other work too.",
         "Nothing here was measured on a GPU.",
         "",
@@ -84,7 +85,7 @@ def render_page(record: dict[str, Any]) -> str:
         planned = "?" if worst["planned"] is None else f"{worst['planned'] / GIB:.2f}"
         checkpoint = "" if report["disk"] is None else f"{report['disk']['checkpoint'] / GIB:.1f} GiB"
         lines.append(
-            f"{head} {layout} | {len(roles)} | {report['verdict']} | {worst['peak_allocated'] / GIB:.2f} | "
+            f"{head} {layout} | {len(roles)} | {_describe_verdict(report)} | {worst['peak_allocated'] / GIB:.2f} | "
             f"{max(role['peak_reserved'] for role in roles) / GIB:.2f} | {planned} | "
             f"{'no' if report['mismatches'] else 'yes'} | "
             f"{checkpoint} | {sum(role['cpu_seconds'] for role in roles):.0f} |"
@@ -107,12 +108,20 @@ def render_page(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", format_provenance(record["provenance"]) + f" Rehearsed at {commits}.", ""])
 
 
+def _describe_verdict(report: dict[str, Any]) -> str:
+    """The verdict; of a training that fits, and whose resume this machine could not hold, that."""
+    errors = [error for role in report["roles"] for error in role.get("errors", ())]
+    lacks_memory = all(error["action"] == "resume" and error["kind"] == "host memory" for error in errors)
+    return "fits; no resume" if errors and lacks_memory else str(report["verdict"])
+
+
 def _list_problems(report: dict[str, Any]) -> list[str]:
     found = [f"{mismatch['action']}: {mismatch['message']}" for mismatch in report["mismatches"]]
     for role in report["roles"]:
         for error in role.get("errors", ()):
             where = f" ({error['where'][0]})" if error["where"] else ""
-            found.append(f"rank {role['rank']}, {error['action']}, {error['phase']}: {error['message']}{where}")
+            phase = f" in {error['phase']}" if error["phase"] else ""
+            found.append(f"rank {role['rank']}, {error['action']}{phase}: {error['message']}{where}")
     return found
 
 

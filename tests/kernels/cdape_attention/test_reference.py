@@ -25,10 +25,13 @@ def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tens
     state = {"hidden.weight": w1, "hidden.bias": b1, "output.weight": w2, "output.bias": b2}
     processor.to(q.dtype).load_state_dict(state)
     query, key = TokenRange(case.offset, case.rows), TokenRange(0, case.columns)
-    visible = causal_mask(query, key, window=case.window)[None, None]
+    visible, edge = causal_mask(query, key, window=case.window)[None, None], {}
+    if (first_keys := case.options.get("first_keys")) is not None:
+        visible = visible & (torch.arange(case.columns) >= first_keys[:, None, :, None])
+        edge = {"first_columns": first_keys}
     spread = None if bias is None else toeplitz(bias, query, key)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return apply_softmax(processor(scores, spread, visible).masked_fill(~visible, float("-inf")), v)
+    return apply_softmax(processor(scores, spread, visible, **edge).masked_fill(~visible, float("-inf")), v)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
