@@ -36,8 +36,8 @@ DECODE_ROWS = 1
 SPILL_BUDGET_LONG = 16
 """Of processors with more than three taps: a register or two of mix_bwd on sm_80."""
 SPILL_BUDGET_LONG_DOCUMENTS = 96
-"""Of the same where rows hold documents: mix_bwd on sm_80 keeps a line of contributions for the next whole tile while it
-goes through tiles that are none. Loaded anew for each it would be 8 KB a tile more to read."""
+"""Of the same where rows hold documents: mix_bwd on sm_80 keeps a line of contributions for the next whole tile while
+it goes through tiles that are none. Loaded anew for each it would be 8 KB a tile more to read."""
 PROCESSOR_KERNELS = {
     "mix_fwd": _processor_fwd_kernel,
     "mix_bwd": _processor_bwd_kernel,
