@@ -338,6 +338,10 @@ _QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to
 _MOE = "mixtures of experts are not supported"
 _SPARSE = "sparse attention is not supported; every layer attends to all earlier tokens"
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
+_COMPILE = (
+    "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
+    "and falls apart under tensor parallelism and ZeRO 3; attention_backend: flex compiles attention"
+)
 _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 
 _LABEL_DATA_KEYS = (
@@ -397,6 +401,8 @@ UNSUPPORTED = (
         "attention is recomputed alone (checkpoint_activations: selective), or whole layers (true)",
         (None, ["core_attn"]),
     ),
+    # torchtitan's and transformers'.
+    Unsupported(("compile", "torch_compile"), _COMPILE, (None, False, {}, {"enable": False})),
     Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
     Unsupported(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
     Unsupported(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),

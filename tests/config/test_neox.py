@@ -210,6 +210,11 @@ def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
         ({"sparsity_config": {"block": 16}}, "sparse attention"),
         ({"use_mup": True}, "needs mup_base_hidden_size"),
         ({"mup_output_temp": 2.0}, "has no effect without use_mup: true"),
+        (
+            {"compile": {"enable": True, "components": ["model"]}},
+            "torch.compile of all but attention saves no time on a CPU",
+        ),
+        ({"torch_compile": True}, "torch.compile of all but attention saves no time on a CPU"),
         ({"recompute_method": "block"}, "recomputes all layers, checkpoint_num_layers at a time"),
         ({"recompute_modules": ["core_attn", "mlp"]}, "attention is recomputed alone"),
         ({"recompute_activations": True, "checkpoint_activations": True}, "contradicts selective"),
@@ -246,6 +251,7 @@ def test_refused_with_what_to_use_instead(read, theirs, message):
         {"use_mup": False, "moe_num_experts": 1, "sparsity_config": {}},
         {"num_nodes": -1, "checkpoint_scale": "linear"},
         {"flops_profiler": {"enabled": False}},
+        {"compile": {"enable": False}, "torch_compile": False},
         {"recompute_granularity": None, "recompute_num_layers": None, "recompute_modules": None},
     ],
 )
