@@ -103,6 +103,8 @@ def export_model(
     log(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}{flag})")
     if family.known_difference is not None:
         log(f"note: {family.known_difference}")
+    if run.config.position.attention_mask == "document":
+        log("note: it was trained with attention_mask: document; transformers reads a sequence as one document")
     return target
 
 

@@ -17,6 +17,7 @@ from megatron.evaluation.run import evaluate_runs
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions
 from megatron.training.trainer import train
+from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 END = 60
@@ -101,3 +102,10 @@ def test_a_run_with_documents_apart_resumes(corpus: Path, tmp_path: Path) -> Non
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
     train(tiny_config(corpus, tmp_path / "across", **{**keys, "attention_mask": "causal"}))
     assert losses(tmp_path / "across") != losses(tmp_path / "whole")
+
+
+def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> None:
+    """Its ranks would call modules, and so gather parameters, differently often."""
+    keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
+    with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 cannot do; use stage 2"):
+        train(tiny_config(corpus, **keys))
