@@ -21,9 +21,9 @@ from megatron.config.neox_rules import (
     MethodOptionAlias,
     NeoxRule,
     PositionAlias,
+    StepKey,
+    StepKeyRule,
     StepSwitch,
-    SwitchedStep,
-    SwitchedStepRule,
     Unsupported,
     UnsupportedValue,
     ValidatedNoop,
@@ -185,13 +185,13 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
 }
 
 # Theirs profiles what follows on step profile_step_start, and takes snapshots of the memory at the same steps.
-_FIRST_STEP = SwitchedStep("profile_step_start", 10, offset=1)
-_LAST_STEP = SwitchedStep("profile_step_stop", 12)
+_FIRST_STEP = StepKey("profile_step_start", 10, offset=1)
+_LAST_STEP = StepKey("profile_step_stop", 12)
 STEP_SWITCHES = (
     StepSwitch("profile", {"profile.from": _FIRST_STEP, "profile.to": _LAST_STEP}),
     StepSwitch("memory_profiling", {"memory_snapshot": _LAST_STEP}),
-    SwitchedStepRule(_FIRST_STEP, ("profile",)),
-    SwitchedStepRule(_LAST_STEP, ("profile", "memory_profiling")),
+    StepKeyRule(_FIRST_STEP, ("profile",)),
+    StepKeyRule(_LAST_STEP, ("profile", "memory_profiling")),
 )
 
 _KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"

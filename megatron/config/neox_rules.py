@@ -268,7 +268,7 @@ class ValueSwitch(DeferredRule):
         ]
 
 
-class SwitchedStep(NamedTuple):
+class StepKey(NamedTuple):
     """A key that says a step, which means something where a switch is on."""
 
     key: str
@@ -285,7 +285,7 @@ class StepSwitch(DeferredRule):
     """A switch for something that happens at the steps that other keys of theirs say, and here at those of our own."""
 
     key: str
-    steps: Mapping[str, SwitchedStep]
+    steps: Mapping[str, StepKey]
     """By our key."""
     is_suggested: ClassVar[bool] = True
 
@@ -300,7 +300,7 @@ class StepSwitch(DeferredRule):
                 self._resolve_step(name, setting, layers, own_key, step)
 
     def _resolve_step(
-        self, name: str, setting: SourcedValue, layers: ConfigLayers, own_key: str, step: SwitchedStep
+        self, name: str, setting: SourcedValue, layers: ConfigLayers, own_key: str, step: StepKey
     ) -> None:
         path, where = tuple(own_key.split(".")), setting.where
         value = layers.deferred[step.key].value if step.key in layers.deferred else step.default
@@ -322,10 +322,10 @@ class StepSwitch(DeferredRule):
 
 
 @dataclass(frozen=True)
-class SwitchedStepRule(DeferredRule):
+class StepKeyRule(DeferredRule):
     """The step of a `StepSwitch`, which reads it; without effect where none of its switches is on."""
 
-    step: SwitchedStep
+    step: StepKey
     switches: tuple[str, ...]
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megatron.attention.backends.capabilities import find_method_lack
+from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.config import method_names
 from megatron.config.parallelism import check_divisible, get_known_world_size, resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config
@@ -102,7 +102,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         facts = read_encoding_facts(position.pos_emb)
     except MethodFileError:  # refused elsewhere
         return
-    reason = find_method_lack(
+    reason = find_unsupported_method(
         backend,
         facts,
         has_processor=position.score_processor != "none",

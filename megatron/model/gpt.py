@@ -47,7 +47,7 @@ from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding
-from megatron.position.numerics import soft_cap
+from megatron.position.numerics import is_divided_by_zero_3, soft_cap
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 from megatron.utils.errors import UserError
 
@@ -309,7 +309,7 @@ class GPT(GPTModel):
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
         restarted = None
         # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.
-        if document_starts is not None and (bool(document_starts.any()) or hasattr(self.local_weight, "ds_id")):
+        if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
             if attention_mask is not None:
                 raise RuntimeError("documents that are kept apart come without padding")
             segments, restarted = self._lay_out_documents(
@@ -390,10 +390,9 @@ class GPT(GPTModel):
         return hidden
 
     @property
-    def local_weight(self) -> nn.Parameter:
-        """A weight of this stage's layers; it bears DeepSpeed's mark if ZeRO 3 divides the model."""
-        weight: nn.Parameter = self.local_layers[0].self_attention.linear_proj.weight
-        return weight
+    def is_divided_by_zero_3(self) -> bool:
+        """Does ZeRO 3 divide the weights of this stage's layers?"""
+        return is_divided_by_zero_3(self.local_layers[0].self_attention.linear_proj.weight)
 
     def has_attention_parameters(self) -> bool:
         """Does attention itself learn anything, in its encoding or its processor?"""

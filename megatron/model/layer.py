@@ -35,7 +35,7 @@ from megatron.model.megatron_core import (
     TransformerConfig,
     TransformerLayer,
 )
-from megatron.position.numerics import promote_to_float32
+from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
@@ -105,7 +105,7 @@ def build_qk_norm(
 def is_held_whole(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
     """Does this rank alone compute a linear layer? ZeRO 3 takes a weight away after its use: what autograd keeps of it
     must be the parameter itself, which megatron-core's function sees to, and not a view."""
-    return linear.tp_group.size() == 1 and not hasattr(weight, "ds_id")
+    return linear.tp_group.size() == 1 and not is_divided_by_zero_3(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):

@@ -141,7 +141,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
     return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
-def map_to_parts(model: nn.Module) -> dict[str, str]:
+def find_model_parts(model: nn.Module) -> dict[str, str]:
     """For each parameter's name the part of the model that it belongs to, as people call it."""
     parts: dict[str, str] = {}
     for name, module in model.named_modules():  # what is inside comes after what holds it

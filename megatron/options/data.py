@@ -202,7 +202,7 @@ def list_corpus_names(corpus: CorpusName) -> list[str]:
     return [corpus] if isinstance(corpus, str) else corpus
 
 
-def is_remote(name: str) -> bool:
+def is_url(name: str) -> bool:
     """Is it the address of something on a network, such as s3://bucket/file?"""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
@@ -211,7 +211,7 @@ def _find_name_problems(corpora: Sequence[CorpusName]) -> Iterator[str]:
     for corpus in corpora:
         if not corpus:
             yield f"has an empty entry, {corpus!r}; name a dataset, a folder, or a list of them"
-        for name in filter(is_remote, list_corpus_names(corpus)):
+        for name in filter(is_url, list_corpus_names(corpus)):
             yield (
                 f"names {name}; every rank reads its samples in a shuffled order, a few kilobytes at a time, so data "
                 "are mapped from a disk and not streamed from an object store; copy the .bin and .idx to one"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
-from megatron.attention.backends.capabilities import find_method_lack
+from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.planning.model_costs import PlannedEncoding, PlannedProcessor
 
 MASKED_ROWS = 512
@@ -370,7 +370,9 @@ def _can_compute(
     backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool
 ) -> bool:
     has_processor = processor is not None
-    return find_method_lack(backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap) is None
+    return (
+        find_unsupported_method(backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap) is None
+    )
 
 
 def list_backends(

@@ -9,6 +9,11 @@ from torch import Tensor
 from megatron.position.token_range import TokenRange
 
 
+def is_divided_by_zero_3(parameter: Tensor) -> bool:
+    """Does DeepSpeed's ZeRO 3 divide a parameter, and gather it around each call of its module alone?"""
+    return hasattr(parameter, "ds_id")
+
+
 def promote_to_float32(x: Tensor) -> Tensor:
     """x in float32, or unchanged where it is wider already (float64 in tests)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -150,8 +150,8 @@ def run_rank_job(job: RankJob) -> RankResult:
     from megatron.rehearsal.unset_weights import without_weight_values
 
     result = RankResult(job.rank)
-    rehearsal = RankHooks(job, result)
-    memory = rehearsal.memory
+    rank_hooks = RankHooks(job, result)
+    memory = rank_hooks.memory
     # Of a model whose weights have no values this machine holds little; what the run's own must hold is reported.
     hardware = LocalHardware(job.devices, count_cores(), memory=None)
     with _collect_warnings(result.warnings), without_weight_values():
@@ -160,7 +160,7 @@ def run_rank_job(job: RankJob) -> RankResult:
                 lambda silent: load_config([job.config]),
                 lambda notes: None,
                 hardware=hardware,
-                hooks=rehearsal.build_hooks(),
+                hooks=rank_hooks.build_hooks(),
             )
         except BaseException as error:
             result.error = describe_rank_error(error, f"{memory.phase} of step {memory.step}")

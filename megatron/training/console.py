@@ -22,7 +22,7 @@ MIN_SLOWDOWN = 0.1
 """Share by which a rank is slower than others of which it is told."""
 
 
-def list_waits(record: TrainRecord) -> list[str]:
+def describe_waits(record: TrainRecord) -> list[str]:
     """What training waited for, as far as it matters: data, checkpoints, a rank that is slower than others."""
     waits = []
     if record.data_wait >= MIN_WAIT:
@@ -59,7 +59,7 @@ def format_train_record(record: TrainRecord, train_iters: int) -> str:
         parts.append(f"scale {record.loss_scale:g}")
     if record.skipped_steps:
         parts.append(f"skipped {record.skipped_steps}")
-    parts += list_waits(record)
+    parts += describe_waits(record)
     parts.append(f"{record.memory_gib:.2f} GiB")
     if record.step < train_iters:
         parts.append(f"{format_duration(record.seconds_left)} left")

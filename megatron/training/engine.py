@@ -28,7 +28,7 @@ from megatron.distributed.sharding import is_counted_here
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import parameter_groups
-from megatron.training.optimizer import build_optimizer, label_weights, list_grouped_weights
+from megatron.training.optimizer import build_optimizer, label_parameters, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer
 from megatron.utils.errors import UserError
@@ -64,7 +64,7 @@ class Engine:
         param_groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
         """Which group of the optimizer's each parameter is in that this rank is the first to hold."""
-        self.weight_labels = label_weights(param_groups, model)
+        self.parameter_labels = label_parameters(param_groups, model)
         """Of each parameter's name its group of the optimizer's and its part of the model (`parameter_norms.py`)."""
         self.inner_optimizer: ProjectedOptimizer = build_optimizer(
             param_groups, config.optimizer, groups, get_torch_dtype(self.precision)

@@ -14,7 +14,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups, single_process
 from megatron.distributed.sharding import full_numel, is_replica
 from megatron.model.build import build_model
-from megatron.model.parameter_groups import map_to_parts, parameter_groups
+from megatron.model.parameter_groups import find_model_parts, parameter_groups
 from megatron.options.training import OptimizerOptions
 from megatron.training.muon import MuonWithAdamW
 from megatron.training.projected_optimizers import ProjectedAdamW, ProjectedLion, ProjectedOptimizer
@@ -86,10 +86,10 @@ def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mes
     )  # fmt: skip
 
 
-def label_weights(groups: Iterable[dict[str, Any]], model: nn.Module) -> dict[str, str]:
+def label_parameters(groups: Iterable[dict[str, Any]], model: nn.Module) -> dict[str, str]:
     """Of each parameter's name `decayed/attention`: its group and the part of the model that it is in. Before ZeRO
     divides them."""
-    names, parts = {id(parameter): name for name, parameter in model.named_parameters()}, map_to_parts(model)
+    names, parts = {id(parameter): name for name, parameter in model.named_parameters()}, find_model_parts(model)
     by_parameter = {names[id(parameter)]: group["name"] for group in groups for parameter in group["params"]}
     return {name: f"{group}/{parts[name]}" for name, group in by_parameter.items()}
 

@@ -45,7 +45,7 @@ class ParameterNorms:
     @torch.no_grad()
     def end_step(self) -> None:
         """Measure the step that was taken since `begin_step`. Waits for the device."""
-        shards, labels = self._list_shards(), self._engine.weight_labels
+        shards, labels = self._list_shards(), self._engine.parameter_labels
         masters = [shard.master for shard in shards]
         updates = torch._foreach_sub(masters, [self._before[shard.name] for shard in shards]) if shards else []
         self._before = {}

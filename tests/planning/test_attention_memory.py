@@ -14,7 +14,7 @@ from kernels.cdape_attention import configs, op
 from kernels.head_dim import MAX_HEAD_DIM
 from kernels.runtime import DeviceProperties
 from megatron.attention.backends import flex, triton
-from megatron.attention.backends.capabilities import find_method_lack
+from megatron.attention.backends.capabilities import find_unsupported_method
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.evidence import RECORD_FILE
@@ -72,7 +72,7 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
             assert set(found) == {"auto", "chunked", "eager", *wanted}, name
             reasons["native"] = NativeBackend.combination_unsupported_reason(encoding, processor, softcap)
             known = {
-                key: find_method_lack(key, facts, has_processor=has_processor, has_softcap=has_softcap)
+                key: find_unsupported_method(key, facts, has_processor=has_processor, has_softcap=has_softcap)
                 for key in reasons
             }
             assert known == reasons, name

@@ -10,7 +10,7 @@ from forked import Forked
 from hanging_rank import SLOW
 from tiny_runs import free_port, records, tiny_config, write_corpora
 
-from megatron.training.console import list_waits
+from megatron.training.console import describe_waits
 from megatron.training.metrics_log import TrainRecord
 from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks
 
@@ -96,8 +96,8 @@ def test_a_line_tells_of_waits_that_matter() -> None:
         tflops=1.0, mfu=None, loss_scale=1.0, skipped_steps=0, memory_gib=1.0, tokens=1, seconds_left=1.0,
         data_wait=0.04, data_wait_rank=3, checkpoint_wait=0.04, slowest_rank=7, slowdown=0.09, slowest_rank_wait=0.2,
     )  # fmt: skip
-    assert list_waits(record) == []
-    assert list_waits(replace(record, slowdown=0.3, slowest_rank_wait=0.04)) == []
+    assert describe_waits(record) == []
+    assert describe_waits(replace(record, slowdown=0.3, slowest_rank_wait=0.04)) == []
     told = replace(record, slowdown=0.3, data_wait=0.34, checkpoint_wait=0.12)
-    assert list_waits(told) == ["data 34% (rank 3)", "checkpoint 12%", "rank 7 slower by 30%"]
-    assert list_waits(replace(record, data_wait=0.5, data_wait_rank=None)) == ["data 50%"]
+    assert describe_waits(told) == ["data 34% (rank 3)", "checkpoint 12%", "rank 7 slower by 30%"]
+    assert describe_waits(replace(record, data_wait=0.5, data_wait_rank=None)) == ["data 50%"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from megatron.attention.backends.capabilities import find_lack, list_score_features
+from megatron.attention.backends.capabilities import find_unsupported_feature, list_score_features
 from megatron.position.facts import HOOKS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
     return getattr(backend, "takes_first_keys", False)
 
 
-def find_combination_lack(
+def find_unsupported_combination(
     backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None
 ) -> str | None:
     """Why a backend can compute no call of a combination, as far as `capabilities.py` knows; None if nothing is known.
@@ -55,7 +55,7 @@ def find_combination_lack(
         has_processor=processor is not None,
         has_softcap=softcap is not None,
     )
-    return find_lack(backend, features)
+    return find_unsupported_feature(backend, features)
 
 
 class AttentionBackend(Protocol):

@@ -1,8 +1,8 @@
 """Which methods each attention backend can compute, as far as the method's file tells: known without torch.
 
-A method is described by the features of its scores. A backend lists those that it lacks, and those of which it needs
-one. Backends ask this module when a model is built, the configuration before anything is built, and the planner for its
-columns. What depends on sizes or on the machine, such as a processor's width, a backend adds for itself.
+A method is described by the features of its scores. A backend lists those that it does not support, and those of which
+it requires one. Backends ask this module when a model is built, the configuration before anything is built, and the
+planner for its columns. What depends on sizes or on the machine, such as a processor's width, a backend adds for itself.
 """
 
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.position.catalog import MethodFacts
 
-LACK_REASONS = {
+UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
@@ -20,7 +20,7 @@ LACK_REASONS = {
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
 }
-"""The features of a method, with what a backend says that lacks one.
+"""The features of a method, with what a backend says that does not support one.
 
     bias                        anything is added to the scores, or multiplied into them
     matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
@@ -34,14 +34,14 @@ class BackendCapabilities:
     """What a backend can compute.
 
     Attributes:
-        lacks: features of which it can compute none. The first that a method has is the reason that is given.
-        needs: features of which a method must have one, or empty.
-        needs_reason: what the backend says of a method that has none of them.
+        unsupported: features of which it can compute none. The first that a method has is the reason that is given.
+        requires: features of which a method must have one, or empty.
+        requires_reason: what the backend says of a method that has none of them.
     """
 
-    lacks: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
-    needs_reason: str = ""
+    unsupported: tuple[str, ...] = ()
+    requires: frozenset[str] = frozenset()
+    requires_reason: str = ""
 
 
 BACKEND_CAPABILITIES = {
@@ -69,7 +69,7 @@ def list_score_features(
     has_processor: bool,
     has_softcap: bool,
 ) -> frozenset[str]:
-    """The features of a method's scores: keys of `LACK_REASONS`.
+    """The features of a method's scores: keys of `UNSUPPORTED_REASONS`.
 
     Args:
         hooks: that its encoding answers.
@@ -91,7 +91,7 @@ def list_score_features(
     return frozenset(feature for feature, is_there in present.items() if is_there)
 
 
-def find_method_lack(backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool) -> str | None:
+def find_unsupported_method(backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool) -> str | None:
     """Why a backend cannot compute an encoding with or without a score processor and a bound of the scores."""
     features = list_score_features(
         facts.hooks,
@@ -100,10 +100,10 @@ def find_method_lack(backend: str, facts: MethodFacts, *, has_processor: bool, h
         has_processor=has_processor,
         has_softcap=has_softcap,
     )
-    return find_lack(backend, features)
+    return find_unsupported_feature(backend, features)
 
 
-def find_lack(backend: str, features: Collection[str]) -> str | None:
+def find_unsupported_feature(backend: str, features: Collection[str]) -> str | None:
     """Why a backend cannot compute a method with these features: a clause, or None if it can.
 
     Args:
@@ -111,6 +111,6 @@ def find_lack(backend: str, features: Collection[str]) -> str | None:
         features: from `list_score_features`.
     """
     capabilities = BACKEND_CAPABILITIES.get(backend, BackendCapabilities())
-    if capabilities.needs and not capabilities.needs & set(features):
-        return capabilities.needs_reason
-    return next((LACK_REASONS[feature] for feature in capabilities.lacks if feature in features), None)
+    if capabilities.requires and not capabilities.requires & set(features):
+        return capabilities.requires_reason
+    return next((UNSUPPORTED_REASONS[feature] for feature in capabilities.unsupported if feature in features), None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -50,7 +50,7 @@ class FlexBackend:
     ) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if reason := find_combination_lack("flex", encoding, processor, softcap):
+        if reason := find_unsupported_combination("flex", encoding, processor, softcap):
             return reason
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not repeatable (deterministic: true)"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cdape_attention import cpu
-from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
     processor_unsupported_reason,
@@ -47,7 +47,7 @@ class NativeBackend:
         encoding: Encoding, processor: Processor | None, softcap: float | None = None
     ) -> str | None:
         """Why it refuses, wherever the model will run."""
-        reason = find_combination_lack("native", encoding, processor, softcap)
+        reason = find_unsupported_combination("native", encoding, processor, softcap)
         if reason is not None or processor is None:
             return reason
         return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)

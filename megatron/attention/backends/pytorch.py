@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_combination_lack
+from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_unsupported_combination
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -121,7 +121,7 @@ class SdpaBackend:
     def unsupported_reason(
         self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
     ) -> str | None:
-        return find_combination_lack("sdpa", encoding, processor, softcap)
+        return find_unsupported_combination("sdpa", encoding, processor, softcap)
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention.backends.backend import AttentionBackend, find_combination_lack
+from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.backends.fused_processor import (
     processor_fallback_reason,
     processor_unsupported_reason,
@@ -36,6 +36,7 @@ from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import is_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
 
@@ -76,7 +77,7 @@ class TritonBackend:
 
         if encoding.dims.head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.dims.head_dim}"
-        if reason := find_combination_lack("triton", encoding, processor, softcap):
+        if reason := find_unsupported_combination("triton", encoding, processor, softcap):
             return reason
         if type(encoding).overrides_hook("dense"):
             return _fire_unsupported_reason(encoding)
@@ -132,7 +133,7 @@ class TritonBackend:
         if not are_convolutions or _describe_unfit(like) is not None:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
-        if any(hasattr(x, "ds_id") for processor in processors for x in processor.parameters()):
+        if any(is_divided_by_zero_3(x) for processor in processors for x in processor.parameters()):
             return None  # ZeRO 3 gathers a layer's weights for that layer
         return compute_layer_terms(
             biases,

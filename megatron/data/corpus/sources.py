@@ -31,7 +31,7 @@ from typing import Literal
 from megatron.data.corpus.file_readers import TABLE_SUFFIXES, count_rows, iter_lines, iter_table_texts
 from megatron.data.corpus.hub_dataset import HUB_PREFIX, DownloadCallback, HubDataset
 from megatron.data.corpus.saved_dataset import DEFAULT_SPLIT, is_saved_dataset, list_saved_files
-from megatron.options.data import is_remote
+from megatron.options.data import is_url
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError
 from megatron.utils.imports import require_package
@@ -99,7 +99,7 @@ def scan_sources(
     for source in sources:
         if source == "python":
             files += _list_library_files(packages)
-        elif is_remote(source):
+        elif is_url(source):
             raise UserError(_refuse_remote(source))
         elif source.startswith(HUB_PREFIX) and not is_saved_dataset(Path(source.removeprefix(HUB_PREFIX))):
             has_dataset = True
