@@ -2,7 +2,7 @@
 
 A method is described by the features of its scores. A backend lists those that it does not support, and those of which
 it requires one. Backends ask this module when a model is built, the configuration before anything is built, and the
-planner for its columns. What depends on sizes or on the machine, such as a processor's width, a backend adds for itself.
+planner for its columns. What depends on sizes or on the machine, such as a processor's width, a backend adds.
 """
 
 from collections.abc import Collection
