@@ -29,7 +29,8 @@ Gradients come one after the other while activations go (a test sums the tensors
 | 3                   | bf16 4 / N, else    | and b · K, and what is gathered    | 4 / N        |
 |                     | b / N               |                                    |              |
 
-"Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none.
+"Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none, but a
+buffer for the gradient of the largest parameter (ZeRO 1 and 2) and the float32 sums of bf16 gradients (ZeRO 2).
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
@@ -216,6 +217,7 @@ class _StageMemory:
         # A stage has a buffer for each micro-batch in flight, which is its first layer's input, and one for a gradient.
         received = 0 if self.is_first else self.hidden_bytes
         handed = self.num_in_flight * received + (0 if self.is_last else self.hidden_bytes)
+        handed += self._count_offload_bytes()
         in_flight -= self.num_in_flight * received
 
         def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
@@ -255,6 +257,15 @@ class _StageMemory:
         return MemoryEstimate(
             self.stage, states.weights, states.optimizer, tuple(moments), kept_maps * self.num_in_flight, working_maps
         )
+
+    def _count_offload_bytes(self) -> int:
+        """Of a buffer as large as the largest parameter, through which ZeRO 1 and 2 offload gradients."""
+        zero, model = self.config.training.zero_optimization, self.config.model
+        if zero.stage not in (1, 2) or zero.offload_optimizer.device != "cpu":
+            return 0
+        has_vocabulary = self.is_first or self.is_last
+        embedding = self.local_vocab_size * model.hidden_size if has_vocabulary else 0
+        return self.bytes_per_element * max(embedding, max(list_layer_matrices(model)) // self.sizes.tensor)
 
     def _count_logit_bytes(self) -> int:
         """Of the logits of as many tokens as the loss takes at once."""
@@ -318,7 +329,8 @@ class _ModelStates:
         is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
         self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
         if zero.offload_optimizer.device == "cpu":
-            self.summed = 0  # in the host's memory
+            # In the host's memory, but where ZeRO 2 sums in float32: that partition goes to the host once a step.
+            self.summed = 4 * shard_size if zero.stage == 2 and self.keeps_fp32 else 0
         self.gathered = 0
         self.step, self.step_gradients = self.partition, 0
         self.reduce_step, self.reduce_buffers = 0, self.bucket_bytes

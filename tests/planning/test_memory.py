@@ -87,6 +87,22 @@ def test_what_is_offloaded_takes_no_memory_of_the_gpu() -> None:
     assert (both.weights, both.get_largest("buffers")) == (0, plain.get_largest("buffers"))
 
 
+def test_offloading_by_zero_2_keeps_float32_sums_and_a_buffer_on_the_gpu() -> None:
+    """4 bytes of each parameter of a rank's part, where bfloat16 gradients accumulate; and the embedding in 2 bytes."""
+
+    def offloaded(steps: int, precision: str) -> MemoryEstimate:
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        return of("350M", "rotary", ParallelSizes(data=2), zero_optimization=zero, gradient_accumulation_steps=steps,
+                  precision=precision)  # fmt: skip
+
+    parameters = count_parameters(settled("350M", "rotary"), 50257)
+    for steps, precision in ((1, "bf16"), (3, "bf16"), (3, "fp16")):
+        moment = offloaded(steps, precision).moments[0]
+        assert moment.name == "the loss"
+        assert moment.buffers == 2 * 50304 * 1024
+        assert moment.gradients == (4 * parameters / 2 if (steps, precision) == (3, "bf16") else 0)
+
+
 def test_the_parts_add_up_to_the_worst_moment() -> None:
     found = of("125M", "cdape_kerple_log", ParallelSizes())
     always = found.weights + found.optimizer
