@@ -110,33 +110,56 @@ class AttentionMemory:
 
 
 @dataclass(frozen=True)
-class RowBlock:
-    """Query rows that are computed at once, and the columns that they see."""
+class RowBlocks:
+    """Blocks of as many query rows each, computed one after the other; the columns that they see grow evenly."""
 
     num_rows: int
+    """Of a block."""
     num_columns: int
+    """Of the last block, which sees most."""
     is_saved: bool
-    """Its maps stay for the backward pass."""
+    """Their maps stay for the backward pass."""
+    count: int = 1
+    first_columns: int | None = None
+    """Of the first block; as the last if absent."""
+
+    @property
+    def num_scores(self) -> int:
+        """Of the last block."""
+        return self.num_rows * self.num_columns
+
+    @property
+    def total_scores(self) -> int:
+        """Of all of them."""
+        first = self.num_columns if self.first_columns is None else self.first_columns
+        return self.num_rows * self.count * (first + self.num_columns) // 2
 
 
-def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlock]:
+def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlocks]:
+    """The blocks of all segments, a million of which are as few groups as two: a plan of any length is quick."""
     for start, length in shape.segments:
         stop, size = start + length, shape.block_rows
         is_saved = stop <= max_keys_kept
         if is_saved and shape.processor is None:
             size = max(size, MIN_ROWS_KEPT)
-        for first in range(start, stop, size):
-            last = min(first + size, stop)
-            left = 0
-            if shape.window is not None:
-                kernel_radius = 0 if shape.processor is None else shape.processor.kernel_radius
-                left = max(0, first - shape.window + 1 - kernel_radius)
-            yield RowBlock(last - first, last - left, is_saved)
+        count, rest = divmod(length, size)
+        if shape.window is None:
+            reach, num_growing = stop, count
+        else:
+            kernel_radius = 0 if shape.processor is None else shape.processor.kernel_radius
+            reach = shape.window - 1 + kernel_radius  # columns before a block's first row that it sees, at most
+            num_growing = min(count, max(0, (reach - start) // size + 1))
+        if num_growing:
+            yield RowBlocks(size, start + num_growing * size, is_saved, num_growing, start + size)
+        if num_growing < count:
+            yield RowBlocks(size, size + reach, is_saved, count - num_growing)
+        if rest:
+            yield RowBlocks(rest, rest + min(stop - rest, reach), is_saved)
 
 
 def estimate_eager(shape: AttentionShape) -> AttentionMemory:
     """All rows at once."""
-    blocks = [RowBlock(length, start + length, True) for start, length in shape.segments]
+    blocks = [RowBlocks(length, start + length, True) for start, length in shape.segments]
     return _estimate_blocks(shape, blocks, is_eager=True)
 
 
@@ -150,23 +173,21 @@ def estimate_row_blocks(shape: AttentionShape) -> AttentionMemory:
     return _estimate_blocks(shape, list(_iter_row_blocks(shape, MAX_KEYS_KEPT)))
 
 
-def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlock], *, is_eager: bool = False) -> AttentionMemory:
-    saved_maps = sum(_block_map_bytes(shape, block, is_eager=is_eager) for block in blocks if block.is_saved)
-    workspace = [_block_workspace_bytes(shape, block, is_eager=is_eager) for block in blocks]
-    kept = [_block_map_bytes(shape, block, is_eager=is_eager) if block.is_saved else 0 for block in blocks]
-    scores = [block.num_rows * block.num_columns for block in blocks]
-    recomputed = sum(n for n, block in zip(scores, blocks, strict=True) if not block.is_saved)
+def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool = False) -> AttentionMemory:
+    map_bytes = _score_map_bytes(shape, is_eager=is_eager)
+    work_bytes = _score_workspace_bytes(shape, is_eager=is_eager)
+    recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
     return AttentionMemory(
         saved_bytes=_table_bytes(shape, blocks, is_eager=is_eager),
-        saved_map_bytes=saved_maps,
-        workspace_bytes=max(work - held for work, held in zip(workspace, kept, strict=True)),
-        workspace_map_bytes=max(workspace),
+        saved_map_bytes=sum(block.total_scores * map_bytes for block in blocks if block.is_saved),
+        workspace_bytes=max(block.num_scores * (work_bytes - (map_bytes if block.is_saved else 0)) for block in blocks),
+        workspace_map_bytes=max(block.num_scores * work_bytes for block in blocks),
         copies_query=all(block.is_saved for block in blocks),
-        recomputed_fraction=recomputed / sum(scores),
+        recomputed_fraction=recomputed / sum(block.total_scores for block in blocks),
     )
 
 
-def _table_bytes(shape: AttentionShape, blocks: list[RowBlock], *, is_eager: bool) -> int:
+def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool) -> int:
     """Per distance, whatever the batch: what the encoding keeps, and what a processor makes of the bias alone."""
     num_distances, num_tables = shape.num_distances, shape.encoding.cost.num_saved_tables
     if "table" in shape.encoding.facts.hooks and not all(block.is_saved for block in blocks):
@@ -179,8 +200,8 @@ def _table_bytes(shape: AttentionShape, blocks: list[RowBlock], *, is_eager: boo
     return size
 
 
-def _block_map_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) -> int:
-    """What a block keeps, where it is kept."""
+def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
+    """What a block keeps of each score, where it is kept."""
     b, encoding, heads = shape.bytes_per_element, shape.encoding, shape.num_heads
     half_copy_bytes = b if b < 4 else 0
     per_sequence = heads * (
@@ -203,20 +224,18 @@ def _block_map_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) 
             per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.kernel_radius else 0)
         else:
             shared_bytes += seen_bytes
-    return block.num_rows * block.num_columns * (shape.batch_size * per_sequence + shared_bytes)
+    return shape.batch_size * per_sequence + shared_bytes
 
 
-def _block_workspace_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: bool) -> int:
-    """A block's maps and their gradients at the worst moment."""
-    scores, b, heads = block.num_rows * block.num_columns, shape.bytes_per_element, shape.num_heads
+def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
+    """A block's maps and their gradients at the worst moment, for each score."""
+    b, heads = shape.bytes_per_element, shape.num_heads
     # Its gradient, and the same padded to be summed along diagonals.
     bias_bytes = 8 * heads if shape.encoding.facts.adds_bias else 0
     # Probabilities, their gradient and the logits' in float32, when the copy in a half type has gone; or the
     # logits' gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
-    maps = _block_map_bytes(shape, block, is_eager=is_eager) + scores * max(
-        (8 - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
-    )
+    maps = _score_map_bytes(shape, is_eager=is_eager) + max((8 - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes)
     if shape.processor is None:
         return maps
     # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
@@ -227,7 +246,7 @@ def _block_workspace_bytes(shape: AttentionShape, block: RowBlock, *, is_eager: 
     if shape.encoding.facts.adds_bias:
         candidates.append(batch * b * 2 * (width + heads) + (4 + half_copy_bytes) * width)
         candidates.append(4 * 2 * (width + heads) + half_copy_bytes * width)
-    return max(maps, scores * max(candidates))
+    return max(maps, *candidates)
 
 
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:

@@ -7,6 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_runs import tiny_config
 
 from kernels.biased_attention import configs as biased_configs
@@ -43,6 +45,39 @@ def test_limits_are_those_of_the_kernels() -> None:
     assert attention_memory.PARTIAL_SUMS == biased_configs.PARTIAL_SUMS
     assert memory_estimate.CAST_ELEMENTS == zero_optimizer.CAST_ELEMENTS
     assert CHECK_RECORD == RECORD_FILE
+
+
+COUNTS = st.integers(1, 90)
+
+
+@given(
+    segments=st.lists(st.tuples(st.integers(0, 90), COUNTS), min_size=1, max_size=3),
+    block_rows=COUNTS,
+    window=st.none() | COUNTS,
+    kept=st.sampled_from((0, 60, 1000)),
+    processor_name=st.sampled_from(("none", "cdape")),
+)
+def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
+    segments: list[tuple[int, int]], block_rows: int, window: int | None, kept: int, processor_name: str
+) -> None:
+    position = PositionOptions(pos_emb="none", score_processor=processor_name)
+    processor = plan_processor(position)
+    shape = AttentionShape(
+        1, tuple(segments), 4, 16, 4, plan_encoding(position), processor, True, window, block_rows, False, 1 << 30
+    )
+    groups = list(attention_memory._iter_row_blocks(shape, kept))
+    total, largest, saved = 0, 0, 0
+    for start, length in segments:
+        is_saved = start + length <= kept
+        size = max(block_rows, attention_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
+        for first in range(start, start + length, size):
+            last = min(first + size, start + length)
+            reach = last if window is None else window - 1 + (0 if processor is None else processor.kernel_radius)
+            scores = (last - first) * (last - max(0, first - reach))
+            total, largest, saved = total + scores, max(largest, scores), saved + is_saved * scores
+    assert sum(group.total_scores for group in groups) == total
+    assert max(group.num_scores for group in groups) == largest
+    assert sum(group.total_scores for group in groups if group.is_saved) == saved
 
 
 @pytest.mark.parametrize("processor_name", ["none", *list_processors()])
