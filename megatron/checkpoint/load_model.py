@@ -6,7 +6,7 @@ checkpoint from elsewhere cannot run code here. They are compared with the check
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +36,7 @@ class LoadedModel:
     verified: bool
     """Were the files compared with checksums? Checkpoints from before there were manifests carry none."""
     position: PositionOptions
-    """Of the model as it was rebuilt: the run's, with the window asked for."""
+    """Of the model as it was rebuilt: the run's, with the window and the mask asked for."""
 
 
 def load_model(
@@ -46,6 +46,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     backend: str | None = None,
     window: int | None = None,
+    attention_mask: Literal["causal", "document"] | None = None,
+    end_of_document: int | None = None,
 ) -> LoadedModel:
     """Rebuild the model of a run (its newest checkpoint) or of one checkpoint.
 
@@ -54,7 +56,9 @@ def load_model(
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
         backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
             as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
-        window: overrides attention_window; None keeps the run's.
+        window, attention_mask: override attention_window and attention_mask; None keeps the run's.
+        end_of_document: the token that ends documents, of a run that was not trained with documents apart and is to
+            keep them so; the others know it.
 
     Raises:
         UserError: there is no checkpoint, or the backend cannot do this model.
@@ -71,6 +75,8 @@ def load_model(
         if not isinstance(window, int) or window < 1:
             raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
         position = position.replace(attention_window=window)
+    if attention_mask is not None:
+        position = position.replace(attention_mask=attention_mask)
     if backend is None and config.model.attention_backend == "auto" and config.model.attention_check:
         backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
     # Whoever loads a model to look at it should not find the random states changed.
@@ -79,7 +85,7 @@ def load_model(
         model = build_model(config.model, position, size, groups=single_process(), backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)
     if position.attention_mask == "document":
-        model.end_of_document = trainer_state.vocabulary.get("eod")
+        model.end_of_document = trainer_state.vocabulary.get("eod", end_of_document)
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too

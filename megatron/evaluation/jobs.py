@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
+from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.evaluation.eval_target import ProgressCallback
 from megatron.evaluation.provenance import assign_distinct_names, describe_machine, list_software_versions
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
@@ -52,13 +53,40 @@ class RunJob:
     def config(self) -> Config:
         return self.run.config
 
-    def load(self, backend: str | None, window: int | None) -> LoadedModel:
-        """The run's model; None is its own backend or window. Raises RunError if the checkpoint is damaged."""
+    def load(
+        self, backend: str | None, window: int | None, attention_mask: Literal["causal", "document"] | None = None
+    ) -> LoadedModel:
+        """The run's model; None is its own backend, window or mask.
+
+        Raises:
+            UserError: its tokenizer cannot tell the documents apart that it is to keep so.
+            RunError: the checkpoint is damaged.
+        """
         from megatron.checkpoint.load_model import load_model
 
+        end_of_document = None
+        if attention_mask == "document" and self.config.position.attention_mask != "document":
+            tokenizer = load_run_tokenizer(self.run.folder, self.config.data, self.run.tokenizer_name)
+            end_of_document = check_end_of_document(tokenizer.name, tokenizer.eod)
+
         return load_model(
-            self.run.checkpoint, device=str(self.device), dtype=self.dtype, backend=backend, window=window
+            self.run.checkpoint,
+            device=str(self.device),
+            dtype=self.dtype,
+            backend=backend,
+            window=window,
+            attention_mask=attention_mask,
+            end_of_document=end_of_document,
         )
+
+
+def check_end_of_document(tokenizer: str, eod: int | None) -> int:
+    """The token that tells documents apart. Raises UserError if the tokenizer of that name has none."""
+    if eod is None:
+        raise UserError(
+            f"--attention-mask document: {tokenizer} has no end-of-document token, which tells documents apart"
+        )
+    return eod
 
 
 def build_run_jobs(
@@ -88,9 +116,9 @@ def build_run_jobs(
     ]
 
 
-def name_runs(runs: Sequence[TrainedRun], window: int | None) -> list[str]:
+def name_runs(runs: Sequence[TrainedRun], window: int | None, attention_mask: str | None = None) -> list[str]:
     """The runs' methods (`provenance.assign_distinct_names`)."""
-    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], window)
+    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], window, attention_mask)
 
 
 def make_log_function(console: Console | None) -> LogFunction:
@@ -154,7 +182,7 @@ def build_eval_jobs(
     """
     runs, options = request.runs, request.options
     if names is None:
-        names = name_runs(runs, options.window)
+        names = name_runs(runs, options.window, options.attention_mask)
     work_items = [
         WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
         for run, name, (work, _) in zip(runs, names, costs, strict=True)
@@ -190,7 +218,7 @@ def run_eval_jobs(
         for job in jobs:
             meter.begin(job.work_item, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
-            loaded = job.load(request.options.backend, request.options.window)
+            loaded = job.load(request.options.backend, request.options.window, request.options.attention_mask)
             meter.log(_describe_verification(job, loaded))
             records += score(job, loaded, report)
             del loaded

@@ -10,6 +10,8 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(randomized=2048)             trained at positions drawn from 2,048
     rotary(attention_mask=document)     trained and evaluated with documents kept apart
+    rotary(attention_mask=document at evaluation)
+                                        trained across documents; `evaluate --attention-mask document`
 
 Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
 averages two different things.
@@ -37,12 +39,12 @@ if TYPE_CHECKING:
 # torch is imported where it is used: a mistake in the options is reported at once.
 
 
-def format_method_name(position: PositionOptions, window: int | None = None) -> str:
+def format_method_name(position: PositionOptions, window: int | None = None, attention_mask: str | None = None) -> str:
     """The name of a position configuration, as above.
 
     Args:
         position: of the training.
-        window: attention window of the evaluation; None is the run's own.
+        window, attention_mask: of the evaluation; None is the run's own.
     """
     from megatron.position.registry import load_encoding_class, load_processor_class
 
@@ -55,7 +57,9 @@ def format_method_name(position: PositionOptions, window: int | None = None) -> 
         options.append(f"window={window} at evaluation")
     elif position.attention_window is not None:
         options.append(f"window={position.attention_window}")
-    if position.attention_mask != "causal":
+    if attention_mask is not None and attention_mask != position.attention_mask:
+        options.append(f"attention_mask={attention_mask} at evaluation")
+    elif position.attention_mask != "causal":
         options.append(f"attention_mask={position.attention_mask}")
     name = _format_name(position.pos_emb, options)
     if position.score_processor == "none":
@@ -64,9 +68,11 @@ def format_method_name(position: PositionOptions, window: int | None = None) -> 
     return f"{_format_name(position.score_processor, options)}+{name}"
 
 
-def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], window: int | None = None) -> list[str]:
+def assign_distinct_names(
+    configs: Sequence[Config], runs: Sequence[str], window: int | None = None, attention_mask: str | None = None
+) -> list[str]:
     """A method's name per run: equal for runs that differ in their seed alone, different for all others."""
-    names = [format_method_name(config.position, window) for config in configs]
+    names = [format_method_name(config.position, window, attention_mask) for config in configs]
     fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
     distinct_names = []
     for index, name in enumerate(names):
@@ -96,7 +102,7 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     import torch
 
     config, model = loaded.config, loaded.model
-    name = format_method_name(config.position, loaded.position.attention_window)
+    name = format_method_name(config.position, loaded.position.attention_window, loaded.position.attention_mask)
     parameter = next(model.parameters())
     device = parameter.device
     return {

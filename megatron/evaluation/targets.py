@@ -17,6 +17,7 @@ from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import EvalTarget, ScoringContext
+from megatron.evaluation.jobs import check_end_of_document
 from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.loss_records import check_measures
 from megatron.evaluation.probes.passkey import Passkey
@@ -63,22 +64,33 @@ class TextEval:
     def build_baseline_records(self) -> list[Record]:
         return []
 
-    def describe_documents(self) -> str | None:
-        """A line on how much of its context a model sees that keeps documents apart."""
+    def describe_documents(self, trained: str, asked: str | None) -> str | None:
+        """A line on how much of its context a model sees that keeps documents apart, or that it does not any more; None
+        where attention crosses documents as in training.
+
+        Args:
+            trained: the run's attention_mask.
+            asked: of the evaluation; None for the run's.
+
+        Raises:
+            UserError: the text's tokenizer cannot tell documents apart.
+        """
+        if (asked or trained) == "causal":
+            return None if trained == "causal" else "attention crosses documents, unlike in training"
         import torch
 
         from megatron.attention.documents import find_document_starts
 
-        eod, length = self.text.vocabulary.eod, self.plan.lengths[-1]
-        if eod is None:
-            return None
+        length, vocabulary = self.plan.lengths[-1], self.text.vocabulary
+        eod = check_end_of_document(vocabulary.name, vocabulary.eod)
         seen = []
         for start in self.plan.starts[length].tolist():
             window = torch.from_numpy(np.asarray(self.text.tokens[start : start + length]).astype(np.int64))
             own = torch.arange(1, length + 1) - find_document_starts(window, eod)
             seen.append(float(own[-self.plan.num_scored(length) :].double().mean()))
+        how = "as" if trained == "document" else "unlike"
         return (
-            f"documents are kept apart, as in training: at length {length:,} a scored token is predicted from "
+            f"documents are kept apart, {how} in training: at length {length:,} a scored token is predicted from "
             f"{sum(seen) / len(seen):,.0f} tokens of its own document on average"
         )
 
@@ -131,7 +143,8 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
     Raises:
         UserError: an option that says which text is scored, or lengths that are too short.
     """
-    refuse_choices_of_text(options, ("data", "stride", "measures"), f"protocol {options.protocol} makes its own")
+    unused = ("data", "stride", "measures", "attention_mask")
+    refuse_choices_of_text(options, unused, f"protocol {options.protocol} makes its own")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()
@@ -152,8 +165,8 @@ def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: 
     """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
     model = build_meta_model(config, options)
     notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # refuses what has none to score
-    if config.position.attention_mask == "document" and isinstance(target, TextEval):
-        notes.append(target.describe_documents())
+    if isinstance(target, TextEval):
+        notes.append(target.describe_documents(config.position.attention_mask, options.attention_mask))
     return EvalEstimate(model, sum(target.count_flops(model).values()), "; ".join(filter(None, notes)) or None)
 
 
@@ -171,6 +184,8 @@ def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
     position = config.position
     if options.window is not None:
         position = position.replace(attention_window=options.window)
+    if options.attention_mask is not None:
+        position = position.replace(attention_mask=options.attention_mask)
     return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
 
 

@@ -50,7 +50,7 @@ MAX_FITTING_TOKENS = 1 << 26
 
 TASK_SEED = 20_230_609
 
-OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures")
+OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures", "attention_mask")
 """Options that have no meaning for a task."""
 
 

@@ -116,6 +116,11 @@ class EvaluationOptions(LengthOptions):
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
     )
     window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    attention_mask: Literal["causal", "document"] | None = config_field(
+        None,
+        "tokens see all before them (causal), or their own document alone, whose positions begin at 0 (document); as "
+        "in training if absent",
+    )
     device: str = config_field(
         "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
     )
@@ -141,4 +146,4 @@ def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name} is about texts, and {why}: leave it out")
+            raise UserError(f"--{name.replace('_', '-')} is about texts, and {why}: leave it out")

@@ -165,6 +165,7 @@ def test_options_of_probes() -> None:
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
         ({"protocol": "repeated", "data": "x.txt"}, "--data is about texts"),
         ({"protocol": "repeated", "measures": ["position"]}, "--measures is about texts"),
+        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask is about texts"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):

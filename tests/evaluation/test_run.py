@@ -370,6 +370,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned ends at 8 positions (max_posi"),
         (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary ends at 16 positions (randomized_positions)"),
         (["runs/a"], {"lengths": [8], "window": 0}, "command line: window is 0; it must be at least 1"),
+        (["runs/a"], {"lengths": [8], "attention_mask": "prefix"}, "attention_mask is prefix; choose from causal, doc"),
         (["runs/a", "runs/valid"], {"lengths": [8]}, "name one text for all with --data"),
         (["runs/a", "runs/long"], {}, "trained at different ones (8, 16)"),
         (["runs/a", "runs/long"], {"lengths": "2x"}, "2x is ambiguous"),

@@ -184,6 +184,7 @@ def test_positions_that_end() -> None:
     [
         ({"lengths": [7]}, "lengths: 7 is none of the task mqar: 8 pairs"),
         ({"data": "book.txt"}, "--data is about texts, and a task is none"),
+        ({"attention_mask": "document"}, "--attention-mask is about texts, and a task is none"),
         ({"protocol": "nonoverlapping"}, "--protocol is about"),
         ({"targets": 3}, "--targets is about"),
         ({"multiples": [0.3]}, "'0.3x' is not a length"),

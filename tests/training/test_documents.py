@@ -16,6 +16,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.evaluation.run import evaluate_runs
 from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions
+from megatron.reports.records import read_records
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -89,19 +90,38 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
             row = np.asarray(stream[end - 24 : place + 1]).tolist()
             seen.append(len(row) if END not in row[:-1] else row[:-1][::-1].index(END) + 1)
     assert f"length 24 a scored token is predicted from {np.mean(seen):,.0f} tokens of its own" in out.getvalue()
+    across = asked.replace(attention_mask="causal")
+    for record in evaluate_runs([tmp_path], across, console=Console(file=out, width=200)):
+        windows = torch.tensor(np.stack([stream[end - record.length : end + 1] for end in ends]).astype(np.int64))
+        with torch.inference_mode():
+            expected = gpt(windows[:, :-1], labels=windows[:, 1:], num_logits=8)
+        assert record.nll == pytest.approx(float(expected.mean()), rel=ROUNDING)
+        assert record.position.endswith("attention_mask=causal at evaluation)")
+    assert "attention crosses documents, unlike in training" in out.getvalue()
+    assert len(read_records(tmp_path / "results.json")) == 4, "neither replaces the other"
     share = data.crossing_share
     assert f"attention_mask document: {share:.0%} of rows hold several documents; each is read alone" in out.getvalue()
 
 
-def test_a_run_with_documents_apart_resumes(corpus: Path, tmp_path: Path) -> None:
+def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_free(corpus: Path, tmp_path: Path) -> None:
     keys = {"attention_mask": "document", "score_processor": "cdape", "lr_decay_iters": 4}
     train(tiny_config(corpus, tmp_path / "whole", **keys))
     train(tiny_config(corpus, tmp_path / "parts", **keys, train_iters=2))
     train(tiny_config(corpus, tmp_path / "parts", **keys, load=str(tmp_path / "parts")))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
-    train(tiny_config(corpus, tmp_path / "across", **{**keys, "attention_mask": "causal"}))
+    test_data = {"test_data_paths": [str(corpus / "test_text_document")]}
+    config = tiny_config(corpus, tmp_path / "across", **{**keys, "attention_mask": "causal", **test_data})
+    train(config)
     assert losses(tmp_path / "across") != losses(tmp_path / "whole")
+    gpt, stream = load_model(tmp_path / "across").model.double(), load_token_stream(config.data, "test")
+    assert gpt.end_of_document is None
+    asked = EvaluationOptions(lengths=[24], targets=[8], windows=3, attention_mask="document")
+    (apart,) = evaluate_runs([tmp_path / "across"], asked)
+    ends = [24 + (len(stream) - 1 - 24) * number // 2 for number in range(3)]
+    expected = [score_alone(gpt, np.asarray(stream[end - 24 : end + 1]))[-8:] for end in ends]
+    assert apart.nll == pytest.approx(np.mean(expected), rel=ROUNDING)
+    assert apart.position == "cdape+kerple_log(attention_mask=document at evaluation)"
 
 
 def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> None:
