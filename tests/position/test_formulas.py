@@ -127,6 +127,7 @@ def test_learned_is_its_table_and_ends_with_it() -> None:
         ("rotary", {"fracton": 0.5}, "did you mean fraction"),
         ("rotary", {"base": "big"}, "must be of type float"),
         ("t5", {"num_buckets": 7}, "must be even"),
+        ("bam", {"exponent_init": -3.5}, "exponent_init of bam is -3.5; it must be in .−3, 3."),
         ("t5", {"max_distance": 16}, "must exceed"),
         ("t5", {"max_distance": True}, "must be of type int"),
         ("kerple", {}, "did you mean kerple_log"),
@@ -152,6 +153,7 @@ def _values(encoding, *names: str) -> list[np.ndarray]:
 
 
 BIASES = {
+    "bam": (("log_scale", "exponent"), lambda s, beta: -np.exp(s) * (n + 1e-5) ** beta),
     "kerple_log3": (("r1", "r2", "r3"), lambda r1, r2, r3: -r1 * np.log(1 + r2 * n**r3)),
     "kerple_bias_weight": (("r1", "r2", "r3", "r4"), lambda r1, r2, r3, r4: -r1 * n**r2),
     "gaussian_bias2": (("r1", "r2"), lambda r1, r2: r1 * np.exp(-r2 * n**2)),
@@ -166,6 +168,20 @@ WEIGHTS = {
     "gaussian_weight1": (("r1",), lambda r1: np.exp(-r1 * n**2)),
     "gaussian_weight2": (("r1", "r2"), lambda r1, r2: np.exp(-r1 * n**r2)),
 }
+
+
+@pytest.mark.parametrize("exponent", [-1.5, 0.0, 0.7, 2.0])
+def test_bam_has_exponents_of_either_sign(exponent: float) -> None:
+    """And starts as ALiBi, but for its offset."""
+    encoding = _build("bam", heads=8, exponent_init=exponent)
+    ours = encoding.table(arange_distances(N)).bias
+    slope = np.array([2.0**-h for h in range(1, 9)])[:, None]
+    offset = n + np.float64(np.float32(1e-5))
+    # The sum n + 1e-5 rounds once, which the power multiplies by its exponent; ln n < 12 does the same to the exponent.
+    _close(ours, -slope * offset**exponent, ulps=32)
+    assert np.isfinite(ours.detach().numpy()).all()
+    ours.sum().backward()
+    assert all(p.grad.isfinite().all() for p in encoding.parameters())
 
 
 @pytest.mark.parametrize("name", BIASES)

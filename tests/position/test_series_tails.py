@@ -12,7 +12,7 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
 
 HEADS = SHAPE.num_heads
-CONVERGING = {"alibi", "kerple_power", "kerple_bias_weight", "type1", "type2"}
+CONVERGING = {"alibi", "bam", "kerple_power", "kerple_bias_weight", "type1", "type2"}
 BY_PARAMETERS = {"kerple_log", "kerple_log3"}
 """The others diverge."""
 
@@ -120,6 +120,18 @@ class Undeclared(Encoding):
 def test_a_bias_without_a_declaration_is_not_known() -> None:
     assert [tail.converges for tail in Undeclared(SHAPE).bias_tails()] == [None] * HEADS
     assert Undeclared(SHAPE).bias_tails()[0].log_remainder_bounds(10) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("exponent", "limit"), [(-0.5, "0"), (0.0, "−0.5")])
+def test_bam_without_a_positive_exponent_diverges(exponent: float, limit: str) -> None:
+    encoding = registry.build_encoding("bam", SHAPE, {"exponent_init": exponent})
+    with torch.no_grad():
+        encoding.log_scale.value.fill_(math.log(0.5))
+    bias = encoding.table(torch.arange(1.0, 1e5)).bias
+    for tail, lowest in zip(encoding.bias_tails(), bias.amin(-1).tolist(), strict=True):
+        assert tail.converges is False
+        assert f"far away the bias is {limit}" in tail.reason
+        assert float(tail.reason.split("stays at ")[1].rstrip(")")) <= math.exp(lowest) + 5e-4  # three digits
 
 
 def test_fire_never_falls_below_its_least_value() -> None:

@@ -331,7 +331,7 @@ def expected_fallback(case: Case) -> str | None:
 
 
 _BIASED = frozenset({
-    "alibi", "gaussian_bias2", "gaussian_bias3", "inverse", "inverse_nlogn", "kerple_log", "kerple_log3",
+    "alibi", "bam", "gaussian_bias2", "gaussian_bias3", "inverse", "inverse_nlogn", "kerple_log", "kerple_log3",
     "kerple_power", "sandwich", "t5", "type1", "type2",
 })  # fmt: skip
 """Methods with a bias of the distance and no weight: under dropout a kernel still makes their bias."""

@@ -1,0 +1,66 @@
+"""The generalised Gaussian prior of the Bayesian Attention Mechanism (BAM)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.position.bounded_parameter import BoundedParameter, init_constant
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.encodings.alibi import slopes
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
+from megatron.position.series_tails import SeriesTail, constant_tail, exponential_tail
+
+OFFSET = 1e-5
+"""Added to every distance, so that a negative exponent gives a token's own key a finite bias."""
+EXPONENT_BOUND, LOG_SCALE_BOUND = 3.0, 30.0
+"""The released code has no bounds. These keep the bias and its derivatives finite in float32 at every distance that
+float32 knows exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35."""
+
+
+class Bam(Encoding):
+    formula = "−e^s·(n + 10⁻⁵)^β"
+    parameters_summary = "β [H] = exponent_init in [−3, 3]; s [H] = ln of ALiBi's slopes in [−30, 30]"
+    source = (
+        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), its GGD prior without a location; names, "
+        "offset and start values of its released code, where β is theta_beta and s is theta_alpha"
+    )
+    advice = (
+        "For retrieval from far past the training length, with the temperature ssmax: its authors train on 512 tokens "
+        "and report passkeys found at 500 times that. A head whose β falls below 0 sees far tokens better than near "
+        "ones. Theorem 3.4 of Exploring Transformer Extrapolation promises nothing for such a head: its bias tends to "
+        "0, so the series diverges."
+    )
+    other_names = ("ggd_bam", "bayesian_attention_mechanism")
+    has_independent_heads = True
+    adds_bias = True
+    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=3)
+
+    def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0) -> None:
+        super().__init__(dims)
+        if not -EXPONENT_BOUND <= exponent_init <= EXPONENT_BOUND:
+            raise OptionError("exponent_init", f"is {exponent_init}; it must be in [−{EXPONENT_BOUND:g}, {EXPONENT_BOUND:g}]")
+        shape = (dims.num_heads,)
+        self.exponent = BoundedParameter(shape, init_constant(exponent_init), -EXPONENT_BOUND, EXPONENT_BOUND)
+        self.log_scale = BoundedParameter(shape, _init_log_slopes, -LOG_SCALE_BOUND, LOG_SCALE_BOUND)
+
+    def table(self, distances: Tensor) -> ScoreTerms:
+        powers = (distances + OFFSET) ** self.exponent()[:, None]
+        return ScoreTerms(bias=-self.log_scale().exp()[:, None] * powers)
+
+    def bias_tails(self) -> list[SeriesTail]:
+        return [
+            _tail(exponent, math.exp(log_scale))
+            for exponent, log_scale in zip(self.exponent().tolist(), self.log_scale().tolist(), strict=True)
+        ]
+
+
+def _init_log_slopes(tensor: Tensor) -> None:
+    tensor.copy_(torch.tensor(slopes(tensor.numel())).log())
+
+
+def _tail(exponent: float, scale: float) -> SeriesTail:
+    if exponent > 0:
+        return exponential_tail(scale, exponent)
+    limit = "0" if exponent < 0 else f"−{scale:.3g}"
+    return constant_tail(math.exp(-scale), f"β = {exponent:.4g} is not above 0: far away the bias is {limit}")
