@@ -82,9 +82,9 @@ necessary, since it soon becomes local attention. The best model of that paper i
 of parameters per layer (overlay `cdape_kerple_log`).
 
 Exploring Transformer Extrapolation proves (theorem 3.4) that a model is sure to extrapolate if the series
-Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` those heads of `kerple_log`
-whose r1 exceeds 1 (appendix B) and those of `bam` whose β is positive, but not for `inverse` and `inverse_nlogn`, the paper's counter-examples. The theorem
-is about the bias alone and says nothing of processors and contextual terms.
+Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power`, for those heads of `kerple_log`
+whose r1 exceeds 1 (appendix B) and for those of `bam` whose β is positive, but not for `inverse` and `inverse_nlogn`,
+the paper's counter-examples. The theorem is about the bias alone and says nothing of processors and contextual terms.
 
 Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
 DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below

@@ -39,7 +39,8 @@ class Bam(Encoding):
     def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0) -> None:
         super().__init__(dims)
         if not -EXPONENT_BOUND <= exponent_init <= EXPONENT_BOUND:
-            raise OptionError("exponent_init", f"is {exponent_init}; it must be in [−{EXPONENT_BOUND:g}, {EXPONENT_BOUND:g}]")
+            bounds = f"[−{EXPONENT_BOUND:g}, {EXPONENT_BOUND:g}]"
+            raise OptionError("exponent_init", f"is {exponent_init}; it must be in {bounds}")
         shape = (dims.num_heads,)
         self.exponent = BoundedParameter(shape, init_constant(exponent_init), -EXPONENT_BOUND, EXPONENT_BOUND)
         self.log_scale = BoundedParameter(shape, _init_log_slopes, -LOG_SCALE_BOUND, LOG_SCALE_BOUND)
