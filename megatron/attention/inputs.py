@@ -70,6 +70,15 @@ class AttentionInputs:
             return self.first_keys
         return (self.first_keys - self.key.start).clamp_(min=0)
 
+    def drop_tensors(self) -> "AttentionInputs":
+        """Itself without queries, keys, values and tables: for a function that is recomputed in the backward pass.
+
+        What such a function holds stays until then, even where the layer around it is recomputed. What it is handed as
+        an argument does not: the layer's recomputation brings it back.
+        """
+        empty = self.q.new_empty(0)
+        return replace(self, q=empty, k=empty, v=empty, table=None, bias_contribution=None)
+
     def select_rows(self, start: int, stop: int) -> "AttentionInputs":
         """Rows start … stop − 1, without the columns that none of them depends on."""
         query = replace(self.query, start=self.query.start + start, length=stop - start)

@@ -134,6 +134,14 @@ class RowBlocks:
         first = self.num_columns if self.first_columns is None else self.first_columns
         return self.num_rows * self.count * (first + self.num_columns) // 2
 
+    @property
+    def num_scores_before(self) -> int:
+        """Of the block before the last; 0 if there is none."""
+        if self.count == 1:
+            return 0
+        first = self.num_columns if self.first_columns is None else self.first_columns
+        return self.num_rows * (self.num_columns - (self.num_columns - first) // (self.count - 1))
+
 
 def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlocks]:
     """The blocks of all segments, a million of which are as few groups as two: a plan of any length is quick."""
@@ -177,10 +185,17 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     map_bytes = _score_map_bytes(shape, is_eager=is_eager)
     work_bytes = _score_workspace_bytes(shape, is_eager=is_eager)
     recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
+    # The gradients of keys and values, which each block but the last, the first to be differentiated, finds there.
+    added_to = 2 * shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
+    workspace = []
+    for index, block in enumerate(blocks):
+        per_score = work_bytes - (map_bytes if block.is_saved else 0)
+        workspace.append(block.num_scores * per_score + (added_to if index < len(blocks) - 1 else 0))
+        workspace.append(block.num_scores_before * per_score + (added_to if block.count > 1 else 0))
     return AttentionMemory(
         saved_bytes=_table_bytes(shape, blocks, is_eager=is_eager),
         saved_map_bytes=sum(block.total_scores * map_bytes for block in blocks if block.is_saved),
-        workspace_bytes=max(block.num_scores * (work_bytes - (map_bytes if block.is_saved else 0)) for block in blocks),
+        workspace_bytes=max(workspace),
         workspace_map_bytes=max(block.num_scores * work_bytes for block in blocks),
         copies_query=all(block.is_saved for block in blocks),
         recomputed_fraction=recomputed / sum(block.total_scores for block in blocks),
@@ -243,6 +258,10 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     # and the share's gradient in both, and sheared to be summed along diagonals.
     width, batch = shape.processor.width, shape.batch_size
     candidates = [batch * b * (3 * width + heads)]
+    # Computed again, before any gradient: scores, padded scores and what is added to them, their sum in float32, and
+    # hidden values; with a bias it and its share, in float32.
+    share = 4 * (width + heads) if shape.encoding.facts.adds_bias else 0
+    candidates.append(batch * (heads * (3 * b + 4) + b * width) + share)
     if shape.encoding.facts.adds_bias:
         candidates.append(batch * b * 2 * (width + heads) + (4 + half_copy_bytes) * width)
         candidates.append(4 * 2 * (width + heads) + half_copy_bytes * width)

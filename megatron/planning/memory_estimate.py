@@ -212,39 +212,41 @@ class _StageMemory:
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
         layers = num_layers * kept_per_layer
         beside = 2 * self.hidden_bytes if self.is_last else 0  # the final norm
-        beside += self.hidden_bytes if self.sizes.pipeline > 1 and not self.is_last else 0  # what was handed on
+        beside += 0 if self.is_last else self.hidden_bytes  # what was handed on
         in_flight = (self.num_in_flight - 1) * (layers + beside)
         # A stage has a buffer for each micro-batch in flight, which is its first layer's input, and one for a gradient.
         received = 0 if self.is_first else self.hidden_bytes
         handed = self.num_in_flight * received + (0 if self.is_last else self.hidden_bytes)
         handed += self._count_offload_bytes()
         in_flight -= self.num_in_flight * received
+        # What a stage handed on it keeps until the backward pass of that micro-batch is over.
+        output = self.hidden_bytes if not self.is_last else 0
 
         def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
             return Moment(name, gradients, handed + buffers, **parts)
 
         moments = [
             moment(
-                "the loss", states.accumulated,
+                "the loss", states.accumulated, states.held_bytes,
                 activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
             ),
         ]  # fmt: skip
         # Gradients grow as activations go, both by the layer: the ends are the extremes, and where a bucket is full.
-        output = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
+        head = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
         for name, done in (("the top layer's backward pass", 0), ("the bottom layer's backward pass", num_layers - 1)):
-            elements = min(output + done * self.layer_parameters, self.num_parameters)
+            elements = min(head + done * self.layer_parameters, self.num_parameters)
             moments.append(
                 moment(
                     name, states.count_gradient_bytes(elements), states.count_buffer_bytes(elements),
-                    activations=in_flight + layers - done * kept_per_layer, working=working,
+                    activations=in_flight + output + layers - done * kept_per_layer, working=working,
                 )
             )  # fmt: skip
         if states.reduces_early:
-            done = min(max((states.bucket - output) // max(self.layer_parameters, 1), 0), num_layers - 1)
+            done = min(max((states.bucket - head) // max(self.layer_parameters, 1), 0), num_layers - 1)
             moments.append(
                 moment(
                     "a bucket's reduction", states.count_gradient_bytes(states.bucket), states.reduce_buffers,
-                    activations=in_flight + layers - done * kept_per_layer,
+                    activations=in_flight + output + layers - done * kept_per_layer,
                     working=working - self.workspace,  # the layer whose gradients are the last ones has done its work
                 )
             )  # fmt: skip
@@ -304,9 +306,22 @@ class _ModelStates:
             and zero.offload_optimizer.device != "cpu"
             and not (zero.stage == 1 and self.keeps_fp32)
         )
+        is_offloaded = zero.offload_optimizer.device == "cpu"
+        # DeepSpeed has another optimizer for it, which neither offloads nor holds a bucket.
+        has_bf16_optimizer = zero.stage == 1 and self.keeps_fp32 and not is_offloaded
         self.reduces_early = zero.stage >= 2 and self.bucket < num_parameters
-        bucket_bytes = b * self.bucket * (2 if zero.overlap_comm else 1)
-        self.bucket_bytes = bucket_bytes if num_shards > 1 or zero.stage == 3 else 0
+        bucket_type = 4 if zero.stage == 1 and self.keeps_fp32 and is_offloaded else b
+        bucket_bytes = bucket_type * self.bucket * (2 if zero.overlap_comm else 1)
+        holds_bucket = zero.stage > 0 and not self.is_flat and not has_bf16_optimizer
+        self.bucket_bytes = bucket_bytes if num_shards > 1 or holds_bucket else 0
+        self.held_bytes = 0
+        """Buckets and gathered parameters, when the loss is computed."""
+        if zero.stage == 3:
+            # Gathered stays what is used again soon: in the backward pass, and when layers are recomputed before.
+            times = 3 if config.model.checkpoint_activations is True else 2
+            self.held_bytes = bucket_bytes + b * min(num_parameters, zero.stage3_max_reuse_distance // times)
+        elif zero.stage == 1 and holds_bucket and accumulates:
+            self.held_bytes = bucket_bytes  # from the first micro-batch of a step on to its end
         self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
         stepped = shard_size if zero.stage else num_parameters
         algorithm, matrices = config.optimizer.optimizer.algorithm, list_layer_matrices(config.model)
@@ -328,7 +343,7 @@ class _ModelStates:
         self.partition = 4 * shard_size
         is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
         self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
-        if zero.offload_optimizer.device == "cpu":
+        if is_offloaded:
             # In the host's memory, but where ZeRO 2 sums in float32: that partition goes to the host once a step.
             self.summed = 4 * shard_size if zero.stage == 2 and self.keeps_fp32 else 0
         self.gathered = 0
@@ -340,7 +355,7 @@ class _ModelStates:
             self.step = 4 * num_parameters if is_half else 0
             self.bucket_bytes, self.reduce_gradients = 0, b * num_parameters
             self.reduce_buffers = b * min(ALLREDUCE_BUCKET_SIZE, num_parameters) if num_shards > 1 else 0
-        elif zero.stage == 1 and self.keeps_fp32:
+        elif has_bf16_optimizer:
             # Outside a pipeline DeepSpeed holds on to the gradients of a micro-batch that it has added.
             self.accumulated = (4 if has_pipeline else 4 + b) * num_parameters
             self.step_gradients = self.reduce_gradients = self.accumulated
@@ -348,8 +363,9 @@ class _ModelStates:
             self.reduce_buffers = b * min(sent, num_parameters)
             self.step = 0
         elif zero.stage == 1:
-            self.accumulated = b * num_parameters if accumulates else 0
-            self.reduce_gradients, self.reduce_step = b * num_parameters, self.partition
+            type_bytes = 4 if self.keeps_fp32 else b
+            self.accumulated = type_bytes * num_parameters if accumulates else 0
+            self.reduce_gradients, self.reduce_step = type_bytes * num_parameters, self.partition
         else:
             self.accumulated = self.summed if accumulates else 0
             self.reduce_gradients, self.reduce_step = b * self.bucket, self.summed
@@ -364,7 +380,7 @@ class _ModelStates:
             self.step = 4 * min(shard_size, zero.sub_group_size)
             self.reduce_buffers += self.gathered
         self.step += updates
-        if zero.offload_optimizer.device == "cpu":
+        if is_offloaded:
             # Masters, moments and the step's gradients are in the host's memory.
             self.optimizer = self.step = self.reduce_step = 0
         if zero.offload_param.device == "cpu":

@@ -8,13 +8,17 @@ Each configuration is trained for three steps by one rank of its run, on the nul
 `torch.cuda.max_memory_allocated` says: of tensors, whatever computes them. Beside it stands what
 `megatron.planning.memory_estimate` says of the same rank. Nothing of it needs a GPU, and no value depends on speed.
 
-`--measured RECORD` takes the peaks of an earlier record and plans anew.
+A row whose backend cannot compute the method says so instead. The record is written after each row: `--measured RECORD`
+takes the peaks of an earlier or an interrupted one and plans anew.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from megatron.rehearsal.null_device.cards import get_card  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment  # noqa: E402
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
+from megatron.utils.errors import RunError, UserError  # noqa: E402
 from megatron.utils.temporary_folder import temporary_folder  # noqa: E402
 
 BACKENDS = {
@@ -81,13 +86,25 @@ def long(length: int) -> tuple[str, str]:
     return f"seq_length={length}", f"max_position_embeddings={length}"
 
 
+OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
+OFFLOAD_WEIGHTS = "zero_optimization.offload_param.device=cpu"
+
+
+def zero(stage: int, accumulated: int = 1) -> tuple[str, str]:
+    """Keys of ZeRO's stage, and of how many micro-batches a step sums."""
+    return f"zero_optimization.stage={stage}", f"gradient_accumulation_steps={accumulated}"
+
+
 CASES = (
+    # One GPU: methods, types, what is recomputed.
     Case("125M none", bf16(4)),
     Case("125M rotary", bf16(32)),
     Case("125M kerple_log", bf16(32)),
     Case("125M t5", ("precision=fp16", *bf16(8)[1:])),
     Case("125M alibi", bf16(4, *long(2048), "gradient_accumulation_steps=2")),
     Case("125M fire", bf16(2, *long(2048))),
+    Case("125M cope", bf16(8)),
+    Case("125M transformer_xl", bf16(8)),
     Case("125M cdape_kerple_log", bf16(8)),
     Case("125M cdape_kerple_log", bf16(1, *long(8192))),
     Case("350M cdape_kerple_log", bf16(4, *long(2048), recompute=True)),
@@ -95,29 +112,48 @@ CASES = (
     Case("350M cdape_kerple_log", bf16(8, *long(1024), recompute="selective")),
     Case("350M rotary", ("precision=fp32", *bf16(8)[1:])),
     Case("350M kerple_log", bf16(1, *long(32768), "attention_window=1024", recompute=True)),
-    Case("350M kerple_log", bf16(8, "zero_optimization.stage=0"), 4),
-    Case("350M kerple_log", bf16(8, "zero_optimization.stage=2", recompute=True), 8),
-    Case("1-3B kerple_log", bf16(4, "zero_optimization.stage=3", recompute=True), 8),
-    Case(
-        "1-3B rotary",
-        bf16(8, "zero_optimization.stage=2", "zero_optimization.offload_optimizer.device=cpu", recompute=True),
-        4,
-    ),
+    # ZeRO, optimizers, what is offloaded.
+    Case("350M kerple_log", bf16(8, *zero(0)), 4),
+    Case("350M kerple_log", bf16(8, *zero(2), recompute=True), 8),
+    Case("125M sandwich", ("precision=fp32", *bf16(4, *zero(2, 4))[1:]), 2),
+    Case("350M kerple_log", bf16(4, *zero(3)), 4),
+    Case("1-3B kerple_log", bf16(4, *zero(3), recompute=True), 8),
+    Case("125M sinusoidal", bf16(8, "optimizer.type=Muon"), 2),
+    Case("125M rotary", bf16(8, *zero(0, 2), "optimizer.type=Lion"), 2),
+    Case("125M rotary", bf16(4, *zero(1, 3), OFFLOAD, recompute=True), 2),
+    Case("125M kerple_log", ("precision=fp16", *bf16(4, *zero(1, 2), OFFLOAD, recompute="selective")[1:]), 2),
+    Case("350M kerple_log", bf16(4, *zero(2, 4), OFFLOAD), 2),
+    Case("125M rotary", bf16(4, *zero(2), OFFLOAD)),
+    Case("1-3B rotary", bf16(8, *zero(2), OFFLOAD, recompute=True), 4),
+    Case("125M rotary", bf16(4, *zero(3, 2), OFFLOAD, recompute=True), 2),
+    Case("125M kerple_log", ("precision=fp16", *bf16(4, *zero(3), OFFLOAD, OFFLOAD_WEIGHTS)[1:]), 4),
+    # Tensor, context and pipeline parallelism, and products of them.
     Case("1-3B kerple_log", bf16(4, "model_parallel_size=2"), 2),
     Case("1-3B cdape_kerple_log", bf16(4, "model_parallel_size=2", recompute=True), 4),
     Case("1-3B rotary", bf16(1, "context_parallel_size=2", *long(8192), recompute=True), 4),
     Case("1-3B cdape_kerple_log", bf16(4, "context_parallel_size=2", *long(4096), recompute="selective"), 4),
     Case("1-3B kerple_log", bf16(1, "context_parallel_size=4", *long(8192)), 8),
+    Case("350M rotary", bf16(1, "context_parallel_size=8", *zero(2, 2), *long(16384), recompute=True), 8),
     Case("1-3B kerple_log", bf16(2, "gradient_accumulation_steps=3", "pipe_parallel_size=2"), 2),
     Case("1-3B kerple_log", bf16(2, "gradient_accumulation_steps=3", "pipe_parallel_size=2"), 2, 1),
+    Case("1-3B rotary", bf16(2, "gradient_accumulation_steps=6", "model_parallel_size=2", "pipe_parallel_size=2"), 4),
+    Case("350M t5", bf16(2, "gradient_accumulation_steps=4", "context_parallel_size=2", "pipe_parallel_size=2",
+                         *long(4096)), 4),
+    Case("350M fire", bf16(2, "model_parallel_size=2", "context_parallel_size=2", *long(4096)), 4),
+    Case("350M kerple_log", bf16(2, *zero(1, 4), "model_parallel_size=2", "context_parallel_size=2",
+                                 "pipe_parallel_size=2", *long(4096), recompute="selective"), 8),
     Case(
         "6-7B cdape_kerple_log",
         bf16(1, "model_parallel_size=2", "context_parallel_size=2", *long(4096), recompute=True),
         16,
     ),
+    # As shipped.
+    Case("350M cdape_kerple_log a100_2k_slow_network", (), 8),
     Case("2-7B rotary a100_2k", (), 64),
     Case("2-7B cdape_kerple_log a100_8k", (), 64),
-)
+    Case("350M cdape_kerple_log a100_32k", (), 8),
+    Case("125M cdape_kerple_log a100_128k", (), 16),
+)  # fmt: skip
 
 
 def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
@@ -131,15 +167,24 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
     return run, estimate
 
 
-def measure_peak(case: Case, run: RehearsedRun) -> tuple[int, str] | str:
-    """Bytes of a rank's tensors at the worst moment and the phase it is in, or why there are none."""
-    with temporary_folder("planner") as folder:
+def measure_peak(case: Case, run: RehearsedRun, folder: Path) -> tuple[int, str]:
+    """Bytes of a rank's tensors at the worst moment and the phase it is in. Raises RunError if it failed.
+
+    Args:
+        case: says which rank.
+        run: what is executed.
+        folder: for its files; made here, and removed.
+    """
+    folder.mkdir()
+    try:
         config = run.build_config(folder).replace(save=None)
         config.save(folder / "train.yml")
         for rank in sorted({0, case.rank}):  # the first one makes the index of samples
             result = run_rank(run, rank, folder)
             if result.error is not None:
-                return f"rank {rank}: {result.error.message}"
+                raise RunError(f"rank {rank}: {result.error.message}")
+    finally:
+        shutil.rmtree(folder)
     phase, (allocated, _) = max(result.peaks.items(), key=lambda item: item[1][0])
     return allocated, phase
 
@@ -159,28 +204,52 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
     command = [sys.executable, "-m", "megatron.rehearsal.rank_process", str(path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if not job.result.is_file():
-        sys.exit(f"error: rank {rank} left no result:\n{(done.stdout + done.stderr)[-2000:]}")
+        lines = (done.stdout + done.stderr).split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "nothing")
+        raise RunError(f"rank {rank} ended with {done.returncode} and left no result; its last line: {last}")
     return RankResult.read(job.result)
 
 
-def measure_rows(cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each case and backend."""
-    rows = []
-    for case in cases:
-        for backend in BACKENDS:
-            run, estimate = plan_case(case, backend)
-            key = (case.configs, *case.keys, str(case.gpus), str(case.rank), backend)
-            row: dict[str, Any] = {**asdict(case), "keys": list(case.keys), "backend": backend}
-            row |= {"planned": estimate.total, "moment": estimate.worst.name, "ranks": asdict(run.sizes)}
-            if key in measured:
-                row |= {name: measured[key].get(name) for name in ("peak", "phase", "error")}
-            else:
-                found = measure_peak(case, run)
-                row |= {"peak": None, "phase": None, "error": None}
-                row |= {"error": found} if isinstance(found, str) else dict(zip(("peak", "phase"), found, strict=True))
-            rows.append(row)
-            print(render_row(row), file=sys.stderr, flush=True)
-    return rows
+def measure_row(
+    case: Case, backend: str, measured: dict[tuple[str, ...], dict[str, Any]], folder: Path
+) -> dict[str, Any]:
+    """Of a case and a backend; an `error` says why it has no peak."""
+    row: dict[str, Any] = {**asdict(case), "keys": list(case.keys), "backend": backend}
+    row |= dict.fromkeys(("planned", "moment", "ranks", "peak", "phase", "error"))
+    try:
+        run, estimate = plan_case(case, backend)
+        row |= {"planned": estimate.total, "moment": estimate.worst.name, "ranks": asdict(run.sizes)}
+        known = measured.get(identify_row(row))
+        row["peak"], row["phase"] = (known["peak"], known["phase"]) if known else measure_peak(case, run, folder)
+    except (UserError, RunError) as error:  # of a backend that cannot compute the method, or of a rank
+        row["error"] = str(error)
+    return row
+
+
+def identify_row(row: dict[str, Any]) -> tuple[str, ...]:
+    """The case and the backend of a row."""
+    return (row["configs"], *row["keys"], str(row["gpus"]), str(row["rank"]), row["backend"])
+
+
+def iter_rows(
+    cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]], num_processes: int
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows so far, in the order of the cases, whenever there is another."""
+    done: dict[int, dict[str, Any]] = {}
+    pairs = [(case, backend) for case in cases for backend in BACKENDS]
+    with temporary_folder("planner") as folder, ThreadPoolExecutor(num_processes) as pool:
+        # The last of the list are the largest: begun last, they would leave the other processes with nothing to do.
+        tasks = {
+            pool.submit(measure_row, *pairs[index], measured, folder / str(index)): index
+            for index in reversed(range(len(pairs)))
+        }
+        try:
+            for task in as_completed(tasks):
+                done[tasks[task]] = task.result()
+                print(render_row(task.result()), file=sys.stderr, flush=True)
+                yield [done[index] for index in sorted(done)]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_measured(path: Path | None) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -188,16 +257,16 @@ def read_measured(path: Path | None) -> dict[tuple[str, ...], dict[str, Any]]:
     if path is None:
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {(r["configs"], *r["keys"], str(r["gpus"]), str(r["rank"]), r["backend"]): r for r in rows if r["peak"]}
+    return {identify_row(row): row for row in rows if row["peak"]}
 
 
 def render_row(row: dict[str, Any]) -> str:
     """One line of the page's table."""
     case = Case(row["configs"], tuple(row["keys"]), row["gpus"], row["rank"])
     keys = ", ".join(key for key in case.keys if key != "train_batch_size=null")
-    planned = f"{row['planned'] / GIB:.2f}"
+    planned = "" if row["planned"] is None else f"{row['planned'] / GIB:.2f}"
     if row["peak"] is None:
-        return f"| {case.name} | {keys} | {row['backend']} | {row['error']} | {planned} | | {row['moment']} |"
+        return f"| {case.name} | {keys} | {row['backend']} | {row['error']} | {planned} | | {row['moment'] or ''} |"
     ratio = row["planned"] / row["peak"]
     return (
         f"| {case.name} | {keys} | {row['backend']} | {row['peak'] / GIB:.2f} | {planned} | {ratio:.2f} "
@@ -234,16 +303,19 @@ def main() -> None:
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="cases whose line contains this text")
     parser.add_argument("--measured", type=Path, help="a record whose peaks are taken instead of measuring them again")
+    parser.add_argument("--processes", type=int, default=1, help="ranks that are trained at a time, up to 8 GB each")
     parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]
-    rows = measure_rows(cases, read_measured(arguments.measured))
-    record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY, "rows": rows}
+    record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY}
     if arguments.measured is not None:
-        record["peaks_from"] = "Peaks of an earlier record, planned anew; measured are those that it lacked. "
+        commit = json.loads(arguments.measured.read_text(encoding="utf-8"))["stamp"]["commit"]
+        record["peaks_from"] = f"Peaks as measured at {commit}, planned anew; measured now are those that it lacked. "
+    for rows in iter_rows(cases, read_measured(arguments.measured), arguments.processes):
+        record["rows"] = rows
+        if arguments.json is not None:  # after each row: an interruption loses none
+            write_record(arguments.json, record, render_page(record))
     print(render_page(record))
-    if arguments.json is not None:
-        write_record(arguments.json, record, render_page(record))
 
 
 if __name__ == "__main__":

@@ -63,11 +63,7 @@ class ChunkedBackend:
 
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
-    # What `compute` holds stays until the backward pass, even where the layer around it is recomputed. So it holds no
-    # queries, keys, values and tables: it is handed those, which the layer's recomputation brings back.
-    empty = inputs.q.new_empty(0)
-    others = replace(inputs, q=empty, k=empty, v=empty, table=None, bias_contribution=None)
-    has_table, contribution = inputs.table is not None, inputs.bias_contribution
+    others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
         bias, weight, by_distance, edge = tensors

@@ -275,7 +275,7 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
 
     outputs = []
     for block in iter_row_blocks(inputs, ROWS_PER_CALL):
-        arguments = (block.q, block.k, block.v, bias, fire, block)
+        arguments = (block.q, block.k, block.v, bias, fire, block.drop_tensors())
         outputs.append(checkpoint(compute, *arguments, use_reentrant=False, preserve_rng_state=inputs.dropout > 0))
     return torch.cat(outputs, dim=2)
 

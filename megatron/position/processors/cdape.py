@@ -175,7 +175,10 @@ class Cdape(Processor):
             before = torch.arange(hidden.shape[-1], device=hidden.device) < first_columns[:, None, :, None]
             hidden = hidden.masked_fill(before, 0)
         processed = _cast_saturating(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
-        result = promote_to_float32(scores[:, heads]) + promote_to_float32(processed)
+        own = scores[:, heads]
+        result = promote_to_float32(own)
+        # A copy in float32 is added to in place: two more as large would be the most that a block of rows ever has.
+        result = result + processed if result is own else result.add_(processed)
         return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:
