@@ -394,6 +394,7 @@ def test_position_works_with_torch_alone() -> None:
         "from megatron.position import registry\n"
         "[registry.load_encoding_class(n) for n in registry.list_encodings()]\n"
         "[registry.load_processor_class(n) for n in registry.list_processors()]\n"
+        "[registry.load_temperature_class(n) for n in registry.list_temperatures()]\n"
         "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
         "sys.exit(', '.join(sorted(new - {'megatron'} - set(sys.stdlib_module_names) - {'torch', 'numpy'})) or 0)\n"
     )

@@ -25,6 +25,7 @@ from megatron.analysis.analysis import (
 )
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.load import load_config
+from megatron.config.position_overrides import list_overrides, override_position
 from megatron.evaluation.jobs import RunJob, build_run_jobs, name_runs
 from megatron.evaluation.lengths import choose_lengths
 from megatron.evaluation.protocols import build_scoring_plan
@@ -232,9 +233,14 @@ AnalysisJob = RunJob | UntrainedJob
 
 def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
     """The runs, then the configurations, with names that tell them apart."""
-    window, options = request.options.window, request.options
-    names = name_runs(request.runs, window)
-    names += [f"{format_method_name(config.position, window)} (untrained)" for _, config in request.untrained]
+    options = request.options
+    overrides = list_overrides(options)
+    names = name_runs(request.runs, **overrides)
+    names += [
+        f"{format_method_name(config.position, override_position(config.model, config.position, **overrides))} "
+        "(untrained)"
+        for _, config in request.untrained
+    ]
     sources = [*(run.name for run in request.runs), *(text for text, _ in request.untrained)]
     unique_names: list[str] = []
     for name, source in zip(names, sources, strict=True):  # the seeds of a method share a name in evaluations
@@ -272,7 +278,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
         return AnalysisContext(job.name, config, window, _build_untrained_encodings(config), options, request.lengths)
     from megatron.analysis.attention_capture import list_attention_layers
 
-    model = job.load("chunked", options.window).model
+    model = job.load("chunked", **list_overrides(options)).model
     model.end_of_document = None  # what it reads is one document (`inputs_from_text`)
     encodings = (
         [LayerEncoding(attention.encoding, attention.layer_index) for attention in list_attention_layers(model)]

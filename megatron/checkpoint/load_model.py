@@ -14,13 +14,14 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
+from megatron.config.position_overrides import override_position
 from megatron.config.schema import Config
 from megatron.distributed.process_groups import single_process
 from megatron.model.backend_choice import recall_choice
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import PositionOptions
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class LoadedModel:
     verified: bool
     """Were the files compared with checksums? Checkpoints from before there were manifests carry none."""
     position: PositionOptions
-    """Of the model as it was rebuilt: the run's, with the window and the mask asked for."""
+    """Of the model as it was rebuilt: the run's, with the window, the mask and the temperature asked for."""
 
 
 def load_model(
@@ -47,6 +48,7 @@ def load_model(
     backend: str | None = None,
     window: int | None = None,
     attention_mask: Literal["causal", "document"] | None = None,
+    temperature: str | None = None,
     end_of_document: int | None = None,
 ) -> LoadedModel:
     """Rebuild the model of a run (its newest checkpoint) or of one checkpoint.
@@ -56,7 +58,7 @@ def load_model(
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
         backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
             as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
-        window, attention_mask: override attention_window and attention_mask; None keeps the run's.
+        window, attention_mask, temperature: override what the run has of these (`override_position`); None keeps it.
         end_of_document: the token that ends documents, of a run that was not trained with documents apart and is to
             keep them so; the others know it.
 
@@ -70,13 +72,9 @@ def load_model(
     config = load_checkpoint_config(checkpoint)
     if trainer_state.vocabulary is None:
         raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
-    position = config.position
-    if window is not None:
-        if not isinstance(window, int) or window < 1:
-            raise UserError(f"window is {window!r}; it must be a whole number, at least 1")
-        position = position.replace(attention_window=window)
-    if attention_mask is not None:
-        position = position.replace(attention_mask=attention_mask)
+    position = override_position(
+        config.model, config.position, window=window, attention_mask=attention_mask, temperature=temperature
+    )
     if backend is None and config.model.attention_backend == "auto" and config.model.attention_check:
         backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
     # Whoever loads a model to look at it should not find the random states changed.

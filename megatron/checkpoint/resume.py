@@ -24,7 +24,12 @@ from megatron.checkpoint.run_folder import get_config_path, is_saved_config
 from megatron.checkpoint.sharded_state import ShardedStateReader
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.checkpoint.weights import load_finetuned_weights, names_other_encoding
+from megatron.checkpoint.weights import (
+    TEMPERATURE_KEYS,
+    load_finetuned_weights,
+    names_other_encoding,
+    names_other_temperature,
+)
 from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage, is_stage_key
@@ -319,7 +324,7 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
     """Refuse a checkpoint of another model.
 
     Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, take
-    another encoding or other options of it that it names itself (`names_other_encoding`), and add a score processor
+    another encoding, another temperature or other options of them that it names itself, and add a score processor
     (`load_finetuned_weights` sees to it that it has no effect at first).
 
     Raises:
@@ -329,7 +334,9 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
     old = {**stored.architecture_keys(), **canonical_position_options(stored.position)}
     free: set[str] = set()
     if finetune:
-        free.update(config.keys_by_policy("context"), names_other_encoding(config, stored))
+        free.update(
+            config.keys_by_policy("context"), names_other_encoding(config, stored), names_other_temperature(config)
+        )
         if new["pos_emb_per_layer"]:
             free.add("pos_emb_per_layer")
         if old.get("score_processor") == "none":
@@ -339,7 +346,11 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
             continue
         if new.get(key) != old.get(key):
             what = "finetuning cannot change this" if finetune else "a run cannot change its model"
-            if finetune and key in ("pos_emb", "pos_emb_options") and key not in config.position.model_fields_set:
+            if (
+                finetune
+                and key in ("pos_emb", "pos_emb_options", *TEMPERATURE_KEYS)
+                and key not in config.position.model_fields_set
+            ):
                 what = "it may be another one if you name it"
             raise UserError(
                 f"{key}: this run has {format_value(new.get(key))}, but {checkpoint} was trained with "

@@ -6,9 +6,9 @@ exactly what the optimizer holds; evaluation in bfloat16 rounds to the copies tr
 
 A tied weight is one parameter with two uses; it is stored once, under its first name.
 
-Finetuning may take another position encoding, or a score processor that the checkpoint has not. The rest of the model
-stays. What the new encoding needs and the file does not hold starts fresh, and what the file holds of the old one is
-dropped; both are said. An added score processor has no effect at first.
+Finetuning may take another position encoding, another temperature, or a score processor that the checkpoint has not.
+The rest of the model stays. What the new one needs and the file does not hold starts fresh, and what the file holds of
+the old one is dropped; both are said. An added score processor has no effect at first.
 """
 
 import re
@@ -32,6 +32,7 @@ from megatron.model.parameter_groups import (
     clamp_bounded_parameters,
     list_dispensable_weights,
     list_encoding_weights,
+    list_temperature_weights,
     map_to_shared_names,
 )
 from megatron.model.position_modules import canonical_position_options
@@ -114,6 +115,8 @@ ENCODING_KEYS = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 
 OLD_ENCODING_NAMES = re.compile(r"position\..*|.*\.core_attention\.position\..*")
 """Names of an encoding's weights in a file, shared by all layers or of each one."""
+OLD_TEMPERATURE_NAMES = re.compile(r".*\.core_attention\.temperature\..*")
+TEMPERATURE_KEYS = ("attention_temperature", "attention_temperature_options")
 _IN_LAYER = re.compile(r"decoder\.layers\.\d+\.self_attention\.core_attention\.")
 
 
@@ -126,6 +129,12 @@ def names_other_encoding(config: Config, stored: Config) -> set[str]:
     return {"pos_emb", "pos_emb_options", "pos_emb_per_layer"} if "pos_emb" in named else set()
 
 
+def names_other_temperature(config: Config) -> set[str]:
+    """The keys of a temperature that the configuration names itself."""
+    named = config.position.model_fields_set
+    return set(TEMPERATURE_KEYS) if "attention_temperature" in named else named & {"attention_temperature_options"}
+
+
 @dataclass(frozen=True)
 class WeightChanges:
     """What of the model does not come from the file, and what of the file is not used."""
@@ -136,7 +145,7 @@ class WeightChanges:
     def describe(self, config: Config, stored: Config) -> str:
         """One line."""
         new, old = _list_position_options(config), _list_position_options(stored)
-        keys = (*ENCODING_KEYS, "score_processor", "score_processor_options")
+        keys = (*ENCODING_KEYS, "score_processor", "score_processor_options", *TEMPERATURE_KEYS)
         changed = [
             f"{key} {_format_value(old[key])} → {_format_value(new[key])}" for key in keys if old[key] != new[key]
         ]
@@ -189,6 +198,11 @@ def find_weight_changes(
         unused = {sources[name] for name in initialized} - {sources[name] for name in needed if name not in initialized}
     if config.position.score_processor != stored.position.score_processor:
         initialized |= list_dispensable_weights(model)
+    # A temperature's names and shapes say nothing of which one it is, so it is either the same one or another.
+    own = list_temperature_weights(model)
+    old = {name for name in shapes if OLD_TEMPERATURE_NAMES.fullmatch(name) and not name.startswith(off_stage_prefixes)}
+    if config.position.attention_temperature != stored.position.attention_temperature or own != old:
+        initialized, unused = initialized | own, unused | old
     return WeightChanges(frozenset(initialized), frozenset(unused))
 
 
@@ -227,7 +241,11 @@ def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored:
         aliases=map_to_shared_names(model),
     )
     before, now = _list_position_options(stored), _list_position_options(config)
-    is_changed = any(before[key] != now[key] for key in ENCODING_KEYS) or changes.initialized or changes.unused
+    is_changed = (
+        any(before[key] != now[key] for key in (*ENCODING_KEYS, *TEMPERATURE_KEYS))
+        or changes.initialized
+        or changes.unused
+    )
     return (changes.describe(config, stored),) if is_changed else ()
 
 

@@ -40,7 +40,7 @@ def positions(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """List position encodings and score processors: formula, parameters, options, traits, when to use it."""
+    """List encodings, score processors and temperatures: formula, parameters, options, traits, when to use it."""
     import json
 
     from megatron.config.method_names import find_methods
@@ -62,7 +62,8 @@ def positions(
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)
-    for kind, key in (("encoding", "pos_emb"), ("processor", "score_processor")):
+    kinds = {"encoding": "pos_emb", "processor": "score_processor", "temperature": "attention_temperature"}
+    for kind, key in kinds.items():
         kind_records = [record for record in records if record["kind"] == kind]
         if not kind_records:
             continue

@@ -25,6 +25,7 @@ PRECISION_BY_FP16_TYPE = {"bfloat16": "bf16", "bf16": "bf16", "fp16": "fp16", "f
 OPTION_KEYS = {
     ("pos_emb",): "pos_emb_options",
     ("score_processor",): "score_processor_options",
+    ("attention_temperature",): "attention_temperature_options",
     ("task",): "task_options",
 }
 """The keys that name a method, and those that hold its options."""

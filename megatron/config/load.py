@@ -240,7 +240,11 @@ def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
 def _find_unknown_methods(layers: ConfigLayers) -> Iterator[str]:
     """The problems of the methods' names: pydantic knows them as text, and `validate_config` needs a whole
     configuration."""
-    for key, methods in (("pos_emb", list_encodings()), ("score_processor", method_names.list_processor_values())):
+    for key, methods in (
+        ("pos_emb", list_encodings()),
+        ("score_processor", method_names.list_processor_values()),
+        ("attention_temperature", method_names.list_temperature_values()),
+    ):
         setting = layers.values.get((key,))
         if setting is not None and isinstance(setting.value, str):
             for _, problem in describe_unknown_method(key, setting.value, methods):

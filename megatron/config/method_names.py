@@ -1,4 +1,5 @@
-"""The names that people give position encodings and score processors, as values of `pos_emb` and `score_processor`.
+"""The names that people give position encodings, score processors and temperatures, as values of `pos_emb`,
+`score_processor` and `attention_temperature`.
 
 The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox_keys.POSITION_ALIASES`). Other
 names, which each method's file declares, are refused with ours. Nothing here imports torch
@@ -12,8 +13,10 @@ from megatron.position.catalog import (
     MethodFileError,
     list_encodings,
     list_processors,
+    list_temperatures,
     read_encoding_facts,
     read_processor_facts,
+    read_temperature_facts,
 )
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
@@ -24,10 +27,19 @@ def list_processor_values() -> list[str]:
     return ["none", *list_processors()]
 
 
+def list_temperature_values() -> list[str]:
+    """Valid values of `attention_temperature`; `none` is always among them."""
+    return ["none", *list_temperatures()]
+
+
 def find_method(text: str) -> tuple[str, str] | None:
     """Key and name of the method that somebody calls `text`: ("pos_emb", "rotary") for RoPE; None if there is none."""
     normalized = normalize_name(text)
-    for key, methods in (("pos_emb", list_encodings()), ("score_processor", list_processors())):
+    for key, methods in (
+        ("pos_emb", list_encodings()),
+        ("score_processor", list_processors()),
+        ("attention_temperature", list_temperatures()),
+    ):
         for method in methods:
             if normalized in map(normalize_name, (method, *list_other_names(method))):
                 return key, method
@@ -61,6 +73,14 @@ def list_processor_options(name: str) -> tuple[str, ...] | None:
     return None if defaults is None else tuple(defaults)
 
 
+def list_temperature_options(name: str) -> tuple[str, ...] | None:
+    """Names of `attention_temperature_options` for a temperature; None if only the code itself can tell."""
+    if name == "none":
+        return ()
+    defaults = read_temperature_facts(name).defaults
+    return None if defaults is None else tuple(defaults)
+
+
 def list_readable_options(method: str) -> tuple[str, ...]:
     """Names of the options of one of our methods, as far as its file can be read."""
     try:
@@ -75,14 +95,15 @@ def changes_scores(encoding: str) -> bool:
 
 
 def find_methods(text: str) -> list[str]:
-    """Encodings and processors one of whose names contains a text, in any case: `rope` finds rotary.
+    """Methods of any kind one of whose names contains a text, in any case: `rope` finds rotary.
 
     Raises:
         UserError: there is none, with the nearest.
     """
     pattern = text.replace("-", "_").lower()
     all_names = {
-        method: (method, *list_other_names(method)) for method in (*list_encodings(), *list_processor_values())
+        method: (method, *list_other_names(method))
+        for method in (*list_encodings(), *list_processor_values(), *list_temperatures())
     }
     methods = [method for method, names in all_names.items() if any(pattern in name for name in names)]
     if not methods:
@@ -92,4 +113,6 @@ def find_methods(text: str) -> list[str]:
 
 
 def _read_facts(method: str) -> MethodFacts:
-    return read_encoding_facts(method) if method in list_encodings() else read_processor_facts(method)
+    if method in list_encodings():
+        return read_encoding_facts(method)
+    return read_temperature_facts(method) if method in list_temperatures() else read_processor_facts(method)

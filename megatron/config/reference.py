@@ -25,7 +25,7 @@ from megatron.options.commands import (
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.section import ConfigSection, read_docstring
 from megatron.options.sweep import BranchOptions, PublishedOptions, SweepCorpusOptions, SweepOptions
-from megatron.position.catalog import list_encodings, list_processors
+from megatron.position.catalog import list_encodings, list_processors, list_temperatures
 from megatron.utils.suggestions import suggest_names
 
 REFERENCE_PAGE = Path("docs/configuration.md")
@@ -46,9 +46,9 @@ what it replaced:
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, JSON with trailing commas is fine. Keys may be
   written with dashes or underscores. A key given twice in a file is an error, and so is an unknown one.
 - A file has at most 10,000 values, aliases (`*name`) counted as what they stand for, and 1 MiB.
-- Keys are flat. `optimizer`, `zero_optimization`, `fp16`, `bf16`, `slurm` and the two `…_options` hold keys of their
-  own; they merge key by key, on the command line with dots. A later file that chooses another `pos_emb` or
-  `score_processor` drops the options given for the one before.
+- Keys are flat. `optimizer`, `zero_optimization`, `fp16`, `bf16`, `slurm` and the `…_options` of methods hold keys of
+  their own; they merge key by key, on the command line with dots. A later file that chooses another `pos_emb`,
+  `score_processor` or `attention_temperature` drops the options given for the one before.
 - Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any two give the third.
 - `precision` is short for `fp16` and `bf16` `enabled`; a file that switches one on switches the other off.
 - Every run saves its resolved configuration as `config.yml`, which loads to the same thing; where a `config.yml` of
@@ -111,7 +111,11 @@ Keys that have the same name and meaning here are in the tables above; all other
 What is without effect is said in one line when a run starts; nothing is dropped in silence.
 """
 
-METHODS = {"pos_emb": list_encodings, "score_processor": list_processors}
+METHODS = {
+    "pos_emb": list_encodings,
+    "score_processor": list_processors,
+    "attention_temperature": list_temperatures,
+}
 """The methods that there are, by the key that names one."""
 
 
@@ -181,7 +185,8 @@ def _format_method_names() -> str:
         for method in list_methods()
         if (others := method_names.list_other_names(method))
     ]
-    text = "Refused with our name, in `pos_emb`, in `score_processor` and where a file is named.\n"
+    keys = ", in ".join(f"`{key}`" for key in METHODS)
+    text = f"Refused with our name, in {keys} and where a file is named.\n"
     return f"### Other names of methods\n\n{text}\n{format_table(['also called', 'here'], rows)}"
 
 

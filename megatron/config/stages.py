@@ -30,7 +30,7 @@ from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import Config, KeyPath, list_config_keys
 from megatron.config.validation_errors import describe_validation_error
 from megatron.config.yaml_files import format_value
-from megatron.options.model import head_dim
+from megatron.options.model import get_attention_sizes
 from megatron.options.section import ChangePolicy
 from megatron.options.training import ACCUMULATION_KEY, BATCH_SIZES, GLOBAL_BATCH_KEY, MAX_STEPS, MICRO_BATCH_KEY
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
@@ -207,14 +207,7 @@ def _find_key_problems(config: Config, entry: Mapping[str, Any]) -> Iterator[str
 
 def _has_parameters(config: Config) -> bool:
     """Has the encoding parameters, as far as its file says?"""
-    name, model = config.position.pos_emb, config.model
-    sizes = {
-        "num_heads": model.num_attention_heads,
-        "head_dim": head_dim(model),
-        "hidden_size": model.hidden_size,
-        "train_length": model.seq_length,
-        "max_length": model.max_position_embeddings or model.seq_length,
-    }
+    name, sizes = config.position.pos_emb, get_attention_sizes(config.model)
     try:
         facts = read_encoding_facts(name) if name in list_encodings() else None
     except MethodFileError:

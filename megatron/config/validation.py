@@ -32,7 +32,7 @@ def _validate_model(config: Config) -> Iterator[ConfigProblem]:
 
 
 def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator[ConfigProblem]:
-    """What is wrong with the name of a method, `key` being `pos_emb` or `score_processor`."""
+    """What is wrong with the name of a method, `key` being `pos_emb`, `score_processor` or `attention_temperature`."""
     if name in methods:
         return
     match method_names.find_method(name):
@@ -44,9 +44,10 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             yield key, f"{key} {name} is not available; {format_choices(name, methods)}"
 
 
-def _validate_method(
+def validate_method(
     key: str, name: str, methods: list[str], options: dict[str, object], valid_options: tuple[str, ...] | None
 ) -> Iterator[ConfigProblem]:
+    """What is wrong with a method's name, or with the names of its options."""
     yield from describe_unknown_method(key, name, methods)
     if name not in methods or valid_options is None:
         return
@@ -67,6 +68,12 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
             method_names.list_processor_values(),
             method_names.list_processor_options,
         ),
+        (
+            "attention_temperature",
+            position.attention_temperature_options,
+            method_names.list_temperature_values(),
+            method_names.list_temperature_options,
+        ),
     )
     for key, options, methods, list_options in method_keys:
         name = getattr(position, key)
@@ -75,7 +82,7 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
         except MethodFileError as error:
             yield key, f"{key}: {error}"
         else:
-            yield from _validate_method(key, name, methods, options, valid_options)
+            yield from validate_method(key, name, methods, options, valid_options)
     table_size = model.max_position_embeddings
     if table_size is not None and table_size < model.seq_length and _has_position_table(position.pos_emb):
         yield (

@@ -58,7 +58,10 @@ def _render_plot(records: Sequence[Record]) -> bytes:
 def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     model, training, trainer_state = run.config.model, run.config.training, run.trainer_state
     architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
-    options = {**run.config.position.pos_emb_options, **run.config.position.score_processor_options}
+    position = run.config.position
+    options = {
+        **position.pos_emb_options, **position.score_processor_options, **position.attention_temperature_options
+    }  # fmt: skip
     rows = [
         ("shape", f"{architecture}, feed-forward {ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
         ("options of positions", ", ".join(f"{name} = {value}" for name, value in options.items()) or "defaults"),

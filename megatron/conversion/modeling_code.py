@@ -3,7 +3,7 @@
 transformers finds the files of a model by the text of their imports, one folder deep. So what an export needs of
 `megatron/position` and `megatron/attention` is copied with one change: every import of ours becomes one of a file
 beside it. No two of these files may have the same name, therefore.
-The registry, which looks methods up by the files there are, is replaced by one that names the two of this model.
+The registry, which looks methods up by the files there are, is replaced by one that names those of this model.
 
 transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
 a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
@@ -19,6 +19,9 @@ from pathlib import Path
 
 from megatron.position import registry
 from megatron.position.base import PositionModule
+from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
+from megatron.position.temperature import Temperature
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODELING_FILE, CONFIGURATION_FILE = (
@@ -28,6 +31,8 @@ MODELING_FILE, CONFIGURATION_FILE = (
 REPOSITORY = Path(__file__).parent.parent.parent
 _PROJECT_IMPORT = re.compile(r"^from megatron\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
+
+_BASES: tuple[type[PositionModule], ...] = (Encoding, Processor, Temperature)
 
 _IMPORT_ALL_TEMPLATE = """
 # transformers 4 copies the files that this one names, not those that they name in turn.
@@ -43,6 +48,7 @@ from .facts import AttentionDims
 
 ENCODINGS = {encodings}
 PROCESSORS = {processors}
+TEMPERATURES = {temperatures}
 
 
 def build_encoding(name: str, dims: AttentionDims, options: dict[str, Any]) -> Encoding:
@@ -55,6 +61,11 @@ def build_processor(name: str, dims: AttentionDims, options: dict[str, Any], *, 
     return _find(PROCESSORS, name)(dims, has_bias=has_bias, **options)
 
 
+def build_temperature(name: str, dims: AttentionDims, options: dict[str, Any]) -> Temperature:
+    """The attention temperature of that name."""
+    return _find(TEMPERATURES, name)(dims, **options)
+
+
 def _find(known: dict[str, Any], name: str) -> Any:
     if name not in known:
         raise ValueError(f"{{name!r}}: this export has the code of {{', '.join(known) or 'no such method'}} only")
@@ -62,15 +73,17 @@ def _find(known: dict[str, Any], name: str) -> Any:
 '''
 
 
-def bundle_modeling_code(encoding: str, processor: str) -> dict[str, str]:
+def bundle_modeling_code(encoding: str, processor: str, temperature: str = "none") -> dict[str, str]:
     """The files of a model's code, by name.
 
     Args:
-        encoding, processor: the model's; `none` for no processor.
+        encoding, processor, temperature: the model's; `none` for no processor and no temperature.
     """
     methods: list[type[PositionModule]] = [registry.load_encoding_class(encoding)]
     if processor != "none":
         methods.append(registry.load_processor_class(processor))
+    if temperature != "none":
+        methods.append(registry.load_temperature_class(temperature))
     files = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE.read_text(encoding="utf-8")}
     pending = [MODELING_FILE, *(_get_source_file(method) for method in methods)]
     while pending:
@@ -121,19 +134,17 @@ def _get_source_file(method: type[PositionModule]) -> Path:
 
 
 def _render_registry(methods: list[type[PositionModule]]) -> str:
-    class_names = {method.__module__.rpartition(".")[2]: method.__name__ for method in methods}
-    encoding, *processors = class_names.items()
-    lines = [f"from .{module} import {name}" for module, name in class_names.items()]
-    lines += ["from .encoding import Encoding", "from .processor import Processor"]
+    lines = [f"from .{_get_source_file(method).stem} import {method.__name__}" for method in methods]
+    lines += [f"from .{base.__module__.rpartition('.')[2]} import {base.__name__}" for base in _BASES]
+    encodings, processors, temperatures = (_render_mapping(methods, base) for base in _BASES)
     return _REGISTRY_TEMPLATE.format(
-        imports="\n".join(sorted(lines)),
-        encodings=_render_mapping([encoding]),
-        processors=_render_mapping(processors),
+        imports="\n".join(sorted(lines)), encodings=encodings, processors=processors, temperatures=temperatures
     )
 
 
-def _render_mapping(entries: list[tuple[str, str]]) -> str:
-    return "{" + ", ".join(f'"{module}": {name}' for module, name in entries) + "}"
+def _render_mapping(methods: list[type[PositionModule]], base: type[PositionModule]) -> str:
+    entries = (f'"{_get_source_file(m).stem}": {m.__name__}' for m in methods if issubclass(m, base))
+    return "{" + ", ".join(entries) + "}"
 
 
 def _import_all_modules(text: str, modules: list[str]) -> str:

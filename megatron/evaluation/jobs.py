@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
+from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.evaluation.eval_target import ProgressCallback
 from megatron.evaluation.provenance import assign_distinct_names, describe_machine, list_software_versions
@@ -53,10 +54,12 @@ class RunJob:
     def config(self) -> Config:
         return self.run.config
 
-    def load(
-        self, backend: str | None, window: int | None, attention_mask: Literal["causal", "document"] | None = None
-    ) -> LoadedModel:
-        """The run's model; None is its own backend, window or mask.
+    def load(self, backend: str | None, **overrides: Any) -> LoadedModel:
+        """The run's model; None is its own backend.
+
+        Args:
+            backend: of attention.
+            overrides: of its positions (`override_position`).
 
         Raises:
             UserError: its tokenizer cannot tell the documents apart that it is to keep so.
@@ -65,7 +68,7 @@ class RunJob:
         from megatron.checkpoint.load_model import load_model
 
         end_of_document = None
-        if attention_mask == "document" and self.config.position.attention_mask != "document":
+        if overrides.get("attention_mask") == "document" and self.config.position.attention_mask != "document":
             tokenizer = load_run_tokenizer(self.run.folder, self.config.data, self.run.tokenizer_name)
             end_of_document = check_end_of_document(tokenizer.name, tokenizer.eod)
 
@@ -74,9 +77,8 @@ class RunJob:
             device=str(self.device),
             dtype=self.dtype,
             backend=backend,
-            window=window,
-            attention_mask=attention_mask,
             end_of_document=end_of_document,
+            **overrides,
         )
 
 
@@ -116,9 +118,9 @@ def build_run_jobs(
     ]
 
 
-def name_runs(runs: Sequence[TrainedRun], window: int | None, attention_mask: str | None = None) -> list[str]:
+def name_runs(runs: Sequence[TrainedRun], **overrides: Any) -> list[str]:
     """The runs' methods (`provenance.assign_distinct_names`)."""
-    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], window, attention_mask)
+    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], **overrides)
 
 
 def make_log_function(console: Console | None) -> LogFunction:
@@ -182,7 +184,7 @@ def build_eval_jobs(
     """
     runs, options = request.runs, request.options
     if names is None:
-        names = name_runs(runs, options.window, options.attention_mask)
+        names = name_runs(runs, **list_overrides(options))
     work_items = [
         WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
         for run, name, (work, _) in zip(runs, names, costs, strict=True)
@@ -218,7 +220,7 @@ def run_eval_jobs(
         for job in jobs:
             meter.begin(job.work_item, "loading")
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
-            loaded = job.load(request.options.backend, request.options.window, request.options.attention_mask)
+            loaded = job.load(request.options.backend, **list_overrides(request.options))
             meter.log(_describe_verification(job, loaded))
             records += score(job, loaded, report)
             del loaded

@@ -8,6 +8,8 @@ A method is called by its position encoding, with whatever differs from the defa
     kerple_log(per_layer)               parameters of its own in every layer
     rotary(window=64)                   trained and evaluated with attention_window 64
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
+    rotary(temperature=ssmax)           trained and evaluated with attention_temperature ssmax
+    rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --temperature logn`
     rotary(randomized=2048)             trained at positions drawn from 2,048
     rotary(attention_mask=document)     trained and evaluated with documents kept apart
     rotary(attention_mask=document at evaluation)
@@ -28,6 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.position_overrides import override_position
 from megatron.options.model import PositionOptions
 from megatron.utils.atomic_io import get_farfield_version
 
@@ -39,26 +42,32 @@ if TYPE_CHECKING:
 # torch is imported where it is used: a mistake in the options is reported at once.
 
 
-def format_method_name(position: PositionOptions, window: int | None = None, attention_mask: str | None = None) -> str:
+def format_method_name(position: PositionOptions, evaluated: PositionOptions | None = None) -> str:
     """The name of a position configuration, as above.
 
     Args:
         position: of the training.
-        window, attention_mask: of the evaluation; None is the run's own.
+        evaluated: of the evaluation (`config/position_overrides.py`); None is the same.
     """
     from megatron.position.registry import load_encoding_class, load_processor_class
+
+    evaluated = evaluated or position
 
     options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.pos_emb))
     if position.pos_emb_per_layer:
         options.append("per_layer")
     if position.randomized_positions is not None:
         options.append(f"randomized={position.randomized_positions}")
-    if window is not None and window != position.attention_window:
-        options.append(f"window={window} at evaluation")
-    elif position.attention_window is not None:
-        options.append(f"window={position.attention_window}")
-    if attention_mask is not None and attention_mask != position.attention_mask:
-        options.append(f"attention_mask={attention_mask} at evaluation")
+    for key, (before, now) in {
+        "window": (position.attention_window, evaluated.attention_window),
+        "temperature": (_name_temperature(position), _name_temperature(evaluated)),
+    }.items():
+        if before != now:
+            options.append(f"{key}={now or 'none'} at evaluation")
+        elif now is not None:
+            options.append(f"{key}={now}")
+    if evaluated.attention_mask != position.attention_mask:
+        options.append(f"attention_mask={evaluated.attention_mask} at evaluation")
     elif position.attention_mask != "causal":
         options.append(f"attention_mask={position.attention_mask}")
     name = _format_name(position.pos_emb, options)
@@ -68,11 +77,23 @@ def format_method_name(position: PositionOptions, window: int | None = None, att
     return f"{_format_name(position.score_processor, options)}+{name}"
 
 
-def assign_distinct_names(
-    configs: Sequence[Config], runs: Sequence[str], window: int | None = None, attention_mask: str | None = None
-) -> list[str]:
-    """A method's name per run: equal for runs that differ in their seed alone, different for all others."""
-    names = [format_method_name(config.position, window, attention_mask) for config in configs]
+def _name_temperature(position: PositionOptions) -> str | None:
+    from megatron.position.registry import load_temperature_class
+
+    name = position.attention_temperature
+    if name == "none":
+        return None
+    options = _list_differing_options(position.attention_temperature_options, load_temperature_class(name))
+    return _format_name(name, options)
+
+
+def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **overrides: Any) -> list[str]:
+    """A method's name per run: equal for runs that differ in their seed alone, different for all others.
+
+    overrides: what the evaluation changes of their positions (`override_position`).
+    """
+    evaluated = [override_position(config.model, config.position, **overrides) for config in configs]
+    names = [format_method_name(config.position, now) for config, now in zip(configs, evaluated, strict=True)]
     fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
     distinct_names = []
     for index, name in enumerate(names):
@@ -102,7 +123,7 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     import torch
 
     config, model = loaded.config, loaded.model
-    name = format_method_name(config.position, loaded.position.attention_window, loaded.position.attention_mask)
+    name = format_method_name(config.position, loaded.position)
     parameter = next(model.parameters())
     device = parameter.device
     return {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.checkpoint.trained_run import TrainedRun
+from megatron.config.position_overrides import list_overrides, override_position
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
@@ -181,11 +182,7 @@ def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
     from megatron.model.build import build_model
 
     check_backend(options.backend)
-    position = config.position
-    if options.window is not None:
-        position = position.replace(attention_window=options.window)
-    if options.attention_mask is not None:
-        position = position.replace(attention_mask=options.attention_mask)
+    position = override_position(config.model, config.position, **list_overrides(options))
     return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
 
 

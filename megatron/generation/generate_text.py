@@ -109,7 +109,10 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
         check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
     # What training's check found says nothing of one row a step.
     backend = options.backend or run.config.model.attention_backend
-    loaded = load_model(run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window)
+    loaded = load_model(
+        run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window,
+        temperature=options.attention_temperature,
+    )  # fmt: skip
     return TextGenerator(loaded.model, request.tokenizer, options)
 
 

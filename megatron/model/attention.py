@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
+from megatron.attention.query_scale import describe_query_rows, scale_queries
 from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers
 from megatron.attention.segments import (
     Segment,
@@ -47,6 +48,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
+from megatron.position.temperature import QueryRows, Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
 from megatron.utils.errors import UserError
 
@@ -94,6 +96,7 @@ class LayerAttention:
     """On queries, whose products with keys the backend divides by √d (`megatron/model/mup.py`)."""
     softcap: float | None = None
     """Bound of q·k/√d."""
+    temperature: Temperature | None = None
 
 
 class KVCache:
@@ -167,6 +170,8 @@ class AttentionContext:
     """What the backend made of processors and tables before the layers (`compute_processor_terms`)."""
     restarted: TokenRange | None = None
     """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
+    query_rows: Mapping[int | None, QueryRows] = field(default_factory=dict)
+    """By windows of layers that have a temperature: what that is told of the tokens (`describe_rows`)."""
 
 
 class PositionedAttention(MegatronModule):
@@ -188,6 +193,7 @@ class PositionedAttention(MegatronModule):
         # The attributes' names are those of weights in checkpoints: see `stored_config.WEIGHT_RENAMES`.
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
+        self.temperature = layer_attention.temperature
         self.window, self.softcap = layer_attention.window, layer_attention.softcap
         self.backend = layer_attention.backend
         self.query_multiplier = layer_attention.query_multiplier
@@ -229,6 +235,9 @@ class PositionedAttention(MegatronModule):
         # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted)
+        if self.temperature is not None:
+            rows = context.query_rows or describe_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
+            q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         if context.kv_cache is not None:
             k, v = context.kv_cache.extend(self.layer_index, k, v)
         segments = context.segments
@@ -309,6 +318,18 @@ def compute_tables(
     ranges = [(segment.tokens, segment.context) for segment in segments]
     tables = compute_tables_of_layers([each.encoding for each in attentions], ranges, device)
     return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}
+
+
+def describe_rows(
+    attentions: Sequence[PositionedAttention],
+    segments: Sequence[Segment],
+    batch: int,
+    length: int,
+    device: torch.device,
+) -> dict[int | None, QueryRows]:
+    """What the temperatures of layers are told of a forward pass's tokens, by the layers' windows."""
+    windows = {attention.window for attention in attentions if attention.temperature is not None}
+    return {window: describe_query_rows(segments, window, batch, length, device) for window in windows}
 
 
 def compute_processor_terms(

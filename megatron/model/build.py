@@ -43,6 +43,7 @@ from megatron.model.position_modules import (
     build_attention_dims,
     build_encoding_from_options,
     build_processor_from_options,
+    build_temperature_from_options,
 )
 from megatron.options.model import (
     GATED_ACTIVATIONS,
@@ -62,6 +63,7 @@ from megatron.options.model import (
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
+from megatron.position.temperature import Temperature
 from megatron.utils.errors import UserError
 
 
@@ -75,6 +77,7 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
         dims = build_attention_dims(model)
         shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
         encoding, processor = _build_position_modules(model, position, dims, shared)
+        build_temperature_from_options(position, dims)
         select_backend(
             model.attention_backend, model.attention_chunk_rows, encoding, processor, model.attn_logit_softcapping
         )
@@ -149,12 +152,15 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
                 parameter.mul_(factor)
 
 
-def _register_gradient_sums(encoding: Encoding | None, processor: Processor | None, groups: ProcessGroups) -> None:
+def _register_gradient_sums(
+    encoding: Encoding | None, processor: Processor | None, temperature: Temperature | None, groups: ProcessGroups
+) -> None:
     """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
     if encoding is not None and not type(encoding).overrides_hook("embed"):
         register_grad_all_reduce(encoding, groups)
-    if processor is not None:
-        register_grad_all_reduce(processor, groups)
+    for module in (processor, temperature):
+        if module is not None:
+            register_grad_all_reduce(module, groups)
 
 
 def _layer_spec(
@@ -270,10 +276,12 @@ def _build_gpt(
             choice.backend,
             multipliers.query,
             model.attn_logit_softcapping,
+            build_temperature_from_options(position, build_attention_dims(model)),
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
-        _register_gradient_sums(encoding if shared is None else None, processor, groups)
-    _register_gradient_sums(shared, None, groups)
+        own_encoding = encoding if shared is None else None
+        _register_gradient_sums(own_encoding, processor, layer_attention.temperature, groups)
+    _register_gradient_sums(shared, None, None, groups)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     gpt = GPT(
         config=transformer_config(model, dtype, groups.mesh.sizes),

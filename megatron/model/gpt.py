@@ -40,6 +40,7 @@ from megatron.model.attention import (
     PositionedAttention,
     compute_processor_terms,
     compute_tables,
+    describe_rows,
 )
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole, recompute_in_backward
@@ -322,7 +323,9 @@ class GPT(GPTModel):
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         tables = compute_tables(attentions, segments, hidden.device)
         terms = compute_processor_terms(attentions, segments, tables, hidden)
-        hidden = self._run_layers(hidden, AttentionContext(segments, kv_cache, num_logits, tables, terms, restarted))
+        rows = describe_rows(attentions, segments, batch, length, hidden.device)
+        context = AttentionContext(segments, kv_cache, num_logits, tables, terms, restarted, rows)
+        hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
             kv_cache.length += length
         return hidden

@@ -11,7 +11,8 @@ for AdamW's epsilon and weight decay, Yang et al. 2023 (2310.17813, condition 1)
       by Muon                 the same            1/√m · l^(α−1)       √m
     norms, biases of layers   base's              l^(α−1)              -              1 / (m·l^α)
     the last norm             base's              1                    -              1 / m
-    encodings, processors     base's              l^(α−1)              1 or none      1 / (m·l^α)
+    encodings, processors,    base's              l^(α−1)              1 or none      1 / (m·l^α)
+      temperatures
       that sum over heads     base's / √h         1/h · l^(α−1)        h              1 / (m·l^α)
 
 and the forward pass multiplies
@@ -24,12 +25,12 @@ and the forward pass multiplies
 At the base model's own shapes all of it is 1. "Base's" deviation is what init_method gives at the base's width and
 depth. Weight decay is λ·lr in a step, so that its factor undoes that of the rate.
 
-Encodings and processors
-------------------------
+Encodings, processors and temperatures
+--------------------------------------
 KERPLE's r1 and r2, T5's table and their like are numbers per head, of size 1 at every width: the bias that they make is
 added to scores of size 1, and to move it by a fraction they move by that fraction. Adam's step is its rate whatever
 the gradient's size, so the rate is the base's. The gradient of one head's number falls as the heads' share in the
-output, 1/h, and so does ε.
+output, 1/h, and so does ε. A temperature's numbers per head are of this kind as well: they multiply scores of size 1.
 
 A score processor's first convolution sums over the heads' scores and biases (fan-in heads·k, or twice as much) into a
 fixed number W of channels, and its second goes from these back to all heads. The first is to the heads what an output

@@ -12,6 +12,7 @@ from megatron.position.base import PositionModule
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
+from megatron.position.temperature import Temperature
 
 Algorithm = Literal["AdamW", "Muon", "Lion"]
 """By which an optimizer steps a parameter."""
@@ -96,10 +97,11 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
     """Parameter groups for the optimizer.
 
     Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and
-    everything a position encoding owns. Each pair of bounds gets a group of its own, with keys `low` and `high`:
-    ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group. With Muon the
-    layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW steps all others. With
-    muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its decay is scaled.
+    everything a position encoding or a temperature owns. Each pair of bounds gets a group of its own, with keys `low`
+    and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group.
+    With Muon the layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW steps all
+    others. With muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its decay is
+    scaled.
 
     Each group has its `algorithm`, with which its parameters are marked (`get_algorithm`).
     """
@@ -109,13 +111,15 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
         for module in model.modules()
         if isinstance(module, BoundedParameter)
     }
-    positional = {id(p) for module in model.modules() if isinstance(module, Encoding) for p in module.parameters()}
+    undecayed = {
+        id(p) for module in model.modules() if isinstance(module, Encoding | Temperature) for p in module.parameters()
+    }
     mup: MupScaling | None = getattr(model, "mup", None)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter, role in list_roles(model):
         low, high = bounds.get(id(parameter), (float("-inf"), float("inf")))
         is_bounded = (low, high) != (float("-inf"), float("inf"))
-        is_decayed = not is_bounded and id(parameter) not in positional and parameter.dim() >= 2
+        is_decayed = not is_bounded and id(parameter) not in undecayed and parameter.dim() >= 2
         by_muon = id(parameter) in matrices
         scales = StepScales() if mup is None else mup.get_step_scales(role, by_muon=by_muon)
         # In this order, which decides where ZeRO puts each: matrices of Muon's, decayed, not decayed, then by bounds.
@@ -149,6 +153,8 @@ def find_model_parts(model: nn.Module) -> dict[str, str]:
             part = "position encoding"
         elif isinstance(module, Processor):
             part = "score processor"
+        elif isinstance(module, Temperature):
+            part = "attention temperature"
         elif isinstance(module, BiasedSelfAttention):
             part = "attention"
         elif isinstance(module, FeedForward):
@@ -187,6 +193,16 @@ def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
         for name, module in model.named_modules()
         if isinstance(module, Encoding)
         for weight, parameter in module.named_parameters()
+    }
+
+
+def list_temperature_weights(model: nn.Module) -> set[str]:
+    """The names of the weights of a model's temperatures."""
+    return {
+        f"{name}.{weight}"
+        for name, module in model.named_modules()
+        if isinstance(module, Temperature)
+        for weight, _ in module.named_parameters()
     }
 
 

@@ -1,4 +1,4 @@
-"""From the configuration of positions to an encoding and a processor, without the rest of the model (or megatron-core).
+"""From the configuration of positions to its modules, without the rest of the model (or megatron-core).
 
 `canonical_position_options` says what a configuration computes, whatever way it is written. Torch comes with the
 classes of methods and is imported only where one is asked for: whoever plans a run needs `build_attention_dims` alone.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.options.model import ModelOptions, PositionOptions, head_dim
+from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
 from megatron.position.facts import AttentionDims, OptionError
 from megatron.utils.errors import UserError
 
@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from megatron.position.base import PositionModule
     from megatron.position.encoding import Encoding
     from megatron.position.processor import Processor
+    from megatron.position.temperature import Temperature
 
 
 def build_attention_dims(model: ModelOptions) -> AttentionDims:
     """The sizes that encodings and processors are built for."""
-    return AttentionDims(
-        num_heads=model.num_attention_heads,
-        head_dim=head_dim(model),
-        hidden_size=model.hidden_size,
-        train_length=model.seq_length,
-        max_length=model.max_position_embeddings or model.seq_length,
-    )
+    return AttentionDims(**get_attention_sizes(model))
 
 
 def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,15 +33,18 @@ def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) 
 
 
 def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
-    """`pos_emb_options` and `score_processor_options`, so that equal models compare equal."""
-    from megatron.position.registry import load_encoding_class, load_processor_class
+    """The options of an encoding, a processor and a temperature, so that equal models compare equal."""
+    from megatron.position.registry import load_encoding_class, load_processor_class, load_temperature_class
 
-    none = position.score_processor == "none"
+    processor, temperature = position.score_processor, position.attention_temperature
     return {
         "pos_emb_options": canonical_options(load_encoding_class(position.pos_emb), position.pos_emb_options),
         "score_processor_options": {}
-        if none
-        else canonical_options(load_processor_class(position.score_processor), position.score_processor_options),
+        if processor == "none"
+        else canonical_options(load_processor_class(processor), position.score_processor_options),
+        "attention_temperature_options": {}
+        if temperature == "none"
+        else canonical_options(load_temperature_class(temperature), position.attention_temperature_options),
     }
 
 
@@ -77,6 +75,23 @@ def build_processor_from_options(options: PositionOptions, dims: AttentionDims, 
         )
     except ValueError as error:
         raise UserError(f"score_processor: {error}", _find_key("score_processor", error)) from error
+
+
+def build_temperature_from_options(options: PositionOptions, dims: AttentionDims) -> Temperature | None:
+    """A fresh temperature, or None where there is none. Raises UserError that names the key."""
+    from megatron.position.registry import build_temperature
+
+    if options.attention_temperature == "none":
+        if options.attention_temperature_options:
+            raise UserError(
+                "attention_temperature_options are given, but attention_temperature is none",
+                f"attention_temperature_options.{next(iter(options.attention_temperature_options))}",
+            )
+        return None
+    try:
+        return build_temperature(options.attention_temperature, dims, options.attention_temperature_options)
+    except ValueError as error:
+        raise UserError(f"attention_temperature: {error}", _find_key("attention_temperature", error)) from error
 
 
 def _find_key(key: str, error: ValueError) -> str:

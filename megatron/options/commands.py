@@ -41,6 +41,11 @@ class AnalysisOptions(LengthOptions):
     )
     windows: int = config_field(4, "windows that attention is averaged over, at each length", ge=1)
     window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    temperature: str | None = config_field(
+        None,
+        "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "llama4:floor_scale=512; the run's own if absent",
+    )
     device: str = config_field("auto", "where models read, auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
@@ -70,6 +75,11 @@ class GenerationOptions(ConfigSection):
     )
     batch_size: int = config_field(8, "prompts that are read together, at most", ge=1)
     window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    attention_temperature: str | None = config_field(
+        None,
+        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "llama4:floor_scale=512; the run's own if absent",
+    )
     device: str = config_field("auto", "where the model computes: auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"

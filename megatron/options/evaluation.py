@@ -121,6 +121,11 @@ class EvaluationOptions(LengthOptions):
         "tokens see all before them (causal), or their own document alone, whose positions begin at 0 (document); as "
         "in training if absent",
     )
+    temperature: str | None = config_field(
+        None,
+        "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "llama4:floor_scale=512; the run's own if absent",
+    )
     device: str = config_field(
         "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
     )

@@ -208,7 +208,7 @@ class ModelOptions(ConfigSection):
 
 
 class PositionOptions(ConfigSection):
-    """Which position encoding, and which score processor on top of it."""
+    """Which position encoding, which score processor on top of it, and which temperature of attention."""
 
     pos_emb: str = config_field(
         "learned",
@@ -248,6 +248,15 @@ class PositionOptions(ConfigSection):
     score_processor_options: dict[str, Any] = config_field(
         dict, "options of that processor, see `./deepy.py positions`", policy="architecture"
     )
+    attention_temperature: str = config_field(
+        "none",
+        "factor on each query, by which its scores grow with the keys that it sees: none, or a file of "
+        "megatron/position/temperatures",
+        policy="architecture",
+    )
+    attention_temperature_options: dict[str, Any] = config_field(
+        dict, "options of that temperature, see `./deepy.py positions`", policy="architecture"
+    )
 
 
 def num_kv_heads(model: ModelOptions) -> int:
@@ -258,6 +267,17 @@ def num_kv_heads(model: ModelOptions) -> int:
 def head_dim(model: ModelOptions) -> int:
     """Numbers of a head."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
+
+
+def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
+    """The sizes that encodings, processors and temperatures are built for: the fields of `AttentionDims`."""
+    return {
+        "num_heads": model.num_attention_heads,
+        "head_dim": head_dim(model),
+        "hidden_size": model.hidden_size,
+        "train_length": model.seq_length,
+        "max_length": model.max_position_embeddings or model.seq_length,
+    }
 
 
 def q_hidden_size(model: ModelOptions) -> int:

@@ -13,6 +13,8 @@ bytes of the compute type:
 |                               | tensor ranks exchange heads for rows around a processor                            |
 | norms of q and k              | what they give, unless it is rotated, gathered or repeated; rmsnorm the normalised |
 |                               | values too; of grouped queries the tensor that q, k and v lie in                   |
+| queries times a temperature   | n·(D/T_p)·b: the copy that attention reads; with learned factors also what it was  |
+|                               | made of, and the factors, 4·t·H/T_p                                                |
 | attention's output            | n·(D/T_p)·b                                                                        |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
 
@@ -36,7 +38,7 @@ from megatron.options.model import (
     qk_norm,
 )
 from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape
-from megatron.planning.model_costs import plan_encoding, plan_processor
+from megatron.planning.model_costs import count_temperature_parameters, plan_encoding, plan_processor
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -110,6 +112,8 @@ class _LayerEstimator:
         model = config.model
         self.model, self.sizes = model, sizes
         self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
+        self.scales_queries = config.position.attention_temperature != "none"
+        self.learns_scale = count_temperature_parameters(model, config.position) > 0
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.hidden_size, self.ffn_size = model.hidden_size, ffn_hidden_size(model)
@@ -168,7 +172,7 @@ class _LayerEstimator:
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         rotates = self.encoding.facts.rotates_qk
         # Where ranks share a sequence, rows of its two chunks are joined, and a view would keep the keys beside it.
-        query_is_view = not (self.attention.copies_query or rotates or gathers)
+        query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
         # They lie in one tensor, which is kept whole for whatever is a view of it.
         keeps_mixed = not gathers and not has_grouped_queries and not self.attention.copies_keys
         size = 3 * n * part * b if keeps_mixed else 0
@@ -186,9 +190,30 @@ class _LayerEstimator:
             size += n * part * b
         size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
         size += n * part * b  # the output, which the projection after it reads
+        if self.scales_queries:
+            size += self.unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
+            size += 4 * (n // self.micro_batch_size) * (self.num_heads if self.learns_scale else 1)
         if rotates:
             size += 12 * (n // self.micro_batch_size) * self.head_dim  # cosines and sines in float32
         return size
+
+    def unscaled_query_bytes(self, *, keeps_mixed: bool, gathers: bool) -> int:
+        """Of the queries that are scaled, and of what lies in one tensor with them.
+
+        Args:
+            keeps_mixed: the tensor that queries, keys and values lie in is kept for others.
+            gathers: keys and values are gathered from other ranks.
+        """
+        q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
+        k_bytes = self.num_tokens * kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
+        has_grouped_queries = num_kv_heads(self.model) < self.num_heads
+        if self.encoding.facts.rotates_qk:
+            if not (gathers or has_grouped_queries or self.attention.copies_keys):
+                return q_bytes  # turned queries lie beside turned keys, which attention reads
+            return q_bytes + k_bytes if self.learns_scale else 0
+        if not self.learns_scale or keeps_mixed:
+            return 0
+        return q_bytes if has_grouped_queries else q_bytes + 2 * k_bytes
 
     def linear_bytes(self) -> int:
         """What attention's linear layers give and read."""

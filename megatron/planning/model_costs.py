@@ -32,10 +32,12 @@ from megatron.position.catalog import (
     format_path,
     list_encodings,
     list_processors,
+    list_temperatures,
     read_encoding_facts,
     read_processor_facts,
+    read_temperature_facts,
 )
-from megatron.position.facts import EncodingCost, MethodOptions, ProcessorCost
+from megatron.position.facts import EncodingCost, MethodOptions, ProcessorCost, TemperatureCost
 from megatron.utils.errors import UserError
 
 
@@ -95,7 +97,7 @@ def _read_facts(
 ) -> MethodFacts:
     """What the file of a method declares, its cost among it."""
     if name not in methods:
-        kind = "encoding" if key == "pos_emb" else "processor"
+        kind = {"pos_emb": "encoding", "score_processor": "processor"}.get(key, "temperature")
         raise UserError(f"the memory of {key} {name} is not known: no such {kind}")
     try:
         facts = read_facts(name)
@@ -118,6 +120,17 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
     if processor is None:
         return 0
     return processor.count_parameters(model.num_attention_heads, has_bias=plan_encoding(position).facts.adds_bias)
+
+
+def count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
+    """Parameters of one layer's temperature. Raises UserError as `plan_encoding`."""
+    key, name = "attention_temperature", position.attention_temperature
+    if name == "none":
+        return 0
+    facts = _read_facts(key, name, list_temperatures(), read_temperature_facts, TemperatureCost)
+    assert isinstance(facts.cost, TemperatureCost)
+    options = facts.fill_options(position.attention_temperature_options)
+    return facts.cost.num_parameters(build_attention_dims(model), options)
 
 
 def list_layer_matrices(model: ModelOptions) -> tuple[int, ...]:
@@ -161,6 +174,7 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
         + total_norm_parameters
         + own_encoding_parameters
         + count_processor_parameters(model, position)
+        + count_temperature_parameters(model, position)
     )
 
 

@@ -1,11 +1,19 @@
-"""What encodings and processors have in common: they describe themselves, and their options are read off their code."""
+"""What encodings, processors and temperatures have in common: they describe themselves, and options
+are read off their code."""
 
 import inspect
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from megatron.position.facts import MODEL_ARGUMENTS, AttentionDims, EncodingCost, MethodOptions, ProcessorCost
+from megatron.position.facts import (
+    MODEL_ARGUMENTS,
+    AttentionDims,
+    EncodingCost,
+    MethodOptions,
+    ProcessorCost,
+    TemperatureCost,
+)
 
 INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 """How the names of options end that say where parameters start. `std`, of a normal distribution, is one too."""
@@ -54,7 +62,7 @@ method that has one of these forms hands its parameters over as a value (`Positi
 
 
 class PositionModule(nn.Module):
-    """Base of encodings and processors.
+    """Base of encodings, processors and temperatures.
 
     A constructor takes the `AttentionDims` and then the options as keyword arguments with defaults; it raises
     ValueError for a value that makes no sense.
@@ -70,7 +78,7 @@ class PositionModule(nn.Module):
     """When to use it, in one to three sentences, and who found so."""
     other_names: ClassVar[tuple[str, ...]] = ()
     """What papers and people call it besides."""
-    cost: ClassVar[EncodingCost | ProcessorCost | None] = None
+    cost: ClassVar[EncodingCost | ProcessorCost | TemperatureCost | None] = None
     """Parameters, memory and FLOPs, which planning reads without torch (`facts.py`); None if they are not declared."""
 
     option_values: MethodOptions
@@ -89,7 +97,8 @@ class PositionModule(nn.Module):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Names, types and defaults of the options: the keys of `pos_emb_options` or `score_processor_options`."""
+        """Names, types and defaults of the options: the keys of `pos_emb_options`, `score_processor_options`
+        or `attention_temperature_options`."""
         parameters = inspect.signature(cls.__init__).parameters
         return {name: parameter for name, parameter in parameters.items() if name not in MODEL_ARGUMENTS}
 

@@ -1,8 +1,8 @@
-"""The encodings and processors that there are, and what their files declare, without importing them or torch.
+"""The encodings, processors and temperatures that there are, and what their files declare, without importing torch.
 
-A method is a file of `encodings/` or `processors/`, and its name is the file's. Its options are the keyword arguments
-of its constructor, its hooks the methods of its class: both are read off the syntax tree. What it declares in its class
-body (`facts.py`) is evaluated by itself.
+A method is a file of `encodings/`, `processors/` or `temperatures/`, and its name is the file's. Its options are the
+keyword arguments of its constructor, its hooks the methods of its class: both are read off the syntax tree. What it
+declares in its class body (`facts.py`) is evaluated by itself.
 """
 
 import ast
@@ -21,14 +21,15 @@ from megatron.position.facts import (
     EncodingCost,
     MethodOptions,
     ProcessorCost,
+    TemperatureCost,
 )
 
 FOLDER = Path(__file__).parent
 SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
 """The hooks whose answers change the scores of attention."""
-BASES = ("Encoding", "Processor")
+BASES = ("Encoding", "Processor", "Temperature")
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost")
-_NAMESPACE: dict[str, Any] = {"EncodingCost": EncodingCost, "ProcessorCost": ProcessorCost}
+_NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
 
 
 class MethodFileError(ValueError):
@@ -44,7 +45,7 @@ class MethodFacts:
     defaults: Mapping[str, Any] | None
     """The options with their default values; None if only the code itself can tell."""
     hooks: frozenset[str]
-    """The hooks that an encoding answers; empty for a processor."""
+    """The hooks that an encoding answers; empty for others."""
     adds_bias: bool = False
     """A bias is added to the scores."""
     multiplies_scores: bool = False
@@ -56,7 +57,7 @@ class MethodFacts:
     """It has a form that kernels know (`kernel_parameters`)."""
     other_names: tuple[str, ...] = ()
     """What papers and people call it besides, in any case and with or without dashes."""
-    cost: EncodingCost | ProcessorCost | None = None
+    cost: EncodingCost | ProcessorCost | TemperatureCost | None = None
 
     @property
     def changes_scores(self) -> bool:
@@ -74,11 +75,11 @@ class MethodFacts:
         return self.hooks == {"embed"}
 
     def has_parameters(self, options: Mapping[str, Any], **dims: int) -> bool:
-        """Has an encoding with these options trained parameters? True where its file does not say.
+        """Has an encoding or a temperature with these options trained parameters? True where its file does not say.
 
         dims: the fields of `AttentionDims`.
         """
-        if not isinstance(self.cost, EncodingCost):
+        if not isinstance(self.cost, EncodingCost | TemperatureCost):
             return True
         return self.cost.num_parameters(AttentionDims(**dims), self.fill_options(options)) > 0
 
@@ -97,6 +98,11 @@ def list_processors() -> list[str]:
     return _list_names("processors")
 
 
+def list_temperatures() -> list[str]:
+    """Names of all attention temperatures, in alphabetical order; `none` is no temperature and not listed."""
+    return _list_names("temperatures")
+
+
 def read_encoding_facts(name: str) -> MethodFacts:
     """What an encoding's file declares.
 
@@ -108,6 +114,11 @@ def read_encoding_facts(name: str) -> MethodFacts:
 def read_processor_facts(name: str) -> MethodFacts:
     """What a processor's file declares. Raises MethodFileError for a file that is no valid Python."""
     return _read_facts(FOLDER / "processors" / f"{name}.py")
+
+
+def read_temperature_facts(name: str) -> MethodFacts:
+    """What a temperature's file declares. Raises MethodFileError for a file that is no valid Python."""
+    return _read_facts(FOLDER / "temperatures" / f"{name}.py")
 
 
 def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[str], *, takes_positions: bool) -> None:
@@ -217,6 +228,6 @@ def _evaluate(path: Path, name: str, expression: ast.expr) -> Any:
         return eval(code, dict(_NAMESPACE))  # of our own files, which are imported anyhow when a model is built
     except Exception as error:
         raise MethodFileError(
-            f"{format_path(path)}:{expression.lineno}: {name} must be made of Python's builtins, EncodingCost and "
-            f"ProcessorCost alone: {error}"
+            f"{format_path(path)}:{expression.lineno}: {name} must be made of Python's builtins and of "
+            f"{', '.join(_NAMESPACE)} alone: {error}"
         ) from error

@@ -72,6 +72,13 @@ class EncodingCost:
 
 
 @dataclass(frozen=True)
+class TemperatureCost:
+    """The parameters of an attention temperature, per layer."""
+
+    num_parameters: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
+
+
+@dataclass(frozen=True)
 class ProcessorCost:
     """A processor of two convolutions along the keys."""
 

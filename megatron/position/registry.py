@@ -1,4 +1,4 @@
-"""The classes of encodings and processors by name, and modules built of them. Adding a file adds a method.
+"""The classes of encodings, processors and temperatures by name, and modules built of them. A file adds a method.
 
 An encoding's hooks are checked when it is built: a mistake in a file is one line, not a crash in the middle of a step.
 Other projects' names for the same methods are the business of `megatron.config`, not of this registry.
@@ -27,10 +27,12 @@ from megatron.position.catalog import (
     format_path,
     list_encodings,
     list_processors,
+    list_temperatures,
 )
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import HOOKS, AttentionDims, OptionError
 from megatron.position.processor import Processor
+from megatron.position.temperature import QueryRows, Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 MAX_OPTION = {int: 10**6, float: 1e9}
@@ -41,7 +43,7 @@ ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 @cache
 def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
-    names = list_encodings() if base is Encoding else list_processors()
+    names = {Encoding: list_encodings, Processor: list_processors, Temperature: list_temperatures}[base]()
     if name not in names:
         matches = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {matches[0]}? " if matches else ""
@@ -87,6 +89,11 @@ def load_processor_class(name: str) -> type[Processor]:
     return _load_class("processors", name, Processor)
 
 
+def load_temperature_class(name: str) -> type[Temperature]:
+    """The class of a named temperature. Raises ValueError with the nearest name for an unknown one."""
+    return _load_class("temperatures", name, Temperature)
+
+
 def _check_options(method: type[PositionModule], name: str, options: Mapping[str, Any]) -> None:
     parameters = method.options()
     for option, value in options.items():
@@ -126,6 +133,13 @@ def build_processor(
     return _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
 
 
+def build_temperature(name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None) -> Temperature:
+    """Build an attention temperature. Raises as `build_encoding` does."""
+    temperature = _build(load_temperature_class(name), name, dims, options or {})
+    _check_factors(temperature)
+    return temperature
+
+
 def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mapping[str, Any], **facts: bool) -> ModuleT:
     try:
         _check_options(method, name, options)
@@ -149,6 +163,7 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
     loaders = [
         ("encoding", list_encodings(), load_encoding_class),
         ("processor", list_processors(), load_processor_class),
+        ("temperature", list_temperatures(), load_temperature_class),
     ]
     for kind, method_names, load_class in loaders:
         for name in (name for name in method_names if name in names):
@@ -215,6 +230,21 @@ def check_hook_results(encoding: Encoding) -> None:
                 _check_tensor(encoding, hook, result, shapes[hook])
 
 
+def _check_factors(temperature: Temperature) -> None:
+    """Ask for the factors of one row, and refuse what are none."""
+    device = next(temperature.parameters(), torch.empty(0)).device
+    name = _describe(type(temperature), "forward")
+    with torch.no_grad():
+        try:
+            result = temperature(QueryRows(torch.zeros(1, device=device), torch.ones(1, device=device)))
+        except Exception as error:
+            raise MethodFileError(" ".join(f"{name} raised {type(error).__name__}: {error}".split())) from error
+    num_heads = temperature.dims.num_heads
+    if not isinstance(result, Tensor) or tuple(result.shape) not in ((1, 1), (num_heads, 1)):
+        shape = list(result.shape) if isinstance(result, Tensor) else _describe_type(result)
+        raise MethodFileError(f"{name} returns {shape} for one row; it must be [{num_heads}, 1] or [1, 1]")
+
+
 def _check_terms(encoding: Encoding, hook: str, result: object, shape: tuple[int, ...]) -> None:
     name = _describe(type(encoding), hook)
     if not isinstance(result, ScoreTerms):
@@ -241,10 +271,10 @@ def _check_tensor(encoding: Encoding, hook: str, result: object, shape: tuple[in
         raise MethodFileError(f"{name} returns {result.dtype}; it must be a floating-point tensor")
 
 
-def _describe(encoding: type[Encoding], function: str | None = None) -> str:
-    source = inspect.getsourcefile(encoding)
+def _describe(method: type[PositionModule], function: str | None = None) -> str:
+    source = inspect.getsourcefile(method)
     path = "" if source is None else f"{format_path(Path(source))}: "
-    return path + encoding.__name__ + ("" if function is None else f".{function}")
+    return path + method.__name__ + ("" if function is None else f".{function}")
 
 
 def _describe_type(value: object) -> str:

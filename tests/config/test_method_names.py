@@ -19,10 +19,13 @@ def test_options_are_the_registrys():
     for name in method_names.list_processor_values():
         known = set() if name == "none" else set(registry.load_processor_class(name).options())
         assert set(method_names.list_processor_options(name)) == known, name
+    for name in method_names.list_temperature_values():
+        known = set() if name == "none" else set(registry.load_temperature_class(name).options())
+        assert set(method_names.list_temperature_options(name)) == known, name
 
 
 def test_other_names_are_of_our_methods_and_of_one_each():
-    ours = {*registry.list_encodings(), *registry.list_processors()}
+    ours = {*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()}
     every = [name for method in ours for name in method_names.list_other_names(method)]
     assert len(every) > 20
     assert len(set(map(method_names.normalize_name, every))) == len(every)
@@ -44,6 +47,8 @@ FIELD = [  # as papers write them
     ("APE", "pos_emb", "learned"),
     ("DAPE V2", "score_processor", "cdape"),
     ("dapev1", "score_processor", "dape"),
+    ("SSMax", "attention_temperature", "ssmax"),
+    ("log-n", "attention_temperature", "logn"),
 ]
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=8", "train_iters=1"]
 

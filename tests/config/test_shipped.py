@@ -87,6 +87,8 @@ def test_every_method_has_an_overlay():
         assert load_config(["125M", f"position/{name}"]).config.position.pos_emb == name
     for name in catalog.list_processors():
         assert load_config(["125M", f"position/{name}"]).config.position.score_processor == name
+    for name in catalog.list_temperatures():
+        assert load_config(["125M", "cdape_kerple_log", name]).config.position.attention_temperature == name
 
 
 def test_names_do_not_collide_across_folders():

@@ -23,6 +23,7 @@ from tools.export.cases import (
     build_gpt,
     list_architecture_cases,
     list_position_cases,
+    list_temperature_cases,
     write_run,
 )
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
@@ -39,6 +40,7 @@ ROUND = [
         for encoding, processor in zip(list_encodings(), cycle(["none", *list_processors()]), strict=False)
     ),
     *list(list_position_cases())[-6:],
+    *list_temperature_cases(),
     *list_architecture_cases(),
 ]
 NATIVE = {

@@ -9,7 +9,7 @@ import pytest
 
 import megatron.position
 from megatron.conversion.modeling_code import BUNDLED_FOLDER, MODELING_FILE, bundle_modeling_code, flatten_imports
-from megatron.position.registry import list_encodings, list_processors
+from megatron.position.registry import list_encodings, list_processors, list_temperatures
 
 POSITION = Path(next(iter(megatron.position.__path__)))
 ATTENTION = POSITION.with_name("attention")
@@ -20,7 +20,10 @@ TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
 
 @pytest.mark.parametrize(("encoding", "processor"), PAIRS)
 def test_a_bundle_is_flat_and_whole(encoding: str, processor: str) -> None:
-    files = bundle_modeling_code(encoding, processor)
+    check_bundle(bundle_modeling_code(encoding, processor))
+
+
+def check_bundle(files: dict[str, str]) -> None:
     names = {name.removesuffix(".py") for name in files}
     for name, text in files.items():
         found = set(TRANSFORMERS_IMPORT.findall(text))
@@ -37,6 +40,13 @@ def test_a_bundle_is_flat_and_whole(encoding: str, processor: str) -> None:
     assert set(TRANSFORMERS_IMPORT.findall(files[MODELING_FILE.name])) == names - {MODELING_FILE.stem}
 
 
+@pytest.mark.parametrize("temperature", list_temperatures())
+def test_a_bundle_has_its_temperature(temperature: str) -> None:
+    files = bundle_modeling_code("rotary", "dape", temperature)
+    check_bundle(files)
+    assert f'TEMPERATURES = {{"{temperature}": ' in files["registry.py"]
+
+
 def test_only_imports_differ_from_the_project() -> None:
     files = bundle_modeling_code("kerple_log", "cdape")
     for name in ("cdape.py", "reference.py", "inputs.py", "kerple_log.py"):
@@ -51,7 +61,7 @@ def test_only_imports_differ_from_the_project() -> None:
 
 
 def test_other_methods_stay_at_home() -> None:
-    assert {"cdape.py", "alibi.py"}.isdisjoint(bundle_modeling_code("rotary", "none"))
+    assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code("rotary", "none"))
     assert "numerics.py" in bundle_modeling_code("rotary", "none")  # the scores' own code
 
 

@@ -4,7 +4,7 @@ import math
 from itertools import islice
 from pathlib import Path
 
-from tools.export.cases import list_architecture_cases, list_method_cases, list_position_cases
+from tools.export.cases import list_architecture_cases, list_method_cases, list_position_cases, list_temperature_cases
 from tools.export.compare import measure_differences, select_beyond_rounding
 
 EVERY_METHOD = list(list_method_cases())
@@ -12,7 +12,12 @@ EVERY_METHOD = list(list_method_cases())
 
 def test_exports_equal_the_project(tmp_path: Path) -> None:
     """All in one test: the process that reads them imports transformers, which takes seconds."""
-    cases = [*EVERY_METHOD, *islice(list_position_cases(), 0, None, 5), *list_architecture_cases()]
+    cases = [
+        *EVERY_METHOD,
+        *islice(list_position_cases(), 0, None, 5),
+        *list_temperature_cases(),
+        *list_architecture_cases(),
+    ]
     assert not select_beyond_rounding(measure_differences(cases, tmp_path))
 
 

@@ -30,6 +30,10 @@ def config(*overrides: str) -> Config:
         ),
         ({"pos_emb": "rotary", "attention_window": 64}, "rotary(window=64)"),
         (
+            {"pos_emb": "alibi", "attention_temperature": "ssmax", "attention_temperature_options": {"s": 0.5}},
+            "alibi(temperature=ssmax(s=0.5))",
+        ),
+        (
             {"pos_emb": "alibi", "randomized_positions": 2048, "score_processor": "dape"},
             "dape+alibi(randomized=2048)",
         ),
@@ -43,16 +47,32 @@ def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
     everything = PositionOptions(pos_emb="rotary")
     windowed = PositionOptions(pos_emb="rotary", attention_window=64)
     assert (
-        format_method_name(everything, 64)
-        == format_method_name(PositionOptions(pos_emb="rotary", attention_window=32), 64)
+        format_method_name(everything, windowed)
+        == format_method_name(PositionOptions(pos_emb="rotary", attention_window=32), windowed)
         == "rotary(window=64 at evaluation)"
     )
-    assert format_method_name(windowed, 64) == format_method_name(windowed) == "rotary(window=64)"
+    assert format_method_name(windowed, windowed) == format_method_name(windowed) == "rotary(window=64)"
+    assert format_method_name(windowed, everything) == "rotary(window=none at evaluation)"
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=64", "seed=2")]
-    assert len(set(assign_distinct_names(trained, ["a", "b"], 64))) == 2
+    assert len(set(assign_distinct_names(trained, ["a", "b"], window=64))) == 2
     # Trained with different windows, scored with one: never one row.
     trained = [config("pos_emb=rotary"), config("pos_emb=rotary", "attention_window=32", "seed=2")]
-    assert assign_distinct_names(trained, ["a", "b"], 4) == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
+    names = assign_distinct_names(trained, ["a", "b"], window=4)
+    assert names == [f"rotary(window=4 at evaluation) [{run}]" for run in "ab"]
+
+
+def test_a_temperature_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
+    plain, logn = config("pos_emb=rotary"), config("pos_emb=rotary", "attention_temperature=logn", "seed=2")
+    assert assign_distinct_names([plain, logn], ["a", "b"]) == ["rotary", "rotary(temperature=logn)"]
+    assert assign_distinct_names([plain, logn], ["a", "b"], temperature="logn") == [
+        "rotary(temperature=logn at evaluation)", "rotary(temperature=logn)"
+    ]  # fmt: skip
+    assert assign_distinct_names([plain, logn], ["a", "b"], temperature="none") == [
+        "rotary", "rotary(temperature=none at evaluation)"
+    ]  # fmt: skip
+    assert assign_distinct_names([plain], ["a"], temperature="llama4:floor_scale=16", window=3) == [
+        "rotary(window=3 at evaluation, temperature=llama4(floor_scale=16) at evaluation)"
+    ]
 
 
 def test_seeds_of_one_method_share_a_name() -> None:

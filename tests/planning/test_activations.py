@@ -18,7 +18,7 @@ from megatron.model import attention
 from megatron.model.attention import AttentionContext
 from megatron.planning import activations
 from megatron.planning.memory_estimate import estimate_memory
-from megatron.position.catalog import list_encodings
+from megatron.position.catalog import list_encodings, list_temperatures
 from megatron.position.token_range import TokenRange
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -210,6 +210,23 @@ def test_every_encoding(name: str, precision: str) -> None:
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("temperature", list_temperatures())
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scaled_queries(temperature: str, precision: str, ranks: int, request: pytest.FixtureRequest) -> None:
+    if ranks > 1:
+        request.getfixturevalue("copied_places")
+    for keys in (
+        {**METHODS["rotary"], "attention_backend": "sdpa"},
+        {"pos_emb": "none", "attention_backend": "sdpa"},
+        {**METHODS["cdape"], "attention_backend": "chunked"},
+        {**METHODS["kerple_log"], "attention_backend": "eager", "num_kv_heads": 2},
+    ):
+        wanted = config(256, **keys, attention_temperature=temperature, precision=precision)
+        estimate = activations.estimate_layer_activations(wanted, ParallelSizes(context=ranks), context_rank=ranks - 1)
+        assert estimate.saved_bytes == pytest.approx(measured(wanted, Axis(ranks - 1, ranks)), rel=0.05 * ranks)
 
 
 def test_a_window_leaves_out_columns() -> None:

@@ -61,6 +61,11 @@ def test_every_method() -> None:
         for processor in method_names.list_processor_values():
             estimate, built = counted(pos_emb=encoding, score_processor=processor)
             assert estimate == built, (encoding, processor)
+    for name in catalog.list_temperatures():
+        estimate, built = counted(pos_emb="rotary", score_processor="dape", attention_temperature=name)
+        assert estimate == built, name
+    fixed = {"attention_temperature": "ssmax", "attention_temperature_options": {"learned": False}}
+    assert counted(**fixed) == counted()
 
 
 @pytest.mark.parametrize(

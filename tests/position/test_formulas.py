@@ -141,7 +141,9 @@ def test_bad_names_and_options_are_refused_by_name(name: str, options: dict, com
 
 
 def test_every_method_describes_itself() -> None:
-    for record in registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])[0]:
+    for record in registry.describe_methods(
+        [*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()]
+    )[0]:
         assert record["formula"]
         assert record["source"]
         assert record["parameters"]

@@ -18,7 +18,10 @@ STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
 MUON = "Muon, cdape(kerple_log), grouped"
 STABLE = "rotary, normalised, capped, z-loss"
+SSMAX = "ssmax, cdape(kerple_log), window 20"
 TWO = [
+    ParityCase(SSMAX, Layout(tensor=2, stage=3), steps=STEPS),
+    ParityCase(SSMAX, Layout(context=2, stage=1), "bf16", STEPS),
     ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
     ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),
     ParityCase("kerple_log, untied", Layout(tensor=2, stage=1), "bf16", STEPS),
@@ -40,6 +43,8 @@ TWO = [
     ParityCase("rotary, documents", Layout(context=2, stage=1), steps=STEPS),
 ]
 FOUR = [
+    ParityCase(SSMAX, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
+    ParityCase("llama4, rotary, documents", Layout(tensor=2, context=2, stage=1), steps=STEPS),
     ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
     ParityCase("transformer_xl", Layout(tensor=2, data=2, stage=2), steps=STEPS),
     ParityCase("learned", Layout(data=2, pipeline=2, stage=1), steps=STEPS),

@@ -1,7 +1,8 @@
-"""docs/positions.md: every position encoding and score processor, made from the registry.
+"""docs/positions.md: every position encoding, score processor and attention temperature, made from the registry.
 
 What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
-off its code. A new file in `megatron/position/` has its section and its picture without an edit here.
+off its code. A new file in `megatron/position/` has its section without an edit here, and all but a temperature its
+picture.
 """
 
 import inspect
@@ -20,6 +21,7 @@ from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.position import registry
 from megatron.position.encoding import Encoding
+from megatron.position.temperature import QueryRows
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
     BASE_ENCODING,
@@ -62,14 +64,16 @@ CONTRACT = """\
 Per layer and head, for query i and key j ≤ i at the distance n = i − j:
 
 1. `embed` adds a vector per position to the token embeddings, once; `rotate` turns q_i and k_j by their positions.
-2. S = weight(n) · q_i·k_j/√d + contextual terms. Bias and weight come from `table`, as functions of n alone, or
+2. A temperature multiplies q_i by a factor of its row and head.
+3. S = weight(n) · q_i·k_j/√d + contextual terms. Bias and weight come from `table`, as functions of n alone, or
    from `dense`.
-3. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
-4. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
-5. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
+4. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
+5. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
+6. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
    whatever the compute type.
 
-A hook that a method does not define adds nothing, so encodings and processors combine freely.
+A hook that a method does not define adds nothing, so encodings, processors and temperatures combine
+freely.
 `megatron/attention/reference.py` is this contract in executable form.
 """
 
@@ -118,6 +122,39 @@ The registry finds the file; the laws of `tests/position/test_laws.py`, `./deepy
 cover it. [The tutorial](tutorial.md) does all of this step by step.
 """
 
+TEMPERATURES = """\
+## Attention temperatures
+
+A temperature multiplies the query of row i by a factor, and with it all scores of that row.
+The factor is larger where the row sees more keys, because a softmax over more keys is flatter.
+It is told two things of a row: its position, and the number n of keys that it sees, its own included.
+
+| where | n | position |
+| --- | --- | --- |
+| a row of one document | i + 1 | i |
+| `attention_window: w` | the smaller of i + 1 and w | i |
+| documents that are kept apart | i + 1, with i counted within the document | within the document |
+| a padded batch | the keys that are not padding | within the sequence |
+| `randomized_positions` | i + 1: keys are counted, however far apart they stand | the drawn one |
+
+The query is multiplied after its rotation and before anything reads it.
+So the soft cap of scores bounds the scaled ones, an encoding's weight and contextual terms take them (CoPE's gates are
+those of scaled scores), and a processor sees them as S.
+What has no query in it stays as it is: the bias B, and Transformer-XL's terms of u and v.
+Keys are not touched, so neither is the cache of decoding, and every backend and kernel computes it without knowing.
+Every layer has a temperature of its own, with parameters of its own.
+These are not decayed, AdamW steps them beside Muon, and muP leaves their rate as it is.
+
+A temperature without learned parameters can be put on a model that was trained without one:
+`./deepy.py evaluate RUN --temperature logn`, or with options `--temperature llama4:floor_scale=512`;
+`generate` calls it `--attention-temperature`, because its `--temperature` is that of sampling.
+`--temperature none` takes one off.
+Names in tables and records say so: `rotary(temperature=logn at evaluation)`.
+The parameters of `ssmax` are learned, so it is refused there, and so is another one on a run that was trained with it.
+Finetuning (`finetune: true`) may begin with another temperature: `attention_temperature: ssmax` then has fresh
+parameters.
+"""
+
 PICTURES = f"""\
 ## How to read the pictures
 
@@ -144,23 +181,27 @@ READING = """\
 Below the formula stand the parameters with their start values and the bounds that training keeps. For example,
 `r1 [H] ~ U(0, r1_below) ≥ 0.01` is one number per head, drawn uniformly between 0 and the option `r1_below` and never
 below 0.01; `in [0.01, 2]` bounds both sides. N(0, std²) is a normal distribution with the deviation `std`. Options go
-into `pos_emb_options` or `score_processor_options`. "Toeplitz" says that the bias is the same along every diagonal of
-the score map, since it depends on n = i − j alone.
+into `pos_emb_options`, `score_processor_options` or `attention_temperature_options`. "Toeplitz" says that the bias is
+the same along every diagonal of the score map, since it depends on n = i − j alone.
 """
 
 
 def render_page() -> str:
     """The whole page."""
-    records, _ = registry.describe_methods([*registry.list_encodings(), *registry.list_processors()])
+    records, _ = registry.describe_methods(
+        [*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()]
+    )
     encodings = [record for record in records if record["kind"] == "encoding"]
     processors = [record for record in records if record["kind"] == "processor"]
+    temperatures = [record for record in records if record["kind"] == "temperature"]
     return "\n".join(
         [
-            _render_introduction(encodings, processors),
+            _render_introduction(encodings, processors, temperatures),
             CONTRACT,
             CHOOSING,
             SHARING,
             _render_processor_options(processors),
+            TEMPERATURES,
             _render_windows(encodings),
             _render_names(),
             ADDING,
@@ -170,6 +211,8 @@ def render_page() -> str:
             *(_render_encoding(record) for record in encodings),
             "## Processors\n",
             *(_render_processor(record) for record in processors),
+            "## Temperatures\n",
+            *(_render_temperature(record) for record in temperatures),
         ]
     )
 
@@ -190,7 +233,9 @@ def _list_hooks(encoding: Encoding) -> list[str]:
     return [hook for hook in type(encoding).traits() if hook in HOOKS]
 
 
-def _render_introduction(encodings: list[dict[str, Any]], processors: list[dict[str, Any]]) -> str:
+def _render_introduction(
+    encodings: list[dict[str, Any]], processors: list[dict[str, Any]], temperatures: list[dict[str, Any]]
+) -> str:
     rows = []
     for record in encodings:
         encoding = build_encoding(record["name"])
@@ -216,13 +261,22 @@ def _render_introduction(encodings: list[dict[str, Any]], processors: list[dict[
         ]
         for record in processors
     ]
+    temperature_rows = [
+        [
+            _format_link(record["name"]),
+            f"`{record['formula']}`",
+            f"{_count_parameters(registry.build_temperature(record['name'], SHAPE)):,}",
+        ]
+        for record in temperatures
+    ]
     return f"""\
-# Position encodings and score processors
+# Position encodings, score processors and attention temperatures
 
 <!-- Made by `make docs`; a test keeps it current. -->
 
-{len(encodings)} encodings (`pos_emb`) and {len(processors)} processors (`score_processor`), one file each; every
-encoding works with every processor. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
+{len(encodings)} encodings (`pos_emb`), {len(processors)} processors (`score_processor`) and \
+{len(temperatures)} temperatures (`attention_temperature`),
+one file each; all work with one another. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
 distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
 
 {format_table(headings, rows)}
@@ -234,7 +288,10 @@ distance; H is the number of heads, d their dimension, D the hidden size and T t
 
 A score processor takes the scores S and biases B of all heads and computes new ones from them.
 
-{format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}"""
+{format_table(["`score_processor`", "formula", "parameters per layer"], processor_rows)}
+[A temperature](#attention-temperatures) multiplies each query by a factor.
+
+{format_table(["`attention_temperature`", "formula", "parameters per layer"], temperature_rows)}"""
 
 
 def _list_options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
@@ -413,3 +470,21 @@ def _render_processor(record: dict[str, Any]) -> str:
     return (
         f"### {name}\n\n{_read_summary(type(processor))}\n\n    {record['formula']}\n\n{_render_facts(facts)}\n{image}"
     )
+
+
+@torch.no_grad()
+def _render_temperature(record: dict[str, Any]) -> str:
+    name = record["name"]
+    temperature = registry.build_temperature(name, SHAPE)
+    number, lengths = _count_parameters(temperature), [1, *(SHAPE.train_length * times for times in (1, 4, 32))]
+    num_keys = torch.tensor(lengths, dtype=torch.float32)
+    factors = temperature(QueryRows(num_keys - 1, num_keys))[0].tolist()
+    facts = {
+        "Parameters": "none" if not number else f"{record['parameters']}: {number:,} per layer",
+        "Options": _describe_options(type(temperature), record["options"]),
+        "Factors": ", ".join(f"{factor:.3g} in row {n:,}" for n, factor in zip(lengths, factors, strict=True))
+        + ", at the start values",
+        "When": record["advice"],
+        "Source": record["source"],
+    }
+    return f"### {name}\n\n{_read_summary(type(temperature))}\n\n    {record['formula']}\n\n{_render_facts(facts)}"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron.data.tokenizers import ByteTokenizer, Tokenizer
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.position.registry import list_encodings, list_processors
+from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 LENGTH, FAR = 16, 64
@@ -70,6 +70,18 @@ def list_position_cases() -> Iterator[ExportCase]:
         randomized = {"pos_emb": encoding, "randomized_positions": 90}
         yield ExportCase(f"{encoding}, randomized", randomized)
         yield ExportCase(f"{encoding}, per layer", {"pos_emb": encoding, "pos_emb_per_layer": True})
+
+
+def list_temperature_cases() -> Iterator[ExportCase]:
+    """Every temperature, with options that short sequences notice."""
+    options = {"logn": {"length": 4}, "llama4": {"floor_scale": 3, "attn_scale": 0.6}}
+    for name, place in zip(
+        list_temperatures(),
+        cycle(({"pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 11}, {"pos_emb": "rotary"})),
+        strict=False,
+    ):
+        temperature = {"attention_temperature": name, "attention_temperature_options": options.get(name, {})}
+        yield ExportCase(f"{name}, {place['pos_emb']}", {**place, **temperature})
 
 
 def list_architecture_cases() -> Iterator[ExportCase]:

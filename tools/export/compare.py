@@ -33,6 +33,7 @@ from tools.export.cases import (  # noqa: E402
     list_architecture_cases,
     list_method_cases,
     list_position_cases,
+    list_temperature_cases,
     write_case,
 )
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
@@ -116,7 +117,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure_differences(
-            [*list_method_cases(), *list_position_cases(), *list_architecture_cases()], Path(folder), arguments.python
+            [*list_method_cases(), *list_position_cases(), *list_temperature_cases(), *list_architecture_cases()],
+            Path(folder),
+            arguments.python,
         )
     rows = [{"model": case.title, "apart": apart} for case, apart in found.items()]
     head = collect_provenance(__file__, "cpu")

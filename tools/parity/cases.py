@@ -55,6 +55,13 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "fire", "score_processor": "cdape", "attention_mask": "document", "checkpoint_activations": True
     },
     "rotary, documents": {"pos_emb": "rotary", "attention_mask": "document"},
+    "ssmax, cdape(kerple_log), window 20": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 20, "attention_temperature": "ssmax"
+    },
+    "llama4, rotary, documents": {
+        "pos_emb": "rotary", "attention_mask": "document", "attention_temperature": "llama4",
+        "attention_temperature_options": {"floor_scale": 3, "attn_scale": 0.6},
+    },
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
     "Muon, cdape(kerple_log), grouped": {
         "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,

@@ -31,6 +31,7 @@ class FarfieldConfig(PretrainedConfig):
         pos_emb, pos_emb_options: the position encoding.
         pos_emb_per_layer: every layer has an encoding of its own.
         score_processor, score_processor_options: what makes logits of scores and bias; none for none.
+        attention_temperature, attention_temperature_options: a factor on each query; none for none.
         attention_window: every token sees the last so many only, its own included.
         randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
         hidden_dropout, attention_dropout: in training.
@@ -74,6 +75,8 @@ class FarfieldConfig(PretrainedConfig):
         pos_emb_per_layer: bool = False,
         score_processor: str = "none",
         score_processor_options: dict[str, Any] | None = None,
+        attention_temperature: str = "none",
+        attention_temperature_options: dict[str, Any] | None = None,
         attention_window: int | None = None,
         randomized_positions: int | None = None,
         hidden_dropout: float = 0.0,
@@ -117,6 +120,8 @@ class FarfieldConfig(PretrainedConfig):
         self.pos_emb_per_layer = pos_emb_per_layer
         self.score_processor = score_processor
         self.score_processor_options = dict(score_processor_options or {})
+        self.attention_temperature = attention_temperature
+        self.attention_temperature_options = dict(attention_temperature_options or {})
         self.attention_window = attention_window
         self.randomized_positions = randomized_positions
         self.hidden_dropout = hidden_dropout

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from megatron.attention.inputs import AttentionInputs
+from megatron.attention.query_scale import describe_query_rows, scale_queries
 from megatron.attention.reference import compute_attention_in_blocks
 from megatron.attention.segments import (
     Segment,
@@ -31,7 +32,8 @@ from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
-from megatron.position.registry import build_encoding, build_processor
+from megatron.position.registry import build_encoding, build_processor, build_temperature
+from megatron.position.temperature import Temperature
 from megatron.position.token_range import TokenRange, sample_positions
 
 Activation = Callable[[Tensor], Tensor]
@@ -108,6 +110,10 @@ class FarfieldAttention(nn.Module):
             self.processor = build_processor(
                 config.score_processor, build_attention_dims(config), options, has_bias=has_bias
             )
+        self.temperature: Temperature | None = None
+        if config.attention_temperature != "none":
+            options = config.attention_temperature_options
+            self.temperature = build_temperature(config.attention_temperature, build_attention_dims(config), options)
 
     def forward(self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding
@@ -120,6 +126,9 @@ class FarfieldAttention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, normalize_heads(k, self.k_norm), v))
         q = q * self.config.query_multiplier
         q, k = rotate_segments(q, k, encoding, segments)
+        if self.temperature is not None:
+            rows = describe_query_rows(segments, self.config.attention_window, q.shape[0], q.shape[2], q.device)
+            q = scale_queries(q, self.temperature, rows)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))

@@ -84,6 +84,8 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "pos_emb_per_layer": hf_config.get_bool("pos_emb_per_layer", False),
         "score_processor": hf_config.get("score_processor", "none"),
         "score_processor_options": hf_config.get("score_processor_options", {}),
+        "attention_temperature": hf_config.get("attention_temperature", "none"),
+        "attention_temperature_options": hf_config.get("attention_temperature_options", {}),
         "attention_window": hf_config.get("attention_window"),
         "randomized_positions": hf_config.get("randomized_positions"),
         **_read_multipliers(hf_config),
@@ -148,6 +150,8 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "pos_emb_per_layer": position.pos_emb_per_layer,
         "score_processor": position.score_processor,
         "score_processor_options": position.score_processor_options,
+        "attention_temperature": position.attention_temperature,
+        "attention_temperature_options": position.attention_temperature_options,
         "attention_window": position.attention_window,
         "randomized_positions": position.randomized_positions,
         "hidden_dropout": model.hidden_dropout,
@@ -197,7 +201,7 @@ def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
 
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
-    encoding_parameters, processor_parameters = _list_position_parameters(config)
+    encoding_parameters, processor_parameters, temperature_parameters = _list_position_parameters(config)
     norm_parts, qk_norm_parts = (NORM_PARTS[kind] for kind in (model.norm, qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
@@ -216,6 +220,8 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
             yield f"{attention_prefix}.position.{name}", f"{hf_prefix}.attention.encoding.{name}", IDENTITY
         for name in processor_parameters:
             yield f"{attention_prefix}.processor.{name}", f"{hf_prefix}.attention.processor.{name}", IDENTITY
+        for name in temperature_parameters:
+            yield f"{attention_prefix}.temperature.{name}", f"{hf_prefix}.attention.temperature.{name}", IDENTITY
 
     yield WeightMapping(EMBEDDING_WEIGHT, ("model.embed.weight",))
     for name in () if config.position.pos_emb_per_layer else encoding_parameters:
@@ -227,22 +233,27 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
         yield WeightMapping(OUTPUT_WEIGHT, ("lm_head.weight",))
 
 
-def _list_position_parameters(config: Config) -> tuple[list[str], list[str]]:
-    """The names of the parameters of an encoding and of a processor."""
+def _list_position_parameters(config: Config) -> tuple[list[str], list[str], list[str]]:
+    """The names of the parameters of an encoding, of a processor and of a temperature."""
     import torch
 
     from megatron.model.position_modules import (
         build_attention_dims,
         build_encoding_from_options,
         build_processor_from_options,
+        build_temperature_from_options,
     )
 
     with torch.device("meta"):
         dims = build_attention_dims(config.model)
         encoding = build_encoding_from_options(config.position, dims)
         processor = build_processor_from_options(config.position, dims, encoding)
-    encoding_parameters = [name for name, _ in encoding.named_parameters()]
-    return encoding_parameters, [] if processor is None else [name for name, _ in processor.named_parameters()]
+        temperature = build_temperature_from_options(config.position, dims)
+
+    def list_names(module: torch.nn.Module | None) -> list[str]:
+        return [] if module is None else [name for name, _ in module.named_parameters()]
+
+    return list_names(encoding), list_names(processor), list_names(temperature)
 
 
 FARFIELD = ModelFamily(

@@ -1,0 +1,77 @@
+"""What an attention temperature is told of the query rows of a forward pass, and how it is put on the queries.
+
+Tokens stand in segments (`segments.py`): a rank's chunks of a sequence, sequences that are padded, documents that are
+kept apart, or steps of decoding. A row's factor follows from its own position and from the number of keys that it sees,
+whatever segment it stands in.
+
+B batch, h heads of a rank, T tokens of the forward pass, d head dimension.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.attention.segments import ALL_SEQUENCES, Segment
+from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.token_range import ALL_HEADS
+
+
+def describe_query_rows(
+    segments: Sequence[Segment], window: int | None, batch: int, length: int, device: torch.device
+) -> QueryRows:
+    """Position and number of visible keys of each token, [B or 1, T].
+
+    Args:
+        segments: of the forward pass.
+        window: of the layer.
+        batch, length: B and T.
+        device: where the answer goes.
+    """
+    if len(segments) == 1 and segments[0].tokens.length == length and _has_all_sequences(segments[0]):
+        return QueryRows(*(rows.float() for rows in _describe_segment(segments[0], window, device)))
+    # Of many segments on the CPU, from where they go in one copy, unless they have tensors of the device.
+    place = device if any(s.key_mask is not None or s.first_keys is not None for s in segments) else torch.device("cpu")
+    positions, num_keys = torch.zeros(batch, length, device=place), torch.ones(batch, length, device=place)
+    for segment in segments:
+        rows = segment.sequences.to(place) if isinstance(segment.sequences, Tensor) else segment.sequences
+        columns = slice(segment.first_column, segment.first_column + segment.tokens.length)
+        for target, values in zip((positions, num_keys), _describe_segment(segment, window, place), strict=True):
+            target[rows, columns] = values.float()
+    return QueryRows(*(rows.to(device, non_blocking=True) for rows in (positions, num_keys)))
+
+
+def _has_all_sequences(segment: Segment) -> bool:
+    return isinstance(segment.sequences, slice) and segment.sequences == ALL_SEQUENCES
+
+
+def _describe_segment(segment: Segment, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same of a segment's tokens: int64 [sequences or 1, tokens]."""
+    indices = segment.tokens.indices(device)[None]
+    positions = segment.tokens.positions(device)[None]
+    if segment.first_keys is not None:  # the index within a document, whose positions are not randomized
+        indices = positions = indices - segment.first_keys
+    num_keys = indices + 1
+    if window is not None:
+        num_keys = num_keys.clamp_max(window)
+    if segment.key_mask is not None:  # a hidden key is not seen, though its index is counted
+        total = torch.nn.functional.pad(segment.key_mask.cumsum(1), (1, 0))
+        stop = indices + 1
+        seen = total.gather(1, stop.expand(len(total), -1)) - total.gather(1, (stop - num_keys).expand(len(total), -1))
+        num_keys = seen.clamp_min(1)
+    return positions, num_keys
+
+
+def scale_queries(q: Tensor, temperature: Temperature, rows: QueryRows, heads: slice = ALL_HEADS) -> Tensor:
+    """Queries [B, h, T, d] times the factors of their heads and rows, which are float32 in every compute type.
+
+    Args:
+        q: rotated queries of this rank's heads.
+        temperature: of the layer.
+        rows: from `describe_query_rows`.
+        heads: this rank's.
+    """
+    scale = temperature(rows)  # [H or 1, B or 1, T]
+    if scale.shape[0] > 1:
+        scale = scale[heads]
+    return (q * scale.transpose(0, 1)[..., None]).to(q.dtype)

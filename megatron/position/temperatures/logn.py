@@ -1,0 +1,30 @@
+"""Log-n scaling: beyond the training length, scores grow with the logarithm of the number of keys."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.position.facts import AttentionDims, OptionError, TemperatureCost
+from megatron.position.temperature import QueryRows, Temperature
+
+
+class Logn(Temperature):
+    formula = "max(1, log n / log T), n the keys that the row sees, T = length"
+    source = "Su 2021 (kexue.fm/archives/8823), with the maximum that Qwen's use_logn_attn takes"
+    advice = (
+        "At evaluation of a model that was trained without a temperature (`--temperature logn`): up to the training "
+        "length it changes nothing. It keeps the entropy of attention about as it was where a row sees more keys."
+    )
+    other_names = ("log_n", "logn_attn", "use_logn_attn")
+    cost = TemperatureCost()
+
+    def __init__(self, dims: AttentionDims, *, length: int | None = None) -> None:
+        super().__init__(dims)
+        self.length = dims.train_length if length is None else length
+        """T; the training length where the option is absent."""
+        if self.length < 2:
+            raise OptionError("length", f"is {self.length}; it must be at least 2")
+
+    def forward(self, rows: QueryRows) -> Tensor:
+        return (torch.log(rows.num_keys) / math.log(self.length)).clamp_min(1.0)[None]

@@ -1,0 +1,39 @@
+"""Scalable softmax: scores grow with the logarithm of the number of keys, at a rate that each head learns."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.position.bounded_parameter import BoundedParameter, init_constant
+from megatron.position.facts import AttentionDims, OptionError, TemperatureCost
+from megatron.position.temperature import QueryRows, Temperature
+
+
+class Ssmax(Temperature):
+    formula = "s·log n, n the keys that the row sees"
+    parameters_summary = "s [H], all at the option's value at first, or for good without learned; per layer"
+    source = (
+        "Scalable-Softmax: Nakanishi 2025 (2501.19399), softmax to the base n^s; start value and count of keys as in "
+        "BAM's released code"
+    )
+    advice = (
+        "Against attention that fades as contexts grow: of n keys with bounded scores a softmax gives none more than a "
+        "share that falls as 1/n. To be trained with; its author reports a lower training loss and better retrieval in "
+        "long contexts. A row that sees one key has the factor 0, which changes nothing: it attends to that key."
+    )
+    other_names = ("scalable_softmax", "scaled_softmax")
+    cost = TemperatureCost(num_parameters=lambda dims, options: dims.num_heads if options["learned"] else 0)
+
+    def __init__(self, dims: AttentionDims, *, s: float = 1.0, learned: bool = True) -> None:
+        super().__init__(dims)
+        if not (math.isfinite(s) and s > 0):
+            raise OptionError("s", f"is {s}; it must be greater than 0")
+        self.fixed = s
+        self.s = BoundedParameter((dims.num_heads,), init_constant(s)) if learned else None
+
+    def forward(self, rows: QueryRows) -> Tensor:
+        log_n = torch.log(rows.num_keys)[None]
+        if self.s is None:
+            return self.fixed * log_n
+        return self.s().view(-1, *(1 for _ in rows.num_keys.shape)) * log_n
