@@ -102,8 +102,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *OURS,
     ),
     "megatron/training": (
-        "megatron.planning.memory_estimate",
-        "megatron.planning.model_costs",
+        "megatron.planning",
         *NUMERIC,
         "deepspeed",
         "rich",

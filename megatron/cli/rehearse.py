@@ -46,7 +46,7 @@ def rehearse(
     card = card if request.gib is None else replace(card, memory=int(request.gib * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
     with loaded.locate_errors():
-        run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary)
+        run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, card.memory)
         print_notes(run.notes)
         rehearsal = rehearse_run(run, card, selection, print_to_stderr)
     report = RehearsalReport(rehearsal, network_gb_per_s=request.network, mfu=request.mfu)

@@ -37,11 +37,14 @@ class LocalHardware:
     num_cores: int
     memory: int | None = None
     """Bytes that its processes may use together; None if that is not known."""
+    gpu_memory: int | None = None
+    """Bytes of its largest GPU; None if that is not known."""
 
     @staticmethod
     def detect() -> "LocalHardware":
         """This machine, as far as this process may use it."""
-        return LocalHardware(count_gpus(), count_cores(), detect_memory())
+        num_gpus = count_gpus()
+        return LocalHardware(num_gpus, count_cores(), detect_memory(), detect_gpu_memory() if num_gpus else None)
 
 
 def detect_memory() -> int | None:
@@ -105,15 +108,28 @@ def _count_installed_gpus() -> int:
 
 def read_gpu_name() -> str | None:
     """The first GPU's name, as its driver tells it; None if it does not."""
+    names = _query_gpus("name")
+    return names[0].strip() if names else None
+
+
+def detect_gpu_memory() -> int | None:
+    """Bytes of the largest GPU of this machine, as its driver tells it; None if it does not."""
+    try:
+        return max((int(mib) << 20 for mib in _query_gpus("memory.total")), default=None)
+    except ValueError:  # "[N/A]", where the GPU shares the host's memory
+        return None
+
+
+def _query_gpus(field: str) -> list[str]:
+    """What the driver's tool says of each GPU; nothing if there is none, or it cannot say."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return None
+        return []
     try:
-        command = [tool, "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        command = [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return None
-    return names[0].strip() if names else None
+        return []
 
 
 @dataclass(frozen=True)

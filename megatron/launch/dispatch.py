@@ -21,6 +21,7 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
+from megatron.training.check_resources import check_disk
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
@@ -81,7 +82,7 @@ def launch_training(
         if dry_run:
             if is_main:
                 # First, so that nothing is printed of what is refused: it may be meant for a file.
-                _check_here(loaded, has_data=hosts is None)
+                _check_here(loaded, resolved, has_data=hosts is None)
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
                     settled, epochs = resolve_data(settled)
@@ -93,6 +94,7 @@ def launch_training(
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
         with loaded.locate_errors():
             if hosts is not None:
+                check_disk(resolved.config)
                 return ssh_launcher.train_over_ssh(config, hosts)
             return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
@@ -118,7 +120,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     can be known."""
     resolved = resolve_remote_run(loaded.config)
     job = slurm.build_training_job(loaded.config)
-    _check_here(loaded)
+    _check_here(loaded, resolved)
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
@@ -160,8 +162,8 @@ def _describe_groups(loaded: LoadedConfig) -> tuple[str, ...]:
         return (title, *describe_parameter_groups(loaded.config, vocab_size))
 
 
-def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:
-    """Refuse what a run would refuse of its data, its folder and its method, without making anything.
+def _check_here(loaded: LoadedConfig, resolved: ResolvedRun, *, has_data: bool = True) -> None:
+    """Refuse what a run would refuse of its data, its folder, its disk and its method, without making anything.
 
     has_data: are the data read on this machine? Over ssh, each machine looks for its own.
     """
@@ -169,6 +171,7 @@ def _check_here(loaded: LoadedConfig, *, has_data: bool = True) -> None:
         if has_data:
             local_launcher.check_data_files(loaded.config)
         local_launcher.check_run_folder(loaded.config)
+        check_disk(resolved.config)
         from megatron.model.build import check_position_options  # torch takes seconds
 
         for config in (loaded.config, *list_stage_configs(loaded.config)):

@@ -26,6 +26,7 @@ from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
 from megatron.options.data import SPLITS
+from megatron.training.check_resources import check_disk
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun
@@ -61,6 +62,7 @@ def train_on_this_machine(
     assert world_size is not None, "a dry run is not for training"
     check_data_files(config)
     check_run_folder(config)
+    check_disk(config)
     check_wandb_login(config.logging)
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
     with open_run_log(config, rank_info.rank == 0) as log:

@@ -98,6 +98,11 @@ class LaunchOptions(ConfigSection):
         le=MAX_RANKS, policy="machine",
     )  # fmt: skip
     device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto is cuda where there is one", policy="machine")
+    check_resources: bool = config_field(
+        True,
+        "refuse, before anything is built, what cannot fit the GPUs' memory, this machine's or the disk",
+        policy="machine",
+    )
     hang_timeout: float | None = config_field(
         1500.0,
         "seconds in which no rank hangs: one that shows no progress for so long ends the run, with the stacks of all "

@@ -35,7 +35,7 @@ Not in it: what CUDA, NCCL and the allocator take for themselves, which the tent
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.schema import Config
@@ -115,6 +115,18 @@ class MemoryEstimate:
     def get_largest(self, part: str) -> int:
         """The most that there is of a part (`PARTS`) at any moment."""
         return max(getattr(moment, part) for moment in self.moments)
+
+    def without_maps(self) -> "MemoryEstimate":
+        """The least that any way to compute attention needs: no score map is kept, and no block of them worked on."""
+        moments = tuple(
+            replace(
+                moment,
+                activations=max(0, moment.activations - self.kept_maps),
+                working=max(0, moment.working - self.working_maps),
+            )
+            for moment in self.moments
+        )
+        return replace(self, moments=moments, kept_maps=0, working_maps=0)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
         """Does it leave `reserved_fraction` of a GPU of so many GiB?"""

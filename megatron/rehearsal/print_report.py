@@ -152,7 +152,7 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
         text = (
             f"[bold]disk[/]  a checkpoint is {format_bytes(disk['checkpoint'])} (weights "
             f"{format_bytes(disk['weights'])}, states {format_bytes(disk['states'])}); the run needs "
-            f"{format_bytes(disk['needed'])}: {disk['kept']} kept and one being written"
+            f"{format_bytes(disk['needed'])}: {disk['kept']} beside the one being written"
         )
         if "free" in disk:
             lacks = "  [red]too little[/]" if disk["free"] < disk["needed"] else ""

@@ -19,8 +19,9 @@ from megatron.launch.local_launcher import check_data_files, check_run_folder
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
-from megatron.planning.memory_estimate import estimate_memory, find_largest_stage
+from megatron.planning.memory_estimate import find_largest_stage
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
+from megatron.training.check_resources import OVERRULE, count_offloaded_bytes
 from megatron.training.resolve_run import resolve_remote_run
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_bytes
@@ -81,6 +82,7 @@ class RehearsedRun:
             "launcher": "auto",
             "hostfile": None,
             "hang_timeout": None,
+            "check_resources": False,  # the null device refuses, and zeros take no room on a disk
             ACCUMULATION_KEY: micro_batches,
             GLOBAL_BATCH_KEY: training.train_micro_batch_size_per_gpu * micro_batches * self.sizes.data,
         }
@@ -111,7 +113,11 @@ def list_named_splits(data: DataOptions) -> list[Split]:
 
 
 def plan_rehearsal(
-    config: Config, num_gpus: int | None, devices_per_node: int | None, vocab_size: int | None
+    config: Config,
+    num_gpus: int | None,
+    devices_per_node: int | None,
+    vocab_size: int | None,
+    gpu_memory: int | None = None,
 ) -> RehearsedRun:
     """Settle what a rehearsal of a configuration is about.
 
@@ -120,6 +126,7 @@ def plan_rehearsal(
         num_gpus: ranks in all; as the configuration says if absent.
         devices_per_node: GPUs of a machine; the configuration's `num_gpus`, or 8, if absent.
         vocab_size: tokens; those of the data if they are here, else GPT-2's, if absent.
+        gpu_memory: bytes of each GPU; if absent, what does not fit shows in the rehearsal.
 
     Raises:
         UserError: what `train` would refuse; or the GPUs are no whole nodes.
@@ -149,7 +156,7 @@ def plan_rehearsal(
     nodes = world_size // per_node
     notes += _describe_machines(config.launch, per_node, nodes)
     requested = config.replace(num_gpus=per_node, nodes=nodes)
-    config = resolve_remote_run(config.replace(**keys, nodes=nodes)).config
+    config = resolve_remote_run(config.replace(**keys, nodes=nodes), gpu_memory=gpu_memory).config
     sizes = resolve_mesh_shape(config, world_size)
     stages = build_stages(config)
     if len(stages) > 1:
@@ -174,20 +181,18 @@ def _describe_machines(launch: LaunchOptions, per_node: int, nodes: int) -> list
 
 def _check_host_memory(run: RehearsedRun, available: int | None) -> None:
     """Refuse what a rank really computes with on the host, where there is too little memory for it."""
-    zero = run.config.training.zero_optimization
-    if zero.offload_optimizer.device == "none" or available is None:
+    if available is None or not run.config.launch.check_resources:
         return
-    values = zero.replace(offload_optimizer={"device": "none"}, offload_param={"device": "none"})
-    config = run.config.replace(zero_optimization=values.model_dump(exclude_unset=True))
     try:
-        needed = estimate_memory(config, run.sizes, run.vocab_size).optimizer
+        needed = count_offloaded_bytes(run.config, run.sizes, run.vocab_size)
     except UserError:  # an encoding of which nothing is known
         return
     if needed > available:
+        device = run.config.training.zero_optimization.offload_optimizer.device
         raise UserError(
-            f"zero_optimization.offload_optimizer.device is {zero.offload_optimizer.device}: a rank steps "
-            f"{format_bytes(needed)} of states in the host's memory, and this machine has {format_bytes(available)}; "
-            "rehearse it with more --gpus, or where there is more memory",
+            f"zero_optimization.offload_optimizer.device is {device}: a rank steps {format_bytes(needed)} of states in "
+            f"the host's memory, and this machine has {format_bytes(available)}; rehearse it with more --gpus, or "
+            f"where there is more memory; {OVERRULE}",
             "zero_optimization",
         )
 

@@ -6,14 +6,11 @@ estimators for Megatron), and belong to driver and NCCL, which are not there.
 """
 
 import math
-import shutil
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
-from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import DIMENSION_ORDER
 from megatron.launch.slurm import build_training_job, render_batch_script
@@ -24,7 +21,7 @@ from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.roles import find_varying_dimensions
-from megatron.training.resolve_run import BUILT_BYTES
+from megatron.training.check_resources import BUILT_BYTES, CheckpointSize, count_checkpoints, measure_free_bytes
 from megatron.utils.errors import FarfieldError
 
 Verdict = Literal["fits", "tight", "out of memory", "failed"]
@@ -195,18 +192,12 @@ class RehearsalReport:
         if (checkpoint := self.rehearsal.checkpoint) is None:
             return None
         config = self.rehearsal.run.config
-        size = checkpoint["weights"] + checkpoint["states"]
-        kept = count_kept_checkpoints(config)
-        disk: dict[str, Any] = {
-            "checkpoint": size,
-            **checkpoint,
-            "kept": kept,
-            "needed": size * kept + size + checkpoint["parts"],
-        }
+        size, at_once = CheckpointSize(**checkpoint), count_checkpoints(config).at_once
+        needed = size.count_bytes(at_once)
+        disk = {"checkpoint": size.total, **checkpoint, "kept": at_once - 1, "needed": needed}
         save = config.checkpoint.save
-        if save is not None:
-            folder = next(path for path in (Path(save).absolute(), *Path(save).absolute().parents) if path.exists())
-            disk["folder"], disk["free"] = str(save), shutil.disk_usage(folder).free
+        if save is not None and (free := measure_free_bytes(save)) is not None:
+            disk |= {"folder": str(save), "free": free}
         return disk
 
     @cached_property
@@ -323,14 +314,3 @@ class RehearsalReport:
             "cpu_seconds": sum(trace.result.seconds for trace in traces),
             "seconds": sum(trace.seconds for trace in traces),
         }
-
-
-def count_kept_checkpoints(config: Config) -> int:
-    """Checkpoints that a run has on the disk at its end."""
-    options, train_iters = config.checkpoint, config.training.train_iters
-    factor = options.checkpoint_factor
-    regular = {train_iters, *(range(factor, train_iters + 1, factor) if factor else ())}
-    extra = {step for step in options.extra_save_iters if step <= train_iters}
-    kept = sorted(regular - extra)
-    limit = options.keep_last_n_checkpoints
-    return len(extra) + (len(kept) if limit is None else min(limit, len(kept)))

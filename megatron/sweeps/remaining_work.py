@@ -27,6 +27,7 @@ from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
+from megatron.training.check_resources import estimate_disk_need, refuse_full_disk
 from megatron.training.metrics_log import has_logged_record
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError
@@ -189,6 +190,28 @@ def estimate_work(
         position = f"{number}/{len(sweep.members)}"
         works[member] = _estimate_member(member, position, finished_steps[member], scoring[member.variant])
     return works
+
+
+def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
+    """Refuse trainings whose checkpoints do not fit the disk, each beside those of the ones before it.
+
+    Args:
+        sweep: as it was read.
+        members: those that are trained to their end, as far as they are not.
+
+    Raises:
+        UserError: with the bytes that are needed and those that are free; or as resolving a member does.
+    """
+    kept, needed, runs = 0, 0, 0
+    for member in members:
+        config, newest = member.machine_config, checkpoints.find_latest_checkpoint(member.folder)
+        start = max(member.first_step, 0 if newest is None else checkpoints.parse_step(newest) or 0)
+        if not config.launch.check_resources or 0 < config.training.train_iters <= start:
+            continue
+        need = estimate_disk_need(config, start)
+        needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
+    text = f"the {runs} runs that are left need {{}} more" if runs > 1 else "the run that is left need {} more"
+    refuse_full_disk("sweep.output", sweep.output_folder, needed, text)
 
 
 def _build_scoring(member: SweepMember) -> EvalEstimate:

@@ -43,6 +43,7 @@ from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
     build_failure,
+    check_sweep_disk,
     estimate_work,
     find_finished_step,
     find_member_divergence,
@@ -105,6 +106,9 @@ def run_sweep(
             raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
         print(slurm.render_batch_script(array), end="")
         return []
+    if member is None:  # a task of a job array: its own training looks
+        diverged = _find_diverged(sweep, retry_failed)
+        check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
     make_folder("sweep.output", sweep.output_folder)
     _refuse_files_of_others(sweep)
     lock = None
@@ -120,6 +124,13 @@ def run_sweep(
         except (KeyboardInterrupt, StoppedBySignal):
             log(f"stopped; {CARRY_ON_HINT}")
             raise
+
+
+def _find_diverged(sweep: Sweep, retry_failed: bool) -> dict[SweepMember, RunFailure]:
+    """The members whose training diverged and is not to be tried again, and how."""
+    if retry_failed:
+        return {}
+    return {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
 
 
 def _build_array_job(
@@ -178,9 +189,7 @@ def _run_members(
     """Do what is left: of one member, as a job array, or all of it in this process."""
     start_time = time.monotonic()
     finished_steps = {member: find_finished_step(member) for member in sweep.members}  # refuses foreign folders first
-    diverged: dict[SweepMember, RunFailure] = {}
-    if not retry_failed:
-        diverged = {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
+    diverged = _find_diverged(sweep, retry_failed)
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)

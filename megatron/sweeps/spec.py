@@ -74,8 +74,9 @@ class SweepMember:
         return f"{self.variant}, seed {self.seed}"
 
     @cached_property
-    def resolved_config(self) -> Config:
-        """The configuration as its training will resolve it, its batch too, on this machine or on nodes of a job.
+    def machine_config(self) -> Config:
+        """The configuration as its training will resolve it, its batch too, on this machine or on nodes of a job;
+        without what its data decide.
 
         Raises what that would.
         """
@@ -84,7 +85,12 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
-        return resolve_data(resolve(self.config).config)[0]
+        return resolve(self.config).config
+
+    @cached_property
+    def resolved_config(self) -> Config:
+        """The same with what the data decide, which must be there. Raises what resolving does."""
+        return resolve_data(self.machine_config)[0]
 
     @cached_property
     def text(self) -> str:

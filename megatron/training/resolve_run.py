@@ -1,7 +1,7 @@
 """Before a run: what can be refused, and resolved, from its configuration and the facts of the machine.
 
-Pure: nothing is made or opened, no process is met, and torch is not imported. What needs torch (can this encoding be
-built?), the data's content, or a checkpoint is looked at when the run is assembled.
+Nothing is made, no process is met, and torch is not imported. What needs torch (can this encoding be built?), the
+data's content, or a checkpoint's is looked at when the run is assembled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from megatron.config.stages import ENDS, count_unreached_stages, resolve_stages
 from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.planning.model_costs import count_parameters
+from megatron.training.check_resources import check_memory
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def resolve_run(
 
     Raises:
         UserError: keys that contradict each other, a device that is not there, a precision that it cannot do, a batch
-            that does not divide, no data.
+            that does not divide, no data, too little memory.
     """
     _check_complete(config)
     _check_launched(config, rank_info, dry_run)
@@ -61,22 +60,31 @@ def resolve_run(
     )
     config, more = resolve_zero(config)
     notes += [*more, *_describe_unused_keys(config)]
-    if topology.ranks is not None and topology.ranks_on_node is not None and not dry_run:
-        _check_memory(config, hardware, topology.device, topology.ranks_on_node, topology.ranks)
     if topology.ranks is not None:
         config = resolve_stages(resolve_batch_size(config, resolve_mesh_shape(config, topology.ranks).data))
+    if topology.ranks is not None and topology.ranks_on_node is not None and topology.is_here:
+        notes += check_memory(
+            config,
+            hardware,
+            device=topology.device,
+            ranks_on_node=topology.ranks_on_node,
+            ranks=topology.ranks,
+        )
     if topology.ranks is not None and (num_late := count_unreached_stages(config)):
         train_iters = config.training.train_iters
         notes.append(f"stages: the last {num_late} would begin at train_iters {train_iters} or later, and do not")
     return ResolvedRun(config, topology.ranks, tuple(notes))
 
 
-def resolve_remote_run(config: Config, rank_info: RankInfo | None = None) -> ResolvedRun:
+def resolve_remote_run(
+    config: Config, rank_info: RankInfo | None = None, *, gpu_memory: int | None = None
+) -> ResolvedRun:
     """Resolve a configuration for machines as it wants them, with a GPU for each process.
 
     Args:
         config: the run's.
         rank_info: the first process's; of `num_gpus` on each of `nodes` if absent.
+        gpu_memory: bytes of each GPU, if they are known.
 
     Raises:
         UserError: as `resolve_run`, except for what those machines really have.
@@ -85,7 +93,9 @@ def resolve_remote_run(config: Config, rank_info: RankInfo | None = None) -> Res
         ranks_on_node, nodes = config.launch.num_gpus or 1, config.launch.nodes or 1
         rank_info = RankInfo(0, ranks_on_node * nodes, 0, ranks_on_node)
     machine = LocalHardware(
-        num_gpus=0 if config.launch.device == "cpu" else rank_info.ranks_on_node, num_cores=rank_info.ranks_on_node
+        num_gpus=0 if config.launch.device == "cpu" else rank_info.ranks_on_node,
+        num_cores=rank_info.ranks_on_node,
+        gpu_memory=gpu_memory,
     )
     return resolve_run(config, machine, rank_info=rank_info)
 
@@ -134,6 +144,8 @@ class _Topology:
     ranks: int | None
     """In all."""
     notes: tuple[str, ...] = ()
+    is_here: bool = True
+    """Is the device one of this machine?"""
 
     @property
     def nodes(self) -> int | None:
@@ -157,7 +169,7 @@ def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankIn
             "whether there are so many" if ranks else "how many there will be (num_gpus), the batch that follows"
         )
         note = f"no GPU is here, and this run needs one; not checked: {open_question}, and their memory"
-        return _Topology("cuda", ranks_on_node, ranks, (note,))
+        return _Topology("cuda", ranks_on_node, ranks, (note,), is_here=False)
     device = "cuda" if gpus else "cpu"
     ranks_on_node = ranks_on_node or gpus or ranks_per_replica(config)
     # A scheduler may show each process that it starts its own GPU alone.
@@ -223,31 +235,6 @@ def _describe_unused_keys(config: Config) -> Iterator[str]:
         yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
     if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
         yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: they always are"
-
-
-TRAINED_BYTES = 16
-"""Of each parameter while it is trained: weight, gradient and Adam's two moments, in float32."""
-BUILT_BYTES = 4
-"""Of each parameter where a model is built, in float32, before it goes to GPUs."""
-
-
-def _check_memory(config: Config, hardware: LocalHardware, device: str, ranks_on_node: int, ranks: int) -> None:
-    """Refuse what cannot fit whatever else is done, before minutes are spent on building it."""
-    if hardware.memory is None:
-        return
-    try:
-        parameters = count_parameters(config, vocab_size=1)
-    except UserError:  # an encoding whose parameters nobody has counted
-        return
-    # At least once over all ranks, of which these are here.
-    bytes_ = (TRAINED_BYTES if device == "cpu" else BUILT_BYTES) * parameters * ranks_on_node // ranks
-    if bytes_ > hardware.memory:
-        raise UserError(
-            f"num_layers {config.model.num_layers} × hidden_size {config.model.hidden_size}: the model has "
-            f"{parameters:,} parameters, which need at least {format_bytes(bytes_)} of this machine's memory, and it "
-            f"has {format_bytes(hardware.memory)}",
-            "num_layers",
-        )
 
 
 def _check_rank(config: Config, rank_info: RankInfo) -> None:

@@ -11,12 +11,14 @@ import torch
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
+from megatron.config.stages import build_stages, find_stage
 from megatron.data.document_starts import describe_crossing_share
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.training.check_resources import find_start_step
 from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
 from megatron.training.training_run import TrainingRun
@@ -162,13 +164,26 @@ def build_resume_command(config: Config) -> str:
 
 
 def describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:
-    """What to say where memory does not suffice: what was asked for last, what was planned, and what helps."""
+    """What to say where memory does not suffice: what was asked for last, what was planned of the stage that the run is
+    in, and what helps.
+
+    Args:
+        config: of this start of the run, which stays in one stage.
+        world_size: its processes.
+        error: what was raised.
+    """
     requested = re.search(r"allocate ([\d.,]+ ?\w*)", str(error))
     line = f"memory does not suffice{f' (for {requested[1]} more)' if requested else ''}"
     try:
-        sizes = resolve_mesh_shape(config, world_size)
-        planned = estimate_memory(config, sizes, read_vocabulary(config.data).size).total
-        line += f"; this configuration is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
+        sizes, stages = resolve_mesh_shape(config, world_size), build_stages(config)
+        stage = find_stage(stages, find_start_step(config.checkpoint))
+        planned = estimate_memory(stage.config, sizes, read_vocabulary(config.data).size).total
+        training, model = stage.config.training, stage.config.model
+        name = f"stage {stage.index + 1} of {len(stages)} of this run" if len(stages) > 1 else "this run"
+        line += (
+            f"; {name}, train_micro_batch_size_per_gpu {training.train_micro_batch_size_per_gpu} × seq_length "
+            f"{model.seq_length}, is planned to need {format_bytes(planned)} on each rank (./deepy.py plan)"
+        )
     except FarfieldError:  # an encoding of which nothing is known
         pass
     line += "".join(f"; {note}" for note in getattr(error, "__notes__", []))  # where a snapshot is (profiler.py)

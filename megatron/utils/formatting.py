@@ -38,7 +38,7 @@ def format_flops_per_second(tflops: float) -> str:
 
 def format_bytes(bytes_: float) -> str:
     """Memory and files: 950 bytes, 12.3 KiB, 4.56 GiB."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+    for unit, power in (("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if bytes_ >= 2**power:
             return f"{bytes_ / 2**power:.3g} {unit}"
     return f"{bytes_:.0f} bytes"

@@ -51,6 +51,28 @@ def test_where_gpus_are_no_files_the_tool_is_asked(machine, script, count):
     assert hardware.count_gpus() == count
 
 
+@pytest.mark.parametrize(
+    ("script", "memory"),
+    [
+        (
+            "[ \"$1 $2\" = '--query-gpu=memory.total --format=csv,noheader,nounits' ] && echo 40960; echo 81920",
+            80 << 30,
+        ),
+        ("echo '[N/A]'", None),
+        ("echo 81920; exit 9", None),
+        ("true", None),
+    ],
+)
+def test_the_largest_gpu_is_asked_for_its_memory(machine, script, memory):
+    assert hardware.detect_gpu_memory() is None
+    tool = machine / "bin" / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    assert hardware.detect_gpu_memory() == memory
+    (machine / "dev" / "nvidia0").touch()
+    assert hardware.LocalHardware.detect().gpu_memory == memory
+
+
 @pytest.mark.parametrize(("cuda", "has"), [("'13.0'", True), ("None", False)])
 def test_torch_is_asked_without_being_imported(monkeypatch, tmp_path, cuda, has):
     (tmp_path / "torch").mkdir()

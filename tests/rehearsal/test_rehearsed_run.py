@@ -107,6 +107,15 @@ def test_what_is_offloaded_must_fit_the_machine(monkeypatch):
     assert plan("2-7B", "none", "a100_2k", gpus=8, **offload).world_size == 8
 
 
+def test_what_cannot_fit_the_card_is_not_rehearsed_unless_that_is_asked_for():
+    config = load_config(FLAGSHIP).config
+    assert plan_rehearsal(config, 64, None, None, gpu_memory=40 << 30).config.launch.check_resources
+    with pytest.raises(UserError, match=r"num_layers 1000000 × .* a rank needs at least .* and a GPU has 40 GiB"):
+        plan_rehearsal(config.replace(num_layers=1000000), 64, None, None, gpu_memory=40 << 30)
+    run = plan_rehearsal(config.replace(num_layers=1000000, check_resources=False), 64, None, None, gpu_memory=40 << 30)
+    assert run.config.model.num_layers == 1000000
+
+
 def test_of_a_run_in_stages_the_largest_is_rehearsed():
     stages = "[{until: 10}, {until: 20, seq_length: 4096}, {seq_length: 2048, train_batch_size: 4}]"
     run = plan("125M", "kerple_log", gpus=2, save="runs/a", train_iters=30, train_batch_size=64, stages=stages)

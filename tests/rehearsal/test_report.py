@@ -16,7 +16,7 @@ from megatron.rehearsal.print_report import print_report
 from megatron.rehearsal.rank_process import RankError, RankResult, describe_rank_error
 from megatron.rehearsal.rehearse import RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import plan_rehearsal
-from megatron.rehearsal.report import GIB, RehearsalReport, count_kept_checkpoints
+from megatron.rehearsal.report import GIB, RehearsalReport
 from megatron.rehearsal.roles import choose_roles
 from megatron.utils.errors import RunError, UserError
 from tests.support.collective_programs import write_ledgers
@@ -128,22 +128,6 @@ def test_a_slurm_job_has_its_script_and_its_starts(tmp_path):
     assert "#SBATCH --nodes=2" in slurm["script"]
     assert slurm["starts"][0] >= 1
     assert "time limit 2:00:00" in print_to_text(report)
-
-
-@pytest.mark.parametrize(
-    ("keys", "kept"),
-    [
-        ({"checkpoint_factor": 100}, 10),
-        ({"checkpoint_factor": 300}, 4),
-        ({"checkpoint_factor": 100, "keep_last_n_checkpoints": 3}, 3),
-        ({"checkpoint_factor": 100, "keep_last_n_checkpoints": 3, "extra_save_iters": [100, 5000]}, 4),
-        ({}, 1),
-    ],
-)
-def test_checkpoints_that_a_run_keeps(keys, kept):
-    plain = {"checkpoint_factor": None, "keep_last_n_checkpoints": None, "extra_save_iters": [], "train_iters": 1000}
-    config = load_config(["125M"]).config.replace(**plain | keys)
-    assert count_kept_checkpoints(config) == kept
 
 
 def test_errors_of_ranks_are_what_lies_behind_them():

@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
+from megatron.planning.model_costs import count_parameters
 from megatron.reports.combine import combine_results
 from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
+from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, raising_on_signals
 
@@ -74,6 +76,30 @@ def test_every_variant_meets_every_seed(trainer: Trainer) -> None:
     assert [line for line in trainer.asked if not line.startswith("evaluate")] == [
         "rotary 3 None", "rotary 4 None", "alibi 3 None", "alibi 4 None",
     ]  # fmt: skip
+
+
+def test_checkpoints_of_all_runs_must_fit_the_disk(
+    trainer: Trainer, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs, two checkpoints of each; what is trained already needs nothing more."""
+    keys = ("checkpoint_factor=3", "sweep.variants={rotary: {pos_emb: rotary}, none: {pos_emb: none}}")
+    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus, no tokenizer yet
+    free = 2 * 2 * 3 * weights + weights
+    monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free - 1)
+    with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 runs that are left need at l"):
+        run(*keys)
+    assert not (place / "out").exists()
+    with pytest.raises(UserError, match=r"this machine's memory .*; check_resources=false starts"):
+        run(*keys, "num_layers=1000000")
+    assert not (place / "out").exists()
+    monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free)
+    run(*keys)
+    monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: 0)
+    run(*keys)
+    more = [key.replace("none}}", "none}, alibi: {pos_emb: alibi}}") for key in keys]
+    with pytest.raises(UserError, match="the run that is left need at least"):
+        run(*more)
+    run(*more, "check_resources=false")
 
 
 def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config, train_with_processes, write_corpora
+from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, train_with_processes, write_corpora
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -20,13 +21,18 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
 from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.options.model import ModelOptions
+from megatron.planning.memory_estimate import estimate_memory
+from megatron.training import training_run
 from megatron.training.engine import Engine
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.schedule import build_schedule
 from megatron.training.trainer import Trainer, train
-from megatron.utils.errors import UserError
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.formatting import format_bytes
 
 STAGES = [
     {"until": 3, "seq_length": 8},
@@ -307,6 +313,41 @@ def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, t
     *_, last = build_stages(resolve_run(quiet, LocalHardware.detect()).config)
     schedule = build_schedule(last.config.optimizer, last.schedule_end, last.schedule_first)
     assert [schedule(step) for step in range(4, 8)] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])  # no new warm-up
+
+
+def test_memory_that_does_not_suffice_is_told_of_the_stage_that_the_run_is_in(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its steps, in the building of its model, and of a run that goes on in it."""
+    config = staged(corpus, tmp_path, stages=[{"until": 4}, {"until": 6, "seq_length": 32}, {"seq_length": 16}])
+    resolved = resolve_run(config, LocalHardware.detect()).config
+    second = build_stages(resolved)[1].config
+    planned = estimate_memory(second, ParallelSizes(), VOCABULARY).total
+    assert planned > 1.01 * estimate_memory(resolved, ParallelSizes(), VOCABULARY).total
+    said = re.escape(
+        "stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, is planned to need "
+        f"{format_bytes(planned)} on each rank"
+    )
+    usual_step, usual_build = Trainer.train_step, training_run.build_model
+
+    def train_step(self: Trainer, stop: Any) -> bool:
+        if self.run.config.model.seq_length == 32:
+            raise MemoryError
+        return usual_step(self, stop)
+
+    def build_model(options: ModelOptions, *args: Any, **kwargs: Any) -> Any:
+        if options.seq_length == 32:
+            raise MemoryError
+        return usual_build(options, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    with pytest.raises(RunError, match=said):
+        train(config)
+    with pytest.raises(RunError, match=said):
+        train(config.replace(load=str(tmp_path)))
+    monkeypatch.setattr(training_run, "build_model", build_model)
+    with pytest.raises(RunError, match=said):
+        train(config.replace(load=str(tmp_path)))
 
 
 def test_stages_in_tokens_end_at_steps_and_resolving_again_changes_nothing(corpus: Path, tmp_path: Path) -> None:

@@ -256,6 +256,7 @@ def test_memory_that_does_not_suffice_is_told_with_what_was_planned(
         )
 
     monkeypatch.setattr(Engine, "forward_backward", fail)
-    said = r"memory does not suffice \(for 123456789012 bytes more\); this configuration is planned to need [\d.]+ "
+    said = r"memory does not suffice \(for 123456789012 bytes more\); this run, train_micro_batch_size_per_gpu 4 × "
+    said += r"seq_length 16, is planned to need [\d.]+ "
     with pytest.raises(RunError, match=said):
         train(tiny_config(corpus, tmp_path))

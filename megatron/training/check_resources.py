@@ -1,0 +1,381 @@
+"""Before a run: does what it needs fit the memory of its GPUs, of this machine, and the disk?
+
+By arithmetic on the configuration, without torch and before anything is made, so that a mistyped num_layers costs a
+second and no hour in a queue. An estimate must not keep anybody from what would have fitted, so what is refused is
+beyond a bound from below:
+
+    a GPU's memory      what is planned for a rank (planning/memory_estimate.py) times `CERTAIN_FRACTION`, computed with
+                        the one of the backends that attention_backend allows which needs least; weights and optimizer
+                        states, which are there at all times and are counted exactly, are not made smaller. It is held
+                        against the largest GPU of the machine.
+    this machine's      on a CPU the same for the ranks that it starts, without score maps: its backends are others. For
+    memory              GPUs the model as it is built, once over all ranks, or the states that are offloaded to it.
+    the disk            weights and states in float32 of as many checkpoints as there are at once, against the free
+                        bytes of the file system of `save`. Checkpoints that are there already are used bytes, and the
+                        room of those that will be deleted counts as free.
+
+What is planned to fill more than nine tenths of a GPU, but is not beyond the bound, is a note and no refusal. Of
+several stages every one that is still to come is looked at. `check_resources: false` turns all of this off.
+"""
+
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
+from megatron.config.parallelism import resolve_mesh_shape
+from megatron.config.schema import Config
+from megatron.config.stages import Stage, build_stages
+from megatron.data.load_tokenizer import read_vocabulary
+from megatron.distributed.hardware import LocalHardware
+from megatron.distributed.mesh import ParallelSizes
+from megatron.options.checkpoint import CheckpointOptions
+from megatron.options.data import DataOptions
+from megatron.options.model import head_dim
+from megatron.planning.activations import DEFAULT_GPU_BYTES
+from megatron.planning.attention_memory import list_backends
+from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.model_costs import count_parameters, list_layer_matrices, plan_encoding, plan_processor
+from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.formatting import format_bytes
+
+CERTAIN_FRACTION = 0.9
+"""Of the memory that is planned. The allocator's peak of every run in docs/results/planner_memory.md is within a tenth
+of its plan, and a GPU takes some besides."""
+BUILT_BYTES = 4
+"""Of each parameter where a model is built, in float32, before it goes to GPUs."""
+STORED_BYTES = 4
+"""Of each weight, and of each of the optimizer's moments, in a checkpoint: float32."""
+OVERRULE = "check_resources=false starts it all the same"
+
+
+def check_memory(
+    config: Config, hardware: LocalHardware, *, device: str, ranks_on_node: int, ranks: int
+) -> Iterator[str]:
+    """Refuse what fits no memory whatever else is done. Yields a line if a GPU's is planned to be nearly full.
+
+    Args:
+        config: resolved, its batch and its stages too.
+        hardware: of the machine; what is not known of it is not checked.
+        device: cpu or cuda.
+        ranks_on_node, ranks: processes on this machine, and in all.
+
+    Raises:
+        UserError: with the bytes that are needed and those that are there.
+    """
+    if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
+        return
+    sizes, vocab_size = resolve_mesh_shape(config, ranks), find_vocab_size(config.data)
+    stages, start = _list_stages(config), find_start_step(config.checkpoint)
+    for stage in stages:
+        if stage.end_step <= start and stage is not stages[-1]:
+            continue
+        name = f"stage {stage.index + 1} of {len(stages)}: " if len(stages) > 1 else ""
+        try:
+            if device == "cuda" and hardware.gpu_memory is not None:
+                yield from _check_gpu_memory(stage.config, hardware.gpu_memory, sizes, vocab_size, name)
+            _check_host_memory(stage.config, hardware, sizes, vocab_size, name, device, ranks_on_node)
+        except _UnknownMethodError:
+            return
+
+
+def _list_stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of a run; all that it names where nobody knows yet how many steps its epochs are."""
+    if not config.training.stages or config.training.train_iters:
+        return build_stages(config)
+    last = max(int(entry.get("until", 0)) for entry in config.training.stages)
+    return build_stages(config.replace(train_iters=last + 1, train_epochs=None))
+
+
+class _UnknownMethodError(Exception):
+    """Nothing is known of the memory that the position encoding or the score processor takes."""
+
+
+def _check_gpu_memory(
+    config: Config, gpu_memory: int, sizes: ParallelSizes, vocab_size: int, name: str
+) -> Iterator[str]:
+    ends = {0, sizes.pipeline - 1}  # no rank needs less for the others
+    least = [_estimate_least(config, sizes, vocab_size, end, gpu_memory) for end in ends]
+    estimate = max(least, key=count_certain_bytes)
+    if (needed := count_certain_bytes(estimate)) > gpu_memory:
+        raise UserError(
+            f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
+            f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
+            f"and a GPU has {format_bytes(gpu_memory)}; `./deepy.py plan` finds layouts that fit, and {OVERRULE}",
+            "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
+        )
+    planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
+    if not planned.fits(gpu_memory / 2**30):
+        yield (
+            f"{name}memory may not suffice: a rank is planned to need {format_bytes(planned.total)}, more than nine "
+            f"tenths of a GPU's {format_bytes(gpu_memory)}"
+        )
+
+
+def _check_host_memory(
+    config: Config,
+    hardware: LocalHardware,
+    sizes: ParallelSizes,
+    vocab_size: int,
+    name: str,
+    device: str,
+    ranks_on_node: int,
+) -> None:
+    if hardware.memory is None:
+        return
+    if device == "cpu":
+        by_stage = [
+            count_certain_bytes(_estimate_least(config, sizes, vocab_size, stage, None))
+            for stage in range(sizes.pipeline)
+        ]
+        # Nobody knows which of the pipeline's stages are here, unless all are.
+        is_whole = ranks_on_node == sizes.world_size
+        needed = sum(by_stage) * ranks_on_node // sizes.pipeline if is_whole else min(by_stage) * ranks_on_node
+        key, work = "num_layers", "training takes"
+    else:
+        try:
+            built = BUILT_BYTES * count_parameters(config, vocab_size) * ranks_on_node // sizes.world_size
+            offloaded = ranks_on_node * count_offloaded_bytes(config, sizes, vocab_size)
+        except UserError as error:
+            raise _UnknownMethodError from error
+        needed, key, work = max(
+            (built, "num_layers", "building the model takes"),
+            (offloaded, "zero_optimization", "offload_optimizer takes"),
+        )
+    if needed > hardware.memory:
+        processes = "1 process" if ranks_on_node == 1 else f"{ranks_on_node} processes"
+        raise UserError(
+            f"{name}{_describe_size(config)}: {work} at least {format_bytes(needed)} of this machine's memory for its "
+            f"{processes}, and it has {format_bytes(hardware.memory)}; {OVERRULE}",
+            key,
+        )
+
+
+def _describe_size(config: Config) -> str:
+    model = config.model
+    return (
+        f"num_layers {model.num_layers} × hidden_size {model.hidden_size}, train_micro_batch_size_per_gpu "
+        f"{config.training.train_micro_batch_size_per_gpu} × seq_length {model.seq_length}"
+    )
+
+
+def _estimate_least(
+    config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int, gpu_memory: int | None
+) -> MemoryEstimate:
+    """The estimate with the backend that needs least; gpu_memory is None on a CPU."""
+    model, position = config.model, config.position
+    try:
+        backends = [model.attention_backend]
+        if model.attention_backend == "auto" or gpu_memory is None:
+            backends = list_backends(
+                plan_encoding(position),
+                plan_processor(position),
+                head_dim(model),
+                has_softcap=model.attn_logit_softcapping is not None,
+            )
+        estimates = [
+            estimate_memory(
+                config,
+                sizes,
+                vocab_size,
+                backend=backend,
+                pipeline_stage=pipeline_stage,
+                gpu_bytes=gpu_memory or DEFAULT_GPU_BYTES,
+            )
+            for backend in backends
+        ]
+    except UserError as error:
+        raise _UnknownMethodError from error
+    if gpu_memory is None:
+        estimates = [estimate.without_maps() for estimate in estimates]
+    return min(estimates, key=count_certain_bytes)
+
+
+def count_certain_bytes(estimate: MemoryEstimate) -> int:
+    """What a rank needs if all that is uncertain of its estimate turns out small."""
+    return max(estimate.weights + estimate.optimizer, int(CERTAIN_FRACTION * estimate.total))
+
+
+def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int) -> int:
+    """Bytes of optimizer states of a rank that lie in the host's memory. Raises UserError as `estimate_memory`."""
+    zero = config.training.zero_optimization
+    if zero.offload_optimizer.device == "none":
+        return 0
+    values = zero.replace(offload_optimizer={"device": "none"}, offload_param={"device": "none"})
+    config = config.replace(zero_optimization=values.model_dump(exclude_unset=True))
+    return estimate_memory(config, sizes, vocab_size, pipeline_stage=0).optimizer
+
+
+def find_vocab_size(data: DataOptions) -> int:
+    """Tokens of a run's data; 1, the fewest, where their tokenizer is not here."""
+    try:
+        return read_vocabulary(data).size
+    except FarfieldError:
+        return 1
+
+
+def find_start_step(options: CheckpointOptions) -> int:
+    """Steps that a run has behind it when it starts, by the names of checkpoints; what is wrong with them is said by
+    whoever reads them."""
+    if options.load is None or options.finetune:
+        return 0
+    try:
+        return parse_step(resolve_checkpoint_path(options.load)) or 0
+    except (UserError, OSError):
+        return 0
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Of one checkpoint, in bytes."""
+
+    weights: int
+    states: int
+    """The optimizer's moments."""
+    parts: int
+    """Beside both, until the weights of all ranks are one file (checkpoint/sharded_state.py)."""
+
+    @property
+    def total(self) -> int:
+        """Once it is written."""
+        return self.weights + self.states
+
+    def count_bytes(self, num_checkpoints: int) -> int:
+        """Of so many, the last of which is being written."""
+        return num_checkpoints * self.total + (self.parts if num_checkpoints > 0 else 0)
+
+
+def estimate_checkpoint_size(config: Config, vocab_size: int) -> CheckpointSize:
+    """The size of a configuration's checkpoints, without the few bytes that do not grow with the model.
+
+    Raises:
+        UserError: nothing is known of the position encoding or the score processor.
+    """
+    parameters = count_parameters(config, vocab_size)
+    matrices = config.model.num_layers * sum(list_layer_matrices(config.model))
+    one_moment = {"AdamW": 0, "Lion": parameters, "Muon": matrices}[config.optimizer.optimizer.algorithm]
+    weights = STORED_BYTES * parameters
+    return CheckpointSize(weights, STORED_BYTES * (2 * parameters - one_moment), weights)
+
+
+@dataclass(frozen=True)
+class CheckpointCounts:
+    """How many checkpoints a run adds to those that it begins with."""
+
+    at_once: int
+    """While it writes the one that there is least room for, which is among them; 0 if it writes none."""
+    at_end: int
+    """Negative if it deletes more than it writes."""
+
+
+def count_checkpoints(config: Config, start: int = 0, existing: Collection[int] = ()) -> CheckpointCounts:
+    """Count the checkpoints of a run as it writes and deletes them (`Saver`, `prune_checkpoints`).
+
+    Args:
+        config: resolved. Of train_epochs nobody knows yet how many steps they are: one checkpoint at the end.
+        start: steps that the run has behind it.
+        existing: steps of the checkpoints in its folder.
+    """
+    options, train_iters = config.checkpoint, config.training.train_iters or start + 1
+    factor, keep, spared = options.checkpoint_factor, options.keep_last_n_checkpoints, set(options.extra_save_iters)
+    # Stages and the run end with a checkpoint.
+    ends = {train_iters, *(stage.end_step for stage in build_stages(config) if config.training.train_iters)}
+    first = 0 if start == 0 and not existing else start + 1
+    extra = {step for step in spared if first <= step <= train_iters}
+    regular = {step for step in ends - extra if step > start}
+    num_regular = len(regular)
+    if factor is not None:
+        num_regular += train_iters // factor - start // factor
+        num_regular -= sum(step % factor == 0 for step in {*regular, *(extra - {0})})
+    if not extra and not num_regular:
+        return CheckpointCounts(0, 0)
+    old_regular = len(set(existing) - spared)
+
+    def count_kept(written: int) -> int:
+        return old_regular + written if keep is None else min(keep, old_regular + written)
+
+    is_last_extra = train_iters in extra
+    before_last = len(extra) - is_last_extra + count_kept(num_regular - (not is_last_extra)) - old_regular
+    at_end = len(extra) + count_kept(num_regular) - old_regular
+    return CheckpointCounts(max(1, before_last + 1), at_end)
+
+
+def measure_free_bytes(folder: str | Path) -> int | None:
+    """Free bytes of the file system that a folder lies on or would lie on; None if it does not say, or holds nothing
+    (/proc)."""
+    path = Path(folder).absolute()
+    try:
+        usage = shutil.disk_usage(next(part for part in (path, *path.parents) if part.exists()))
+    except OSError:
+        return None
+    return usage.free if usage.total else None
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that the checkpoints of a run add to those that are there when it begins."""
+
+    at_once: int
+    """When there are most."""
+    at_end: int
+    """Negative if it deletes more than it writes."""
+    description: str
+    """How `at_once` comes about."""
+
+
+def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
+    """What a run needs of the disk; nothing where its folder cannot be read, which is refused where it is made, or
+    nothing is known of its method.
+
+    Args:
+        config: resolved, with `save`.
+        start: steps that the run has behind it; as `load` says if absent.
+    """
+    assert config.checkpoint.save is not None
+    start = find_start_step(config.checkpoint) if start is None else start
+    try:
+        existing = [step for step in map(parse_step, list_checkpoints(config.checkpoint.save)) if step is not None]
+        size = estimate_checkpoint_size(config, find_vocab_size(config.data))
+    except (OSError, UserError):
+        return DiskNeed(0, 0, "")
+    # Those of later steps are moved aside (`rollback`) and never deleted.
+    counts = count_checkpoints(config, start, [step for step in existing if step <= start] if start else existing)
+    description = f"{counts.at_once} × {format_bytes(size.total)}, and {format_bytes(size.parts)} while one is written"
+    return DiskNeed(size.count_bytes(counts.at_once), counts.at_end * size.total, description)
+
+
+def check_disk(config: Config) -> None:
+    """Refuse a run whose checkpoints do not fit the disk.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        UserError: with the bytes that are needed and those that are free.
+    """
+    if config.checkpoint.save is not None and config.launch.check_resources:
+        need = estimate_disk_need(config)
+        refuse_full_disk("save", config.checkpoint.save, need.at_once, f"this run need {{}} more ({need.description})")
+
+
+def refuse_full_disk(key: str, folder: str | Path, needed: int, text: str) -> None:
+    """Refuse checkpoints for which a disk has no room.
+
+    Args:
+        key: that names the folder.
+        folder: where they go.
+        needed: bytes, at least.
+        text: whose checkpoints they are, with `{}` for how many bytes they need.
+
+    Raises:
+        UserError: with the bytes that are needed and those that are free.
+    """
+    free = measure_free_bytes(folder)
+    if free is not None and needed > free:
+        raise UserError(
+            f"{key}: {folder}: the checkpoints of {text.format(f'at least {format_bytes(needed)}')}, and the disk has "
+            f"{format_bytes(free)} free; keep fewer (keep_last_n_checkpoints), save less often (checkpoint_factor) or "
+            f"elsewhere; {OVERRULE}",
+            key,
+        )
