@@ -194,7 +194,7 @@ class RehearsalReport:
         config = self.rehearsal.run.config
         size, at_once = CheckpointSize(**checkpoint), count_checkpoints(config).at_once
         needed = size.count_bytes(at_once)
-        disk = {"checkpoint": size.total, **checkpoint, "kept": at_once - 1, "needed": needed}
+        disk: dict[str, Any] = {"checkpoint": size.total, **checkpoint, "kept": at_once - 1, "needed": needed}
         save = config.checkpoint.save
         if save is not None and (free := measure_free_bytes(save)) is not None:
             disk |= {"folder": str(save), "free": free}

@@ -166,7 +166,7 @@ def _estimate_least(
     """The estimate with the backend that needs least; gpu_memory is None on a CPU."""
     model, position = config.model, config.position
     try:
-        backends = [model.attention_backend]
+        backends: list[str] = [model.attention_backend]
         if model.attention_backend == "auto" or gpu_memory is None:
             backends = list_backends(
                 plan_encoding(position),
