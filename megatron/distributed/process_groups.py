@@ -3,8 +3,8 @@ it, and the store in which each leaves its heartbeat."""
 
 import atexit
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -305,14 +305,31 @@ def _leave_group(process: int) -> None:
             dist.distributed_c10d._abort_process_group()
 
 
+@contextmanager
+def _reuse_lone_group() -> Iterator[None]:
+    """Of one process, every group that is asked for meanwhile is the group of all: each of gloo's own would wake a
+    thread a hundred times a second, which took a twelfth of the processor time that a small model's training took."""
+    if dist.get_world_size() > 1:
+        yield
+        return
+    new_group = dist.new_group
+    dist.new_group = lambda *args, **options: dist.group.WORLD
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
 def _make_groups(sizes: ParallelSizes) -> None:
     """megatron-core's groups, which are global: made once, and never for another mesh."""
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=sizes.tensor,
-            pipeline_model_parallel_size=sizes.pipeline,
-            context_parallel_size=sizes.context,
-        )
+        with _reuse_lone_group():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tensor,
+                pipeline_model_parallel_size=sizes.pipeline,
+                context_parallel_size=sizes.context,
+                create_gloo_process_groups=False,  # of megatron-core's own optimizer and checkpoints
+            )
     existing = ParallelSizes(
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
