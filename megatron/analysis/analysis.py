@@ -34,15 +34,24 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True)
 class LayerEncoding:
-    """An encoding, and the layer that it belongs to."""
+    """An encoding with a window, and the layers that it belongs to."""
 
     encoding: Encoding
-    layer: int | None
+    layers: tuple[int, ...] | None
     """None where all layers share it."""
+    window: int | None
+    """Every token sees the last so many keys only."""
 
     @property
     def name(self) -> str:
-        return "all layers" if self.layer is None else f"layer {self.layer}"
+        if self.layers is None:
+            return "all layers"
+        return f"layer{'s' if len(self.layers) > 1 else ''} {', '.join(map(str, self.layers))}"
+
+    @property
+    def has_bias(self) -> bool:
+        """Does anything depend on the distance? A window is a bias of −∞ outside it."""
+        return self.encoding.adds_bias or self.window is not None
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,8 @@ class AnalysisContext:
     name: str
     """Of its row, curve or picture."""
     config: Config
-    window: int | None
-    """Every token sees the last so many keys only."""
     encodings: Sequence[LayerEncoding]
-    """One if all layers share it, else one for each."""
+    """One if all layers share it, else one for each layer, or for each kind of layers that share it."""
     options: AnalysisOptions
     lengths: Sequence[int]
     """Of windows, in tokens, ascending."""
@@ -81,6 +88,14 @@ class AnalysisContext:
                 if not bool(parameter.isfinite().all()):
                     raise NotApplicable(f"Its encoding's {name}, of {layer.name}, is not finite.")
         return self.encodings
+
+    @property
+    def biased_encodings(self) -> Sequence[LayerEncoding]:
+        """Those with a bias or a window. Raises NotApplicable if there is none."""
+        found = [layer for layer in self.encodings if layer.has_bias]
+        if not found:
+            raise NotApplicable("It adds no bias.")
+        return found
 
     @property
     def readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:

@@ -42,6 +42,7 @@ from megatron.utils.progress import WorkItem
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
+    from megatron.position.encoding import Encoding
 
 # torch is imported where it is used: a mistake in the options is reported at once.
 
@@ -273,35 +274,53 @@ def estimate_relative_cost(analysis: str, request: AnalysisRequest, trained: boo
 def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> AnalysisContext:
     """Load a model, or build the encodings of a configuration. Raises RunError if a checkpoint is damaged."""
     options, config = request.options, job.config
-    window = options.window or config.position.attention_window
     if isinstance(job, UntrainedJob):
-        return AnalysisContext(job.name, config, window, _build_untrained_encodings(config), options, request.lengths)
+        encodings = _build_untrained_encodings(config, options.window)
+        return AnalysisContext(job.name, config, encodings, options, request.lengths)
     from megatron.analysis.attention_capture import list_attention_layers
 
     model = job.load("chunked", **list_overrides(options)).model
     model.end_of_document = None  # what it reads is one document (`inputs_from_text`)
-    encodings = (
-        [LayerEncoding(attention.encoding, attention.layer_index) for attention in list_attention_layers(model)]
-        if model.position is None
-        else [LayerEncoding(model.position, None)]
+    attentions = list_attention_layers(model)
+    encodings = _group_encodings(
+        [(each.encoding, each.window) for each in attentions],
+        is_shared=model.position is not None or bool(model.positions),
     )
     windows = {} if request.inputs is None else request.inputs.windows
-    return AnalysisContext(job.name, config, window, encodings, options, request.lengths, model, windows)
+    return AnalysisContext(job.name, config, encodings, options, request.lengths, model, windows)
 
 
-def _build_untrained_encodings(config: Config) -> list[LayerEncoding]:
-    """The encodings that training would begin with."""
+def _group_encodings(layers: Sequence[tuple[Encoding, int | None]], *, is_shared: bool) -> list[LayerEncoding]:
+    """One for each layer, or for each kind of layers that share an encoding and have the same window."""
+    if not is_shared:
+        return [LayerEncoding(encoding, (layer,), window) for layer, (encoding, window) in enumerate(layers)]
+    kinds: dict[tuple[int, int | None], list[int]] = {}
+    for layer, (encoding, window) in enumerate(layers):
+        kinds.setdefault((id(encoding), window), []).append(layer)
+    return [
+        LayerEncoding(layers[own[0]][0], None if len(kinds) == 1 else tuple(own), layers[own[0]][1])
+        for own in kinds.values()
+    ]
+
+
+def _build_untrained_encodings(config: Config, window: int | None) -> list[LayerEncoding]:
+    """The encodings that training would begin with, every layer with a window, if one is given."""
     import torch
 
-    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
+    from megatron.model.position_modules import (
+        build_attention_dims,
+        build_encoding_from_options,
+        list_layer_positions,
+    )
 
-    per_layer = config.position.pos_emb_per_layer
+    dims, per_layer = build_attention_dims(config.model), config.position.pos_emb_per_layer
+    layers = list_layer_positions(config.position, config.model.num_layers)
+    shared: dict[str, Encoding] = {}
+    encodings = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        count = config.model.num_layers if per_layer else 1
-        encodings = [
-            build_encoding_from_options(config.position, build_attention_dims(config.model)) for _ in range(count)
-        ]
-    if not per_layer:
-        return [LayerEncoding(encodings[0], None)]
-    return [LayerEncoding(encoding, layer) for layer, encoding in enumerate(encodings)]
+        for own in layers:
+            if per_layer or own.encoding not in shared:
+                shared[own.encoding] = build_encoding_from_options(own, dims)
+            encodings.append((shared[own.encoding], window or own.window))
+    return _group_encodings(encodings, is_shared=not per_layer)

@@ -38,24 +38,26 @@ class Segment:
     first_column: int = 0
     """The column of the forward pass's tokens at which it begins."""
     first_key_column: int = 0
-    """The column of index 0, in all tokens so far: after padding, or after other documents."""
+    """The column of `first_key`, in all tokens so far: after padding, or after other documents."""
     key_mask: Tensor | None = None
     """Bool [sequences, tokens so far], False for keys that must not be seen."""
     first_keys: Tensor | None = None
     """int32 [sequences, tokens]: the index of the first key of each token's document, where not every one is 0."""
+    first_key: int = 0
+    """The index of the first key at hand; those before it are hidden by a window."""
 
     @property
     def context(self) -> TokenRange:
-        """Its tokens and all before them."""
-        return TokenRange(0, self.tokens.stop, self.tokens.sampled)
+        """Its tokens and all before them whose keys are at hand."""
+        return TokenRange(self.first_key, self.tokens.stop - self.first_key, self.tokens.sampled)
 
     def select_tokens(self, x: Tensor, dim: int) -> Tensor:
         """What x has of the segment's tokens along `dim`, of its sequences along the first dimension."""
         return _select(x, self.sequences, dim, self.first_column, self.tokens.length)
 
     def select_context(self, x: Tensor, dim: int) -> Tensor:
-        """What x, which holds all tokens so far along `dim`, has of those from index 0 to the segment's end."""
-        return _select(x, self.sequences, dim, self.first_key_column, self.tokens.stop)
+        """What x, which holds all tokens so far along `dim`, has of those from `first_key` to the segment's end."""
+        return _select(x, self.sequences, dim, self.first_key_column, self.context.length)
 
     def narrow(self, start: int, length: int, first_column: int) -> "Segment":
         """Its tokens start … start + length − 1, standing at a column of another forward pass."""
@@ -112,6 +114,18 @@ def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int
         if cut < segment.tokens.length:
             column = segment.first_column + cut - num_skipped
             remaining.append(segment.narrow(cut, segment.tokens.length - cut, column))
+    return tuple(remaining)
+
+
+def drop_keys(segments: Sequence[Segment], count: int) -> tuple[Segment, ...]:
+    """The segments where the keys of the first `count` of all tokens so far are no longer at hand."""
+    remaining = []
+    for segment in segments:
+        lost = max(count - segment.first_key_column, 0)
+        mask = None if segment.key_mask is None else segment.key_mask[:, lost:]
+        column = max(segment.first_key_column - count, 0)
+        first_key = segment.first_key + lost
+        remaining.append(replace(segment, first_key_column=column, key_mask=mask, first_key=first_key))
     return tuple(remaining)
 
 
@@ -288,7 +302,7 @@ def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
     ends: dict[tuple[int, int], dict[int, int]] = {}
     for segment in segments:
         documents, start = ends.setdefault(_find_rows(segment, x.shape[0]), {}), segment.first_key_column
-        documents[start] = max(documents.get(start, 0), start + segment.tokens.stop)
+        documents[start] = max(documents.get(start, 0), start + segment.context.length)
     pieces: dict[tuple[int, int], Tensor] = {}
     for rows, part in zip(ends, _split_rows(x, ends.keys()), strict=True):
         edges = sorted({0, x.shape[dim], *ends[rows], *ends[rows].values()})
@@ -298,7 +312,7 @@ def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
     contexts = []
     for segment in segments:
         first_row, _ = _find_rows(segment, x.shape[0])
-        piece, length = pieces[first_row, segment.first_key_column], segment.tokens.stop
+        piece, length = pieces[first_row, segment.first_key_column], segment.context.length
         contexts.append(piece if length == piece.shape[dim] else piece.narrow(dim, 0, length))
     return contexts
 

@@ -30,6 +30,7 @@ from megatron.distributed.mesh import Axis
 from megatron.distributed.sharding import get_shard_spec, shard_tensor
 from megatron.model.parameter_groups import (
     clamp_bounded_parameters,
+    has_processor_effect,
     list_dispensable_weights,
     list_encoding_weights,
     list_temperature_weights,
@@ -113,7 +114,7 @@ def read_weights(
 ENCODING_KEYS = ("pos_emb", "pos_emb_options", "pos_emb_per_layer")
 """The keys that say what encoding a model has."""
 
-OLD_ENCODING_NAMES = re.compile(r"position\..*|.*\.core_attention\.position\..*")
+OLD_ENCODING_NAMES = re.compile(r"positions?\..*|.*\.core_attention\.position\..*")
 """Names of an encoding's weights in a file, shared by all layers or of each one."""
 OLD_TEMPERATURE_NAMES = re.compile(r".*\.core_attention\.temperature\..*")
 TEMPERATURE_KEYS = ("attention_temperature", "attention_temperature_options")
@@ -223,10 +224,10 @@ def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored:
     Raises:
         UserError: the model has a score processor with an effect, which the checkpoint's has not.
     """
-    processor = config.position.score_processor
-    if processor != "none" and stored.position.score_processor == "none" and not list_dispensable_weights(model):
+    added = [name for name in config.position.processors if name != "none"]
+    if added and stored.position.processors == ["none"] and has_processor_effect(model):
         raise UserError(
-            f"score_processor: {checkpoint} was trained without one; {processor} may be added with "
+            f"score_processor: {checkpoint} was trained without one; {', '.join(added)} may be added with "
             "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
         )
     path = checkpoint / WEIGHTS

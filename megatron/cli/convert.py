@@ -55,7 +55,8 @@ def import_(
     print(
         f"{run}: {format_count(imported.num_parameters)} parameters, {model.num_layers} layers of width "
         f"{model.hidden_size}, "
-        f"{imported.config.position.pos_emb}, training length {model.seq_length:,}, tokenizer {imported.tokenizer}"
+        f"{', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
+        f"tokenizer {imported.tokenizer}"
     )
 
 

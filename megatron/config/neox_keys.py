@@ -17,6 +17,7 @@ from megatron.config.neox_rules import (
     FractionOf,
     Ignored,
     JointSwitches,
+    LayerFrequency,
     MethodOption,
     MethodOptionAlias,
     NeoxRule,
@@ -30,6 +31,7 @@ from megatron.config.neox_rules import (
     ValueAlias,
     ValueRule,
     ValueSwitch,
+    WindowSize,
 )
 
 _OFFLOAD = ("cpu", "none")
@@ -80,6 +82,13 @@ JOINT_SWITCHES = (
         "causal",
         "a document is read as if it were alone, or not",
     ),
+)
+
+# megatron-core's, of layers that differ (its `TransformerConfig` and `is_layer_window_attention`).
+LAYER_PATTERNS = (
+    WindowSize(),
+    LayerFrequency("window_attn_skip_freq", "attention_window", None, 0),
+    LayerFrequency("no_rope_freq", "pos_emb", "none", 1, ("rotary",), divides=True),
 )
 
 _PROCESSOR_WIDTH = MethodOption("score_processor", ("dape", "cdape"), "width")
@@ -336,7 +345,7 @@ IGNORED = (
 
 _QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to a few bits"
 _MOE = "mixtures of experts are not supported"
-_SPARSE = "sparse attention is not supported; every layer attends to all earlier tokens"
+_SPARSE = "sparse attention is not supported; attention_window, one value or a pattern of layers, is of its kind"
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
 _COMPILE = (
     "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
@@ -467,8 +476,8 @@ def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:
     if not value:
         return None
     changed = [
-        *([f"pos_emb {methods.encoding}"] if changes_scores(methods.encoding) else []),
-        *([f"score_processor {methods.processor}"] if methods.processor != "none" else []),
+        *(f"pos_emb {name}" for name in methods.encodings if changes_scores(name)),
+        *(f"score_processor {name}" for name in methods.processors if name != "none"),
     ]
     if not changed:
         return None
@@ -498,7 +507,7 @@ VALIDATED_NOOPS = (
 )
 
 UNDERSTOOD: tuple[NeoxRule, ...] = (
-    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES, *STEP_SWITCHES
+    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES, *LAYER_PATTERNS, *STEP_SWITCHES
 )  # fmt: skip
 
 RULES: dict[str, NeoxRule] = {

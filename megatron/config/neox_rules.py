@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
 from megatron.config.schema import KeyPath, map_key_owners
 from megatron.config.yaml_files import format_value
+from megatron.options.model import find_period
 
 MODEL_SECTIONS = ("model", "position")
 """The sections whose keys say what a model computes."""
@@ -152,14 +153,15 @@ class MethodOptionAlias(DeferredRule):
         """Hand the value to the methods that were chosen in the end, if they take it."""
         if setting.value is None:
             return
-        chosen_methods = [layers.get_value(option.method_key) for option in self.options]
+        chosen_methods = [_list_values(layers, option.method_key) for option in self.options]
         pairs = list(zip(self.options, chosen_methods, strict=True))
-        taken = [option for option, method in pairs if method in option.methods]
+        taken = [option for option, methods in pairs if set(methods) & set(option.methods)]
         for option in taken:
             self._resolve_option(name, setting, layers, option)
         if not taken:
             reasons = [
-                f"{option.method_key} is {method}, not {' or '.join(option.methods)}" for option, method in pairs
+                f"{option.method_key} is {', '.join(methods)}, not {' or '.join(option.methods)}"
+                for option, methods in pairs
             ]
             layers.notes.append(f"{setting.where}: {name} has no effect: {'; '.join(reasons)}")
 
@@ -344,6 +346,112 @@ class StepKeyRule(DeferredRule):
 
 
 @dataclass(frozen=True)
+class WindowSize(DeferredRule):
+    """megatron-core's `[left, right]`: the keys before a token that it sees, and after it, of which causal attention
+    has none; −1 for all."""
+
+    key: str = "window_size"
+    own_key: str = "attention_window"
+    resolve_order: ClassVar[int] = 1
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        value, where, path = setting.value, setting.where, (self.own_key,)
+        if value is None:
+            return
+        is_pair = (
+            isinstance(value, list) and len(value) == 2 and all(type(size) is int and size >= -1 for size in value)
+        )
+        if not is_pair or value[1] > 0:
+            layers.problems.append(
+                f"{where}: {name} is {format_value(value)}; it must be [keys before a token, 0], or -1 for all of them"
+            )
+        elif (other := layers.values.get(path)) is not None:
+            layers.problems.append(f"{where}: {name} contradicts {self.own_key} ({other.where}); give one of them")
+        else:
+            window = None if value[0] == -1 else value[0] + 1
+            layers.values[path] = replace(setting, value=window)
+            layers.notes.append(f"{where}: {name} {format_value(value)} makes {self.own_key} {format_value(window)}")
+
+    def describes_model(self) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        return f"[n, 0] makes {self.own_key} n + 1 here"
+
+    def reference_rows(self) -> list[list[str]]:
+        return [[f"`{self.key}`", f"`{self.own_key}`: [n, 0] is n + 1, the token itself counted"]]
+
+
+@dataclass(frozen=True)
+class LayerFrequency(DeferredRule):
+    """A key of megatron-core's that makes a pattern of layers of one of ours: every n-th layer has another value, or
+    those do for which a list of all layers has `marked`."""
+
+    key: str
+    own_key: str
+    other: Any
+    """The value of the n-th layers."""
+    marked: int
+    """What says in a list that a layer has it."""
+    needed: tuple[Any, ...] = ()
+    """The values of our key that are divided so; all but null if empty."""
+    divides: bool = False
+    """Must n divide the number of layers?"""
+    resolve_order: ClassVar[int] = 2
+
+    def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
+        value, where, path = setting.value, setting.where, (self.own_key,)
+        if value is None:
+            return
+        own, num_layers = layers.get_value(self.own_key), layers.get_value("num_layers")
+        if problem := self._find_problem(value, own, num_layers):
+            layers.problems.append(f"{where}: {name} {problem}")
+            return
+        if type(num_layers) is not int or own is None:  # missing, which is said elsewhere; nothing to divide
+            layers.notes.append(f"{where}: {name} has no effect: {self.own_key} is null")
+            return
+        pattern = [self.other if self._is_other(value, layer) else own for layer in range(num_layers)]
+        layers.values[path] = replace(setting, value=pattern)
+        layers.notes.append(f"{where}: {name} makes {self.own_key} {format_value(find_period(pattern))} here")
+
+    def _is_other(self, value: Any, layer: int) -> bool:
+        return value[layer] == self.marked if isinstance(value, list) else (layer + 1) % value == 0
+
+    def _find_problem(self, value: Any, own: Any, num_layers: Any) -> str | None:
+        if isinstance(value, list):
+            if any(type(mark) is not int or mark not in (0, 1) for mark in value):
+                return f"is {format_value(value)}; a list must hold 0 or 1 for each layer"
+            if type(num_layers) is int and len(value) != num_layers:
+                return f"has {len(value)} entries; num_layers is {num_layers}"
+        elif type(value) is not int or value < 1:
+            return f"is {format_value(value)}; it must be a whole number of layers, or a list of 0 or 1 for each"
+        elif self.divides and type(num_layers) is int and num_layers % value:
+            return f"{value} does not divide num_layers {num_layers}"
+        if isinstance(own, list):
+            return f"contradicts {self.own_key}, which is a pattern of layers already; give one of them"
+        if self.needed and own not in self.needed:
+            needed = ", ".join(self.needed)
+            return f"is for {self.own_key} {needed}; it is {format_value(own)}: give that as a pattern of layers"
+        return None
+
+    def describes_model(self) -> bool:
+        return True
+
+    def describe(self, name: str) -> str:
+        return f"n makes {self.own_key} {format_value(self.other)} in every n-th layer here"
+
+    def reference_rows(self) -> list[list[str]]:
+        other = format_value(self.other)
+        return [
+            [
+                f"`{self.key}`",
+                f"`{self.own_key}` as a pattern: {other} in every n-th layer; of a list of all layers, where it has "
+                f"{self.marked}",
+            ]
+        ]
+
+
+@dataclass(frozen=True)
 class JointSwitches(NeoxRule):
     """Switches that mean a value of one of our keys if all are on, another if all are off, and nothing sensible if they
     differ."""
@@ -457,10 +565,16 @@ class Unsupported(NeoxRule):
 
 
 class ChosenMethods(NamedTuple):
-    """The position encoding and the score processor that are chosen in the end."""
+    """The position encodings and the score processors of the layers that are chosen in the end, each once."""
 
-    encoding: str
-    processor: str
+    encodings: tuple[str, ...]
+    processors: tuple[str, ...]
+
+
+def _list_values(layers: ConfigLayers, key: str) -> tuple[str, ...]:
+    """The values of a key that may be a pattern of layers, each once."""
+    value = layers.get_value(key)
+    return tuple(dict.fromkeys(map(str, value if isinstance(value, list) else [value])))
 
 
 @dataclass(frozen=True)
@@ -473,7 +587,7 @@ class ValidatedNoop(DeferredRule):
     resolve_order: ClassVar[int] = 4
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
-        methods = ChosenMethods(str(layers.get_value("pos_emb")), str(layers.get_value("score_processor")))
+        methods = ChosenMethods(_list_values(layers, "pos_emb"), _list_values(layers, "score_processor"))
         if problem := self.find_problem(setting.value, methods):
             layers.problems.append(f"{setting.where}: {name}: {problem}")
         else:

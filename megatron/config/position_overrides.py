@@ -7,11 +7,11 @@ Nothing here depends on torch, so that a mistake in an option of a command is re
 from typing import Any, Literal
 
 from megatron.config import method_names
-from megatron.config.validation import validate_method
+from megatron.config.validation import validate_methods
 from megatron.config.yaml_files import parse_scalar
 from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
 from megatron.options.section import ConfigSection
-from megatron.position.catalog import MethodFileError, read_temperature_facts
+from megatron.position.catalog import read_temperature_facts
 from megatron.utils.errors import UserError
 
 OVERRIDES = ("window", "attention_mask", "temperature")
@@ -75,12 +75,8 @@ def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise UserError(f"temperature {text}: {part!r} must be OPTION=VALUE")
         options[option.strip()] = parse_scalar(value, f"temperature {text}")
-    try:
-        known = method_names.list_temperature_values()
-        valid = method_names.list_temperature_options(name) if name in known else None
-    except MethodFileError as error:
-        raise UserError(f"temperature {text}: {error}") from error
-    for _, problem in validate_method("attention_temperature", name, known, options, valid):
+    known, list_options = method_names.list_temperature_values(), method_names.list_temperature_options
+    for _, problem in validate_methods("attention_temperature", [name], known, options, list_options):
         raise UserError(problem)
     return name, options
 

@@ -198,16 +198,17 @@ def _find_key_problems(config: Config, entry: Mapping[str, Any]) -> Iterator[str
             yield f"{name}: the lengths and the data of a task stay (task {config.data.task})"
     if config.data.data_path is not None and {"train_data_paths", "train_data_weights"} & changes.keys():
         yield "train_data_paths: a run with data_path has one dataset; give train_data_paths instead"
-    if any(name.startswith("pos_emb_options.") for name in changes) and _has_parameters(config):
-        yield (
-            f"pos_emb_options: {config.position.pos_emb} has parameters that are trained with its options; a stage "
-            "can change those of an encoding without parameters, such as rotary's base"
-        )
+    for encoding in config.position.encodings if any(name.startswith("pos_emb_options.") for name in changes) else ():
+        if _has_parameters(config, encoding):
+            yield (
+                f"pos_emb_options: {encoding} has parameters that are trained with its options; a stage can change "
+                "those of an encoding without parameters, such as rotary's base"
+            )
 
 
-def _has_parameters(config: Config) -> bool:
-    """Has the encoding parameters, as far as its file says?"""
-    name, sizes = config.position.pos_emb, get_attention_sizes(config.model)
+def _has_parameters(config: Config, name: str) -> bool:
+    """Has an encoding parameters, as far as its file says?"""
+    sizes = get_attention_sizes(config.model)
     try:
         facts = read_encoding_facts(name) if name in list_encodings() else None
     except MethodFileError:
@@ -223,15 +224,18 @@ def _find_length_problems(config: Config, current: Config, entries: Sequence[Map
             f"seq_length {length} does not divide {longest}, the longest of the stages; the text is cut into pieces of "
             f"{longest} tokens, which shorter stages divide further"
         )
-    name, table = config.position.pos_emb, config.model.max_position_embeddings
-    try:
-        has_table = name in list_encodings() and read_encoding_facts(name).has_position_table
-    except MethodFileError:
-        return
+    table = config.model.max_position_embeddings
     rows = table or config.model.seq_length
-    if has_table and length > rows:
-        says = f"max_position_embeddings {table}" if table else f"{rows}, the first stage's seq_length"
-        yield f"seq_length {length} is longer than the {name} table, {says}; set max_position_embeddings to {longest}"
+    for name in config.position.encodings if length > rows else ():
+        try:
+            has_table = name in list_encodings() and read_encoding_facts(name).has_position_table
+        except MethodFileError:
+            continue
+        if has_table:
+            says = f"max_position_embeddings {table}" if table else f"{rows}, the first stage's seq_length"
+            yield (
+                f"seq_length {length} is longer than the {name} table, {says}; set max_position_embeddings to {longest}"
+            )
 
 
 def find_longest_length(config: Config) -> int:

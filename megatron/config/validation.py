@@ -11,7 +11,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
-from megatron.options.model import find_model_conflicts
+from megatron.options.model import PositionOptions, find_model_conflicts
 from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
 from megatron.utils.errors import UserError
@@ -44,52 +44,75 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             yield key, f"{key} {name} is not available; {format_choices(name, methods)}"
 
 
-def validate_method(
-    key: str, name: str, methods: list[str], options: dict[str, object], valid_options: tuple[str, ...] | None
+def validate_methods(
+    key: str,
+    names: list[str],
+    methods: list[str],
+    options: dict[str, object],
+    list_options: Callable[[str], tuple[str, ...] | None],
 ) -> Iterator[ConfigProblem]:
-    """What is wrong with a method's name, or with the names of its options."""
-    yield from describe_unknown_method(key, name, methods)
-    if name not in methods or valid_options is None:
-        return
-    for option in options:
-        if option not in valid_options:
-            takes = f"it takes {', '.join(valid_options)}" if valid_options else "it takes no options"
-            parts = [f"{key} {name} has no option {option!r}", takes, suggest_names(option, valid_options)]
+    """The names of all layers' methods, and options that none of them has."""
+    valid: list[str] = []
+    is_known = True
+    for name in names:
+        yield from describe_unknown_method(key, name, methods)
+        try:
+            own_options = list_options(name) if name in methods else None
+        except MethodFileError as error:
+            own_options = None
+            yield key, f"{key}: {error}"
+        is_known &= own_options is not None
+        valid += [option for option in own_options or () if option not in valid]
+    for option in options if is_known else ():
+        if option not in valid:
+            has, takes = ("has", "it takes") if len(names) == 1 else ("have", "they take")
+            takes = f"{takes} {', '.join(valid)}" if valid else f"{takes} no options"
+            parts = [f"{key} {', '.join(names)} {has} no option {option!r}", takes, suggest_names(option, valid)]
             yield f"{key}_options.{option}", "; ".join(filter(None, parts))
 
 
 def _validate_position(config: Config) -> Iterator[ConfigProblem]:
     position, model = config.position, config.model
-    method_keys = (
-        ("pos_emb", position.pos_emb_options, list_encodings(), method_names.list_encoding_options),
-        (
-            "score_processor",
-            position.score_processor_options,
-            method_names.list_processor_values(),
-            method_names.list_processor_options,
-        ),
-        (
-            "attention_temperature",
-            position.attention_temperature_options,
-            method_names.list_temperature_values(),
-            method_names.list_temperature_options,
-        ),
+    yield from validate_methods(
+        "pos_emb", position.encodings, list_encodings(), position.pos_emb_options, method_names.list_encoding_options
     )
-    for key, options, methods, list_options in method_keys:
-        name = getattr(position, key)
-        try:
-            valid_options = list_options(name) if name in methods else None
-        except MethodFileError as error:
-            yield key, f"{key}: {error}"
-        else:
-            yield from validate_method(key, name, methods, options, valid_options)
+    yield from validate_methods(
+        "score_processor",
+        position.processors,
+        method_names.list_processor_values(),
+        position.score_processor_options,
+        method_names.list_processor_options,
+    )
+    yield from validate_methods(
+        "attention_temperature",
+        [position.attention_temperature],
+        method_names.list_temperature_values(),
+        position.attention_temperature_options,
+        method_names.list_temperature_options,
+    )
     table_size = model.max_position_embeddings
-    if table_size is not None and table_size < model.seq_length and _has_position_table(position.pos_emb):
-        yield (
-            "max_position_embeddings",
-            f"seq_length {model.seq_length} is longer than the {position.pos_emb} table, max_position_embeddings "
-            f"{table_size}",
-        )
+    for name in position.encodings:
+        if table_size is not None and table_size < model.seq_length and _has_position_table(name):
+            yield (
+                "max_position_embeddings",
+                f"seq_length {model.seq_length} is longer than the {name} table, max_position_embeddings {table_size}",
+            )
+    yield from _validate_embeddings(position)
+
+
+def _validate_embeddings(position: PositionOptions) -> Iterator[ConfigProblem]:
+    """Of several encodings none may add to the token embeddings, which are not per layer."""
+    for name in position.encodings if len(position.encodings) > 1 else ():
+        if "embed" in _read_hooks(name):
+            yield "pos_emb", f"pos_emb: {name} adds to the token embeddings and can be no layer's alone"
+
+
+def _read_hooks(name: str) -> frozenset[str]:
+    """The hooks of an encoding; none of one that cannot be read, which is refused elsewhere."""
+    try:
+        return read_encoding_facts(name).hooks if name in list_encodings() else frozenset()
+    except MethodFileError:
+        return frozenset()
 
 
 def _has_position_table(name: str) -> bool:
@@ -102,24 +125,28 @@ def _has_position_table(name: str) -> bool:
 
 def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     """A backend that is named and cannot compute the method, as far as the method's file says so."""
-    backend, position = config.model.attention_backend, config.position
-    if position.pos_emb not in list_encodings():
-        return
-    try:
-        facts = read_encoding_facts(position.pos_emb)
-    except MethodFileError:  # refused elsewhere
-        return
-    reason = find_unsupported_method(
-        backend,
-        facts,
-        has_processor=position.score_processor != "none",
-        has_softcap=config.model.attn_logit_softcapping is not None,
-    )
-    if reason is not None:
-        method = f"pos_emb {position.pos_emb}"
-        if position.score_processor != "none":
-            method += f" with score_processor {position.score_processor}"
-        yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
+    backend, found = config.model.attention_backend, set()
+    for layer in range(min(config.position.period, config.model.num_layers)):
+        own = config.position.for_layer(layer)
+        if own.encoding not in list_encodings() or (own.encoding, own.processor) in found:
+            continue
+        found.add((own.encoding, own.processor))
+        try:
+            facts = read_encoding_facts(own.encoding)
+        except MethodFileError:  # refused elsewhere
+            continue
+        reason = find_unsupported_method(
+            backend,
+            facts,
+            has_processor=own.processor != "none",
+            has_softcap=config.model.attn_logit_softcapping is not None,
+        )
+        if reason is not None:
+            method = f"pos_emb {own.encoding}"
+            if own.processor != "none":
+                method += f" with score_processor {own.processor}"
+            yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
+            return
 
 
 def _validate_batch(config: Config) -> Iterator[ConfigProblem]:

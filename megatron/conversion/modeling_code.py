@@ -14,7 +14,7 @@ The files must be torch-only and import one another by lines of their own; `test
 import ast
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.position import registry
@@ -73,15 +73,17 @@ def _find(known: dict[str, Any], name: str) -> Any:
 '''
 
 
-def bundle_modeling_code(encoding: str, processor: str, temperature: str = "none") -> dict[str, str]:
+def bundle_modeling_code(
+    encodings: Sequence[str], processors: Sequence[str], temperature: str = "none"
+) -> dict[str, str]:
     """The files of a model's code, by name.
 
     Args:
-        encoding, processor, temperature: the model's; `none` for no processor and no temperature.
+        encodings, processors: of the model's layers; `none` for no processor.
+        temperature: the model's; `none` for no temperature.
     """
-    methods: list[type[PositionModule]] = [registry.load_encoding_class(encoding)]
-    if processor != "none":
-        methods.append(registry.load_processor_class(processor))
+    methods: list[type[PositionModule]] = [registry.load_encoding_class(name) for name in encodings]
+    methods += [registry.load_processor_class(name) for name in processors if name != "none"]
     if temperature != "none":
         methods.append(registry.load_temperature_class(temperature))
     files = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE.read_text(encoding="utf-8")}

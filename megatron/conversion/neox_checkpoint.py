@@ -91,6 +91,11 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
             f"{checkpoint}: use_qk_layernorm: true: GPT-NeoX normalises the heads of a rank together, queries and keys "
             "by one norm; ours are one norm for each"
         )
+    if (patterns := config.position.list_patterns()) and set(patterns) != {"attention_window"}:
+        raise UserError(
+            f"{checkpoint}: {', '.join(patterns)} of its configuration differ from layer to layer, as in no model of "
+            "GPT-NeoX"
+        )
     sections = (config.model, config.position)
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
     keys.pop("mlp_multiple_of", None)

@@ -200,7 +200,7 @@ def list_neox_weights(config: Config, shards: TensorParallelShards) -> Iterator[
     yield from _list_module(
         "decoder.final_layernorm", f"{final_norm_number}.norm", shards, average_shards, average_shards
     )
-    encoding_weights = list_neox_encoding_weights(config).get(config.position.pos_emb, {})
+    encoding_weights = list_neox_encoding_weights(config).get(config.position.encoding, {})
     if not config.position.pos_emb_per_layer:
         yield from _list_position_weights("position", 2, shards, encoding_weights)
     for layer_idx in range(config.model.num_layers):

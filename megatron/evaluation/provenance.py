@@ -14,6 +14,7 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(attention_mask=document)     trained and evaluated with documents kept apart
     rotary(attention_mask=document at evaluation)
                                         trained across documents; `evaluate --attention-mask document`
+    3 × rotary(window=64) | none        layers that differ, a pattern of four that repeats
 
 Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
 averages two different things.
@@ -27,11 +28,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import groupby
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.position_overrides import override_position
-from megatron.options.model import PositionOptions
+from megatron.options.model import PositionOptions, find_period
 from megatron.utils.atomic_io import get_farfield_version
 
 if TYPE_CHECKING:
@@ -49,17 +52,26 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
         position: of the training.
         evaluated: of the evaluation (`config/position_overrides.py`); None is the same.
     """
-    from megatron.position.registry import load_encoding_class, load_processor_class
+    from megatron.model.position_modules import list_layer_positions
 
     evaluated = evaluated or position
+    period = lcm(position.period, evaluated.period)
+    layers = zip(list_layer_positions(position, period), list_layer_positions(evaluated, period), strict=True)
+    names = [_format_layer_name(*pair) for pair in layers]
+    groups = [(name, len(list(group))) for name, group in groupby(find_period(names))]
+    return " | ".join(name if count == 1 else f"{count} × {name}" for name, count in groups)
 
-    options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.pos_emb))
+
+def _format_layer_name(position: PositionOptions, evaluated: PositionOptions) -> str:
+    from megatron.position.registry import load_encoding_class, load_processor_class
+
+    options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.encoding))
     if position.pos_emb_per_layer:
         options.append("per_layer")
     if position.randomized_positions is not None:
         options.append(f"randomized={position.randomized_positions}")
     for key, (before, now) in {
-        "window": (position.attention_window, evaluated.attention_window),
+        "window": (position.window, evaluated.window),
         "temperature": (_name_temperature(position), _name_temperature(evaluated)),
     }.items():
         if before != now:
@@ -70,11 +82,11 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
         options.append(f"attention_mask={evaluated.attention_mask} at evaluation")
     elif position.attention_mask != "causal":
         options.append(f"attention_mask={position.attention_mask}")
-    name = _format_name(position.pos_emb, options)
-    if position.score_processor == "none":
+    name = _format_name(position.encoding, options)
+    if position.processor == "none":
         return name
-    options = _list_differing_options(position.score_processor_options, load_processor_class(position.score_processor))
-    return f"{_format_name(position.score_processor, options)}+{name}"
+    options = _list_differing_options(position.score_processor_options, load_processor_class(position.processor))
+    return f"{_format_name(position.processor, options)}+{name}"
 
 
 def _name_temperature(position: PositionOptions) -> str | None:

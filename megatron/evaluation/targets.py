@@ -189,6 +189,6 @@ def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
 def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
     """A line on a model whose positions end before the largest length. Raises UserError if all are past them."""
     key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
-    limit = f"pos_emb {config.position.pos_emb} ends at {model.max_length or 0:,} positions ({key})"
+    limit = f"pos_emb {', '.join(config.position.encodings)} ends at {model.max_length or 0:,} positions ({key})"
     supported = limit_lengths(lengths, model.max_length, reason=f"{name}: {limit}")
     return None if max(lengths) in supported else f"{limit}; scored at lengths up to {supported[-1]:,}"

@@ -21,7 +21,7 @@ T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of the
 own (h, unless queries are grouped), d head dimension.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from megatron.attention.segments import (
     Segment,
     attend_segments,
     build_segments,
+    drop_keys,
     hide_nothing,
     rotate_segments,
     select_chunks,
@@ -54,6 +55,9 @@ from megatron.utils.errors import UserError
 
 MIN_CAPACITY = 2048
 """Tokens that a cache has room for at once, if that many may come."""
+
+WINDOW_SLACK = 256
+"""Tokens for which a layer with a window has room beside those that later rows see: it moves these once in so many."""
 
 
 def tensor_parallel_heads(tensor: Axis, num_heads: int) -> slice:
@@ -110,19 +114,21 @@ class KVCache:
     A step is the same code as a full forward pass: query rows that begin at a later index. Keys are stored rotated by
     their own positions, which never change.
 
+    A layer with a window keeps the keys that later rows can see, and no others.
+
     Args:
-        num_layers: layers of the model.
         capacity: tokens that fit.
+        kept: by the layers' numbers, how many of the keys before a row it may depend on; None for all.
         sampled: positions of all of them, where they are randomized.
     """
 
-    def __init__(self, num_layers: int, capacity: int, sampled: SampledPositions | None = None) -> None:
+    def __init__(self, capacity: int, kept: Mapping[int, int | None], sampled: SampledPositions | None = None) -> None:
         self.capacity, self.sampled = capacity, sampled
         self.length = 0
         """Tokens read so far."""
         self.tokens: Tensor | None = None
         """These themselves, int64 [B, tokens] on the CPU, if the model finds documents in them."""
-        self._stored: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._layers = {layer: LayerCache(capacity, number) for layer, number in kept.items()}
 
     def check_capacity(self, tokens: int) -> None:
         """Refuse tokens for which there is no room, and use with gradients, which writing in place would spoil."""
@@ -133,24 +139,80 @@ class KVCache:
         if torch.is_grad_enabled():
             raise RuntimeError("a cache is for inference: use it under torch.no_grad() or torch.inference_mode()")
 
-    def extend(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's keys and values [B, H, T, d] of the tokens at hand; returns those of all tokens so far."""
-        stop = self.length + k.shape[2]
-        stored = self._stored[layer_index]
-        if stored is None or stored[0].shape[2] < stop:
-            stored = self._stored[layer_index] = self._grow(stored, k, v, stop)
-        for buffer, new in zip(stored, (k, v), strict=True):
-            buffer[:, :, self.length : stop] = new
-        return stored[0][:, :, :stop], stored[1][:, :, :stop]
+    def extend(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Store a layer's keys and values [B, H, T, d] of the tokens at hand; see `LayerCache.extend`."""
+        return self._layers[layer_index].extend(k, v, self.length)
 
-    def _grow(self, stored: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor, needed: int) -> tuple[Tensor, Tensor]:
+    def count_bytes(self) -> int:
+        """Of all keys and values that are held, room for more among it."""
+        return sum(layer.count_bytes() for layer in self._layers.values())
+
+
+class LayerCache:
+    """Keys and values of one layer, in the order of their tokens.
+
+    With a window there is room for `kept` of them and some more: when that is full, the last `kept` move to its front.
+
+    Args:
+        capacity: tokens of the longest sequence.
+        kept: see `KVCache`.
+    """
+
+    def __init__(self, capacity: int, kept: int | None) -> None:
+        room = capacity if kept is None else kept + WINDOW_SLACK
+        self.kept = None if room >= capacity else kept
+        self.capacity = min(capacity, room)
+        self.first = 0
+        """The token whose key is the first."""
+        self._stored: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, int]:
+        """Store keys and values [B, H, T, d] of tokens past, past + 1, …
+
+        Returns:
+            Those of all tokens so far on which these rows may depend, and the number of tokens before them.
+        """
+        if self.kept is not None and past + k.shape[2] - self.first > self.capacity:
+            return self._drop_and_extend(k, v, past)
+        stop = past + k.shape[2] - self.first
+        if self._stored is None or self._stored[0].shape[2] < stop:
+            self._stored = self._grow(k, v, past - self.first, stop)
+        for buffer, new in zip(self._stored, (k, v), strict=True):
+            buffer[:, :, past - self.first : stop] = new
+        return self._stored[0][:, :, :stop], self._stored[1][:, :, :stop], self.first
+
+    def _drop_and_extend(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, int]:
+        """The same without the tokens that no row from `past` on sees."""
+        assert self.kept is not None
+        first = max(past - self.kept, self.first)
+        if self._stored is not None:
+            k, v = (
+                torch.cat([old[:, :, first - self.first : past - self.first], new], dim=2)
+                for old, new in zip(self._stored, (k, v), strict=True)
+            )
+        self.first = max(first + k.shape[2] - self.kept, first)
+        if self._stored is None or self._stored[0].shape[2] < self.capacity:
+            self._stored = self._allocate(k, v, self.capacity)
+        for buffer, x in zip(self._stored, (k, v), strict=True):
+            last = x[:, :, self.first - first :]
+            buffer[:, :, : last.shape[2]] = last
+        return k, v, first
+
+    def _grow(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
         """Room for what is needed and as much again, and never for more than `capacity`: a text may end sooner."""
-        size = min(self.capacity, max(2 * needed, MIN_CAPACITY))
-        larger = tuple(x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
-        if stored is not None:
-            for new, old in zip(larger, stored, strict=True):
-                new[:, :, : self.length] = old[:, :, : self.length]
-        return larger[0], larger[1]
+        larger = self._allocate(k, v, min(self.capacity, max(2 * needed, MIN_CAPACITY)))
+        if self._stored is not None:
+            for new, old in zip(larger, self._stored, strict=True):
+                new[:, :, :length] = old[:, :, :length]
+        return larger
+
+    @staticmethod
+    def _allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        return k.new_zeros(*k.shape[:2], size, k.shape[3]), v.new_zeros(*v.shape[:2], size, v.shape[3])
+
+    def count_bytes(self) -> int:
+        """Of both buffers."""
+        return sum(x.numel() * x.element_size() for x in self._stored or ())
 
 
 @dataclass(frozen=True)
@@ -213,6 +275,12 @@ class PositionedAttention(MegatronModule):
         """Does the encoding belong to the whole model?"""
         return self.position is None
 
+    @property
+    def num_kept_keys(self) -> int | None:
+        """How many of the keys before a row it may depend on; None for all."""
+        left_context = 0 if self.processor is None else self.processor.left_context
+        return None if self.window is None else self.window - 1 + left_context
+
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
         """The encoding's table over all distances of a forward pass, if the backend reads that whole."""
         if not reads_whole_table(self.backend):
@@ -238,9 +306,11 @@ class PositionedAttention(MegatronModule):
         if self.temperature is not None:
             rows = context.query_rows or describe_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
-        if context.kv_cache is not None:
-            k, v = context.kv_cache.extend(self.layer_index, k, v)
         segments = context.segments
+        if context.kv_cache is not None:
+            k, v, num_dropped = context.kv_cache.extend(self.layer_index, k, v)
+            if num_dropped:
+                segments = drop_keys(segments, num_dropped)
         if context.num_logits is not None:
             q, segments = q[:, :, -context.num_logits :], select_last_tokens(segments, q.shape[2], context.num_logits)
         shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
@@ -299,6 +369,16 @@ class PositionedAttention(MegatronModule):
                 processor_terms=processor_terms,
             )
         )
+
+
+def group_layers(
+    attentions: Sequence[PositionedAttention], get_key: Callable[[PositionedAttention], object]
+) -> list[list[int]]:
+    """The numbers of those that have the same key, in the order of their first ones."""
+    groups: dict[object, list[int]] = {}
+    for number, attention in enumerate(attentions):
+        groups.setdefault(get_key(attention), []).append(number)
+    return list(groups.values())
 
 
 def compute_tables(

@@ -29,8 +29,9 @@ from megatron.attention.check.evidence import (
     Evidence,
     Trial,
     read_cache,
-    read_record,
+    read_records,
     write_cache,
+    write_records,
 )
 from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckProblem, build_problem
@@ -68,34 +69,94 @@ class AttentionTarget:
 
 
 @dataclass(frozen=True)
-class BackendChoice:
-    """The backend of a model, and what there is to say of it."""
+class LayerKind:
+    """Layers that compute attention alike: their keys, and the encoding and the processor of one of them."""
 
-    backend: AttentionBackend
+    position: PositionOptions
+    encoding: Encoding
+    processor: Processor | None
+
+    def describe(self) -> str:
+        """In a few words."""
+        processor = "" if self.processor is None else f"{self.position.processor}+"
+        window = "" if self.position.window is None else f", window {self.position.window}"
+        return f"{processor}{self.position.encoding}{window}"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The backends of a model, and what there is to say of them."""
+
+    backends: tuple[AttentionBackend, ...]
+    """One for each kind of layers."""
     name: str | None = None
-    """The backend's, as `attention_backend` has it, or `ROW_BLOCKS`; None where `auto` was not asked to choose."""
+    """The backend's, as `attention_backend` has it, or `ROW_BLOCKS`, those of several kinds with commas; None where
+    `auto` was not asked to choose."""
     lines: tuple[str, ...] = ()
     """For the console; none where nothing was chosen."""
-    record: CheckRecord | None = None
-    """What the run's folder keeps of a check."""
+    records: tuple[CheckRecord, ...] = ()
+    """What the run's folder keeps of checks."""
     row_blocks_reason: str | None = None
     """Why attention is computed in row blocks, unchecked; None if it is not."""
 
+    def write_records(self, run: Path) -> None:
+        """Into the run's folder, if anything was checked. Raises UserError or RunError: it cannot be written."""
+        if self.records:
+            write_records(run, self.records)
 
-def choose_backend(
+
+def choose_backends(
     name: str,
     model: ModelOptions,
-    position: PositionOptions,
-    encoding: Encoding,
-    processor: Processor | None,
+    kinds: Sequence[LayerKind],
     groups: ProcessGroups,
     target: AttentionTarget | None,
 ) -> BackendChoice:
-    """The backend called `name`, or what `auto` takes. With a target on a GPU all processes must call this.
+    """The backend called `name`, or what `auto` takes, for each kind of layers by itself. With a target on a GPU all
+    processes must call this, whatever layers they have.
 
     Args:
         name: `attention_backend`, or what overrides it.
-        encoding, processor: of a layer; they are not changed.
+        kinds: of the whole model's layers; they are not changed.
+        groups: those that share the model.
+        target: None for a model that only looks, or whose shapes nobody knows: `auto` then checks nothing.
+
+    Raises:
+        UserError: the named backend cannot do a combination.
+        RunError: a backend has made a device unusable; the next start leaves that backend.
+    """
+    kept = [] if target is None or target.kept_backend is None else target.kept_backend.split(",")
+    choices = []
+    for number, kind in enumerate(kinds):
+        own = target
+        if target is not None and len(kept) == len(kinds):
+            own = replace(target, kept_backend=kept[number])
+        choices.append(_choose_backend(name, model, kind, groups, own))
+    if len(choices) == 1:
+        return choices[0]
+    names = [choice.name for choice in choices if choice.name is not None]
+    lines = [
+        line.replace("attention:", f"attention ({kind.describe()}):", 1)
+        for kind, choice in zip(kinds, choices, strict=True)
+        for line in choice.lines
+    ]
+    return BackendChoice(
+        tuple(backend for choice in choices for backend in choice.backends),
+        ", ".join(dict.fromkeys(names)) or None,
+        tuple(lines),
+        tuple(record for choice in choices for record in choice.records),
+        next((choice.row_blocks_reason for choice in choices if choice.row_blocks_reason is not None), None),
+    )
+
+
+def _choose_backend(
+    name: str, model: ModelOptions, kind: LayerKind, groups: ProcessGroups, target: AttentionTarget | None
+) -> BackendChoice:
+    """The backend of one kind of layers.
+
+    Args:
+        name: `attention_backend`, or what overrides it.
+        kind: it is not changed.
         groups: those that share the model.
         target: None for a model that only looks, or whose shapes nobody knows: `auto` then checks nothing.
 
@@ -103,11 +164,11 @@ def choose_backend(
         UserError: the named backend cannot do the combination.
         RunError: a backend has made a device unusable; the next start leaves that backend.
     """
-    softcap = model.attn_logit_softcapping
+    softcap, encoding, processor = model.attn_logit_softcapping, kind.encoding, kind.processor
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
         backend = select_backend(name, model.attention_chunk_rows, encoding, processor, softcap)
         reason = row_blocks_reason(name, encoding, processor, softcap)
-        return BackendChoice(backend, None if name == "auto" else name, row_blocks_reason=reason)
+        return BackendChoice((backend,), None if name == "auto" else name, row_blocks_reason=reason)
     candidates = list_candidates(model.attention_chunk_rows, encoding, processor, softcap)
     default = get_default_backend(encoding, processor, softcap)
     why = None
@@ -119,36 +180,35 @@ def choose_backend(
         why = "nothing else can do it"
     if why is not None:
         line = f"attention: {row_blocks_reason(name, encoding, processor, softcap) or default}; {why}"
-        return BackendChoice(candidates[default], default, (line,))
+        return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
-        return _choose_by_check(model, position, encoding, processor, groups, target, candidates, default)
+        return _choose_by_check(model, kind, groups, target, candidates, default)
 
 
 def _choose_by_check(
     model: ModelOptions,
-    position: PositionOptions,
-    encoding: Encoding,
-    processor: Processor | None,
+    kind: LayerKind,
     groups: ProcessGroups,
     target: AttentionTarget,
     candidates: Mapping[str, AttentionBackend],
     default: str,
 ) -> BackendChoice:
+    position = kind.position
     key = describe_check(model, position, groups, target)
-    recorded = read_record(target.resumed_run) if groups.is_main and target.resumed_run is not None else None
+    recorded = _recall_record(key, target.resumed_run) if groups.is_main and target.resumed_run is not None else None
     recorded = groups.gather_objects(recorded)[0]
     begun, error = monotonic(), None
     is_same = recorded is not None and recorded.evidence.key == key and recorded.evidence.is_compared
     evidence = recorded.evidence if recorded is not None and is_same else read_cache(key)
     was_checked_earlier = evidence is not None and evidence.is_final
     if not was_checked_earlier:
-        rows, heads = list_calls(position, model.num_attention_heads, processor is not None, groups, target)
+        rows, heads = list_calls(position, model.num_attention_heads, kind.processor is not None, groups, target)
         problem = build_problem(
-            encoding,
-            processor,
+            kind.encoding,
+            kind.processor,
             rows,
             batch=target.batch,
-            window=position.attention_window,
+            window=position.window,
             softcap=model.attn_logit_softcapping,
             heads=heads,
             dtype=target.dtype,
@@ -167,7 +227,21 @@ def _choose_by_check(
     kept = target.kept_backend or kept
     chosen, lines = settle_choice([each for each, _ in found], default, kept, was_checked_earlier=was_checked_earlier)
     record = CheckRecord(chosen, lines[0], found[0][0])
-    return BackendChoice(candidates[chosen], chosen, tuple(lines), record)
+    return BackendChoice((candidates[chosen],), chosen, tuple(lines), (record,))
+
+
+def _recall_record(key: CheckKey, run: Path) -> CheckRecord | None:
+    """What a run recorded of these layers, though its sequences were others; None if it did not."""
+    found = read_records(run)
+    if len(found) == 1:
+        return found[0]
+    methods = [_get_method(record.evidence.key) for record in found]
+    return found[methods.index(_get_method(key))] if _get_method(key) in methods else None
+
+
+def _get_method(key: CheckKey) -> Mapping[str, Any]:
+    position: Mapping[str, Any] = key["work"]["position"]
+    return position
 
 
 def describe_check(
@@ -307,11 +381,11 @@ def _describe_disagreement(found: Sequence[Evidence], chosen: str) -> list[str]:
 def recall_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
     """What a run's own check took, for a model that is loaded from it: the backend's name where card, software and type
     are those of the check, else None."""
-    record = read_record(run)
-    if record is None or device.type not in CHECKED_DEVICES or record.backend not in REUSED_BACKENDS:
+    found = read_records(run)
+    if not found or device.type not in CHECKED_DEVICES or len({record.backend for record in found}) > 1:
+        return None  # a loaded model has one backend for all layers, which must be that of each
+    if any(record.backend not in REUSED_BACKENDS or not record.evidence.is_compared for record in found):
         return None
-    if not record.evidence.is_compared:
-        return None
-    key, dtype_name = record.evidence.key, str(dtype).removeprefix("torch.")
+    key, dtype_name = found[0].evidence.key, str(dtype).removeprefix("torch.")
     is_same = key["card"] == describe_card(device) and key["software"] == describe_software()
-    return record.backend if is_same and key["work"]["dtype"] == dtype_name else None
+    return found[0].backend if is_same and key["work"]["dtype"] == dtype_name else None

@@ -1,7 +1,7 @@
 """From options to a model: the one place where encodings, processors, backends and megatron-core meet."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.documents import can_mask_documents
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
-from megatron.model.backend_choice import AttentionTarget, BackendChoice, choose_backend
+from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerKind, choose_backends
 from megatron.model.gpt import GPT
 from megatron.model.layer import (
     BiasedSelfAttention,
@@ -44,6 +45,8 @@ from megatron.model.position_modules import (
     build_encoding_from_options,
     build_processor_from_options,
     build_temperature_from_options,
+    find_layer_kinds,
+    list_layer_positions,
 )
 from megatron.options.model import (
     GATED_ACTIVATIONS,
@@ -74,42 +77,70 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
         UserError: a name, option or combination that cannot be built, naming the key and the choices.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        dims = build_attention_dims(model)
-        shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
-        encoding, processor = _build_position_modules(model, position, dims, shared)
-        build_temperature_from_options(position, dims)
-        select_backend(
-            model.attention_backend, model.attention_chunk_rows, encoding, processor, model.attn_logit_softcapping
-        )
+        # As many layers as there are kinds of them.
+        kinds, dims = find_layer_kinds(position, model.num_layers), build_attention_dims(model)
+        _, methods = _build_methods(model, position, kinds, dims)
+        for own in kinds:
+            build_temperature_from_options(own, dims)
+        for encoding, processor in methods:
+            select_backend(
+                model.attention_backend, model.attention_chunk_rows, encoding, processor, model.attn_logit_softcapping
+            )
+
+
+Method = tuple[Encoding, Processor | None]
+"""The encoding and the processor of one layer."""
+
+
+def _build_methods(
+    model: ModelOptions, position: PositionOptions, layers: Sequence[PositionOptions], dims: AttentionDims
+) -> tuple[dict[str, Encoding], list[Method]]:
+    """What layers need of positions: by their names the encodings that they share, none if each has its own, and the
+    encoding and the processor of each layer."""
+    shared: dict[str, Encoding] = {}
+    if not position.pos_emb_per_layer:
+        for own in layers:
+            if own.encoding not in shared:
+                shared[own.encoding] = build_encoding_from_options(own, dims)
+    for name, encoding in shared.items():
+        if len(shared) > 1 and type(encoding).overrides_hook("embed"):
+            raise UserError(f"pos_emb: {name} adds to the token embeddings and can be no layer's alone", "pos_emb")
+    methods = [_build_position_modules(model, own, dims, shared.get(own.encoding)) for own in layers]
+    _check_randomized(position, [encoding for encoding, _ in methods])
+    return shared, methods
 
 
 def _build_position_modules(
     model: ModelOptions, position: PositionOptions, dims: AttentionDims, shared: Encoding | None
-) -> tuple[Encoding, Processor | None]:
-    """The encoding and the processor of one layer."""
+) -> Method:
     encoding = shared if shared is not None else build_encoding_from_options(position, dims)
-    _check_randomized(position, encoding)
     _check_multipliers(model, position, encoding)
     if shared is None and type(encoding).overrides_hook("embed"):
         raise UserError(
-            f"pos_emb_per_layer: true, but {position.pos_emb} adds to the token embeddings, which are not per layer",
+            f"pos_emb_per_layer: true, but {position.encoding} adds to the token embeddings, which are not per layer",
             "pos_emb_per_layer",
         )
     return encoding, build_processor_from_options(position, dims, encoding)
 
 
-def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
+def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) -> None:
     limit = position.randomized_positions
     if limit is None:
         return
-    if not encoding.takes_positions:
+    if not any(encoding.takes_positions for encoding in encodings):
         raise UserError(
-            f"randomized_positions: {limit}, but pos_emb {position.pos_emb} takes no positions", "randomized_positions"
+            f"randomized_positions: {limit}, but pos_emb {', '.join(position.encodings)} takes no positions",
+            "randomized_positions",
         )
+    for encoding in encodings:
+        _check_limit(position, encoding, limit)
+
+
+def _check_limit(position: PositionOptions, encoding: Encoding, limit: int) -> None:
     if encoding.max_length is not None and limit > encoding.max_length:
         raise UserError(
-            f"randomized_positions: {limit}, but {position.pos_emb} positions end at {encoding.max_length} "
-            "(max_position_embeddings)",
+            f"randomized_positions: {limit}, but {', '.join(position.encodings)} positions end at "
+            f"{encoding.max_length} (max_position_embeddings)",
             "randomized_positions",
         )
 
@@ -117,8 +148,8 @@ def _check_randomized(position: PositionOptions, encoding: Encoding) -> None:
 def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding: Encoding) -> None:
     if model.query_pre_attn_scalar is not None and type(encoding).overrides_hook("contextual"):
         raise UserError(
-            f"query_pre_attn_scalar: {model.query_pre_attn_scalar:g}, but pos_emb {position.pos_emb} has products with "
-            "queries and keys of its own, which have no rule for it",
+            f"query_pre_attn_scalar: {model.query_pre_attn_scalar:g}, but pos_emb {position.encoding} has products "
+            "with queries and keys of its own, which have no rule for it",
             "query_pre_attn_scalar",
         )
     mup = MupScaling.from_options(model)
@@ -126,13 +157,13 @@ def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding:
         return
     if model.mup_rp_embedding_mult != 1.0 and not type(encoding).overrides_hook("embed"):
         raise UserError(
-            f"mup_rp_embedding_mult: {model.mup_rp_embedding_mult:g}, but pos_emb {position.pos_emb} adds nothing to "
+            f"mup_rp_embedding_mult: {model.mup_rp_embedding_mult:g}, but pos_emb {position.encoding} adds nothing to "
             "the token embeddings",
             "mup_rp_embedding_mult",
         )
     if mup.width != mup.heads and type(encoding).overrides_hook("contextual"):
         raise UserError(
-            f"pos_emb {position.pos_emb}: its products with queries and keys have no rule for a head size that is not "
+            f"pos_emb {position.encoding}: its products with queries and keys have no rule for a head size that is not "
             "the base model's; keep it, and let num_attention_heads grow with hidden_size",
             "mup_base_num_attention_heads",
         )
@@ -246,12 +277,17 @@ def build_model(
     if seed is not None:
         torch.manual_seed(seed)
     dims, place = build_attention_dims(model), torch.device("meta" if str(device) == "meta" else "cpu")
+    layers = list_layer_positions(position, model.num_layers)
     with place:
-        shared = None if position.pos_emb_per_layer else build_encoding_from_options(position, dims)
-        methods = [_build_position_modules(model, position, dims, shared) for _ in range(model.num_layers)]
-    choice = choose_backend(backend or model.attention_backend, model, position, *methods[0], groups, target)
+        shared, methods = _build_methods(model, position, layers, dims)
+    kinds: dict[int, LayerKind] = {}
+    for own, method in zip(layers, methods, strict=True):
+        kinds.setdefault(id(own), LayerKind(own, *method))
+    choice = choose_backends(backend or model.attention_backend, model, list(kinds.values()), groups, target)
+    backends = dict(zip(kinds, choice.backends, strict=True))
     with place:
-        gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, methods, choice)
+        parts = [(own, *method, backends[id(own)]) for own, method in zip(layers, methods, strict=True)]
+        gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, parts, choice)
     return gpt.to(device=device, dtype=dtype)
 
 
@@ -261,27 +297,28 @@ def _build_gpt(
     vocab_size: int,
     groups: ProcessGroups,
     dtype: torch.dtype,
-    shared: Encoding | None,
-    methods: list[tuple[Encoding, Processor | None]],
+    shared: dict[str, Encoding],
+    parts: list[tuple[PositionOptions, Encoding, Processor | None, AttentionBackend]],
     choice: BackendChoice,
 ) -> GPT:
     layers = []
     mup, multipliers = MupScaling.from_options(model), get_multipliers(model)
-    for layer, (encoding, processor) in enumerate(methods):
+    for layer, (own, encoding, processor, backend) in enumerate(parts):
         layer_attention = LayerAttention(
             encoding,
-            shared is not None,
+            bool(shared),
             processor,
-            position.attention_window,
-            choice.backend,
+            own.window,
+            backend,
             multipliers.query,
             model.attn_logit_softcapping,
             build_temperature_from_options(position, build_attention_dims(model)),
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
-        own_encoding = encoding if shared is None else None
+        own_encoding = None if shared else encoding
         _register_gradient_sums(own_encoding, processor, layer_attention.temperature, groups)
-    _register_gradient_sums(shared, None, None, groups)
+    for encoding in shared.values():
+        _register_gradient_sums(encoding, None, None, groups)
     norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     gpt = GPT(
         config=transformer_config(model, dtype, groups.mesh.sizes),
@@ -291,10 +328,12 @@ def _build_gpt(
         position_embedding_type="none",
         share_embeddings_and_output_weights=not model.no_weight_tying,
         groups=groups,
-        position=shared,
+        encoding_names=position.encodings,
+        positions=shared,
         randomized=position.randomized_positions,
-        masks_documents=can_mask_documents(
-            methods[0][0], choice.backend, randomized=position.randomized_positions is not None
+        masks_documents=all(
+            can_mask_documents(encoding, backend, randomized=position.randomized_positions is not None)
+            for _, encoding, _, backend in parts
         ),
         backend_choice=choice,
         mup=mup,

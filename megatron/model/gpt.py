@@ -5,7 +5,7 @@ absolute positions to the embeddings, recomputes activations with torch's own ut
 can compute the output layer for the last positions only. B batch, T sequence, D hidden size, V padded vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -41,13 +41,14 @@ from megatron.model.attention import (
     compute_processor_terms,
     compute_tables,
     describe_rows,
+    group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.layer import is_held_whole, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
-from megatron.position.encoding import Encoding
+from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import is_divided_by_zero_3, soft_cap
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 from megatron.utils.errors import UserError
@@ -58,7 +59,8 @@ class GPT(GPTModel):
 
     Args:
         groups: those that share the model.
-        position: the encoding shared by all layers, or None if every layer has its own.
+        encoding_names: of all layers' encodings, each once.
+        positions: the encodings that layers share, by these names; none if every layer has its own.
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
         masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
         mup: how its sizes stand to those of its base model; None without muP.
@@ -73,7 +75,8 @@ class GPT(GPTModel):
         self,
         *args: Any,
         groups: ProcessGroups,
-        position: Encoding | None,
+        encoding_names: Sequence[str],
+        positions: Mapping[str, Encoding],
         randomized: int | None = None,
         masks_documents: bool = False,
         mup: MupScaling | None = None,
@@ -85,7 +88,11 @@ class GPT(GPTModel):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.groups = groups
-        self.position = position
+        self.position = next(iter(positions.values())) if len(positions) == 1 else None
+        """The encoding, if all layers share one."""
+        self.positions = nn.ModuleDict(positions if len(positions) > 1 else {})
+        """The encodings by their names, if layers share several; none of them adds to the token embeddings."""
+        self.encoding_names = tuple(encoding_names)
         self.randomized = randomized
         self.masks_documents = masks_documents
         self.end_of_document: int | None = None
@@ -103,6 +110,15 @@ class GPT(GPTModel):
         """Is this the pipeline stage that reads tokens, and the one that scores them?"""
         if stage.size > 1:
             self._drop_off_stage_modules(stage)
+        attentions = [layer.self_attention.core_attention for layer in self.local_layers]
+        used = {id(each.encoding) for each in attentions}
+        self._unused_encodings = [name for name, each in self.positions.items() if id(each) not in used]
+        """Of those that layers share, the ones that only other pipeline stages' layers have."""
+        self._table_groups = group_layers(attentions, lambda each: (type(each.encoding), type(each.backend)))
+        self._processor_groups = group_layers(
+            attentions,
+            lambda each: (type(each.encoding), type(each.backend), type(each.processor), each.window),
+        )
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
         """Drop what other stages use, and mark what an earlier one holds too."""
@@ -133,6 +149,8 @@ class GPT(GPTModel):
         if self.position is not None and not type(self.position).only_adds_embeddings():
             for parameter in self.position.parameters():
                 yield "pipeline", parameter
+        for parameter in self.positions.parameters():
+            yield "pipeline", parameter
 
     @property
     def row_blocks_reason(self) -> str | None:
@@ -142,7 +160,10 @@ class GPT(GPTModel):
     @property
     def max_length(self) -> int | None:
         """The longest sequence that the model has positions for, or None for any length."""
-        return self.randomized or (None if self.position is None else self.position.max_length)
+        if self.randomized is not None:
+            return self.randomized
+        shared: list[Any] = [*([] if self.position is None else [self.position]), *self.positions.values()]
+        return min((each.max_length for each in shared if each.max_length is not None), default=None)
 
     def new_kv_cache(self, length: int) -> KVCache:
         """An empty cache with room for `length` tokens.
@@ -156,7 +177,9 @@ class GPT(GPTModel):
             raise UserError(
                 f"the model has {self.max_length} positions, but a sequence of length {length} was asked for"
             )
-        return KVCache(self.config.num_layers, length, self._sample_positions(length, None))
+        attentions = [layer.self_attention.core_attention for layer in self.local_layers]
+        kept = {each.layer_index: each.num_kept_keys for each in attentions}
+        return KVCache(length, kept, self._sample_positions(length, None))
 
     def _sample_positions(self, length: int, seed: int | None) -> SampledPositions | None:
         if self.randomized is None:
@@ -319,16 +342,28 @@ class GPT(GPTModel):
         else:
             segments = self._build_segments(length, attention_mask, kv_cache, position_seed)
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
+        if self._unused_encodings and torch.is_grad_enabled():
+            hidden = self._add_nothing(hidden)
         # What the layers have in common is computed before them, and outside of what a backward pass computes again.
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
-        tables = compute_tables(attentions, segments, hidden.device)
-        terms = compute_processor_terms(attentions, segments, tables, hidden)
+        tables: dict[int, ScoreTerms] = {}
+        terms: dict[int, Any] = {}
+        for group in self._table_groups:
+            tables |= compute_tables([attentions[i] for i in group], segments, hidden.device)
+        for group in self._processor_groups:
+            terms |= compute_processor_terms([attentions[i] for i in group], segments, tables, hidden)
         rows = describe_rows(attentions, segments, batch, length, hidden.device)
         context = AttentionContext(segments, kv_cache, num_logits, tables, terms, restarted, rows)
         hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
             kv_cache.length += length
         return hidden
+
+    def _add_nothing(self, hidden: Tensor) -> Tensor:
+        """The same hidden states, by which parameters that no layer of this stage reads get a gradient of zero, in the
+        place and the type of any other's: stages add up what they have of it."""
+        unused = [p for name in self._unused_encodings for p in self.positions[name].parameters()]
+        return hidden + sum((0.0 * parameter.sum() for parameter in unused), hidden.new_zeros(())).to(hidden.dtype)
 
     def _score(self, hidden: Tensor, labels: Tensor | None, *, with_log_z: bool) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
@@ -399,8 +434,9 @@ class GPT(GPTModel):
 
     def has_attention_parameters(self) -> bool:
         """Does attention itself learn anything, in its encoding or its processor?"""
-        attention: PositionedAttention = self.local_layers[0].self_attention.core_attention
-        modules = (None if type(attention.encoding).only_adds_embeddings() else attention.encoding, attention.processor)
+        attentions: list[PositionedAttention] = [layer.self_attention.core_attention for layer in self.local_layers]
+        encodings = (each.encoding for each in attentions if not type(each.encoding).only_adds_embeddings())
+        modules = (*encodings, *(each.processor for each in attentions))
         return any(module is not None and any(True for _ in module.parameters()) for module in modules)
 
     @property

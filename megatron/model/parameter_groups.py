@@ -186,6 +186,11 @@ def list_dispensable_weights(model: nn.Module) -> set[str]:
     }
 
 
+def has_processor_effect(model: nn.Module) -> bool:
+    """Does any of its processors change what the model computes?"""
+    return any(isinstance(module, Processor) and module.has_effect() for module in model.modules())
+
+
 def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights of a model's encodings, by name."""
     return {
@@ -207,10 +212,20 @@ def list_temperature_weights(model: nn.Module) -> set[str]:
 
 
 def map_to_shared_names(model: nn.Module) -> dict[str, str]:
-    """For each parameter of a layer's own encoding the name it has where all layers share one."""
-    return {
-        f"{name}.{weight}": f"position.{weight}"
+    """For each parameter of a layer's own encoding the name it has where layers share it."""
+    own = {
+        name: module
         for name, module in model.named_modules()
-        if isinstance(module, Encoding) and name != "position"
+        if isinstance(module, Encoding) and not name.startswith("position")
+    }
+    is_pattern = len(getattr(model, "encoding_names", ())) > 1
+    return {
+        f"{name}.{weight}": f"positions.{get_method_name(module)}.{weight}" if is_pattern else f"position.{weight}"
+        for name, module in own.items()
         for weight, _ in module.named_parameters()
     }
+
+
+def get_method_name(module: PositionModule) -> str:
+    """The name of an encoding or a processor: that of its file."""
+    return type(module).__module__.rpartition(".")[2]

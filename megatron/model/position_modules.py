@@ -10,6 +10,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
+from megatron.position.catalog import (
+    MethodFileError,
+    list_encodings,
+    list_processors,
+    select_encoding_options,
+    select_processor_options,
+)
 from megatron.position.facts import AttentionDims, OptionError
 from megatron.utils.errors import UserError
 
@@ -25,6 +32,47 @@ def build_attention_dims(model: ModelOptions) -> AttentionDims:
     return AttentionDims(**get_attention_sizes(model))
 
 
+def list_layer_positions(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
+    """What each layer has of the keys that differ from layer to layer: of several encodings and processors each takes
+    the options that it has. Layers that are alike have the same object, and without patterns all have `position`.
+
+    Raises UserError: the file of a method cannot be read, or no method has an option.
+    """
+    patterns = position.list_patterns()
+    if not patterns:
+        return [position] * num_layers
+    kinds: dict[tuple[Any, ...], PositionOptions] = {}
+    positions = []
+    for layer in range(num_layers):
+        key = tuple(values[layer % len(values)] for values in patterns.values())
+        if key not in kinds:
+            kinds[key] = _select_options(position.for_layer(layer))
+        positions.append(kinds[key])
+    for name in ("pos_emb_options", "score_processor_options"):
+        for option in getattr(position, name):
+            if not any(option in getattr(own, name) for own in kinds.values()):
+                raise UserError(f"{name}.{option}: no layer's method has such an option", f"{name}.{option}")
+    return positions
+
+
+def find_layer_kinds(position: PositionOptions, num_layers: int) -> list[PositionOptions]:
+    """The different ones of `list_layer_positions`, in the order of their first layers."""
+    return list({id(own): own for own in list_layer_positions(position, num_layers)}.values())
+
+
+def _select_options(own: PositionOptions) -> PositionOptions:
+    """Without options of other layers' methods; of a name that is none, what is refused elsewhere, all."""
+    values: dict[str, Any] = {}
+    try:
+        if own.encoding in list_encodings():
+            values["pos_emb_options"] = select_encoding_options(own.encoding, own.pos_emb_options)
+        if own.processor in ("none", *list_processors()):
+            values["score_processor_options"] = select_processor_options(own.processor, own.score_processor_options)
+    except MethodFileError as error:
+        raise UserError(f"pos_emb: {error}", "pos_emb") from error
+    return own.replace(**values)
+
+
 def canonical_options(method: type[PositionModule], options: Mapping[str, Any]) -> dict[str, Any]:
     """All options that a trained model depends on, defaults filled in; those that only say where it starts are out."""
     defaults = {name: parameter.default for name, parameter in method.options().items()}
@@ -36,16 +84,27 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
     """The options of an encoding, a processor and a temperature, so that equal models compare equal."""
     from megatron.position.registry import load_encoding_class, load_processor_class, load_temperature_class
 
-    processor, temperature = position.score_processor, position.attention_temperature
-    return {
-        "pos_emb_options": canonical_options(load_encoding_class(position.pos_emb), position.pos_emb_options),
-        "score_processor_options": {}
-        if processor == "none"
-        else canonical_options(load_processor_class(processor), position.score_processor_options),
-        "attention_temperature_options": {}
-        if temperature == "none"
-        else canonical_options(load_temperature_class(temperature), position.attention_temperature_options),
+    options: dict[str, dict[str, Any]] = {
+        "pos_emb_options": {},
+        "score_processor_options": {},
+        "attention_temperature_options": {},
     }
+    for name in position.encodings:
+        given = position.pos_emb_options
+        if len(position.encodings) > 1:
+            given = select_encoding_options(name, given)
+        options["pos_emb_options"] |= canonical_options(load_encoding_class(name), given)
+    for name in position.processors:
+        if name != "none":
+            given = position.score_processor_options
+            if len(position.processors) > 1:
+                given = select_processor_options(name, given)
+            options["score_processor_options"] |= canonical_options(load_processor_class(name), given)
+    name = position.attention_temperature
+    if name != "none":
+        given = position.attention_temperature_options
+        options["attention_temperature_options"] |= canonical_options(load_temperature_class(name), given)
+    return options
 
 
 def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -> Encoding:
@@ -53,7 +112,7 @@ def build_encoding_from_options(options: PositionOptions, dims: AttentionDims) -
     from megatron.position.registry import build_encoding
 
     try:
-        return build_encoding(options.pos_emb, dims, options.pos_emb_options)
+        return build_encoding(options.encoding, dims, options.pos_emb_options)
     except ValueError as error:
         raise UserError(f"pos_emb: {error}", _find_key("pos_emb", error)) from error
 
@@ -62,7 +121,7 @@ def build_processor_from_options(options: PositionOptions, dims: AttentionDims, 
     """A fresh processor for an encoding, or None where there is none. Raises UserError that names the key."""
     from megatron.position.registry import build_processor
 
-    if options.score_processor == "none":
+    if options.processor == "none":
         if options.score_processor_options:
             raise UserError(
                 "score_processor_options are given, but score_processor is none",
@@ -70,9 +129,7 @@ def build_processor_from_options(options: PositionOptions, dims: AttentionDims, 
             )
         return None
     try:
-        return build_processor(
-            options.score_processor, dims, options.score_processor_options, has_bias=encoding.adds_bias
-        )
+        return build_processor(options.processor, dims, options.score_processor_options, has_bias=encoding.adds_bias)
     except ValueError as error:
         raise UserError(f"score_processor: {error}", _find_key("score_processor", error)) from error
 

@@ -76,7 +76,7 @@ def estimate_layer_activations(
     """What a layer keeps.
 
     Args:
-        config: settled.
+        config: settled, all of whose layers are alike (`model_costs.list_layer_configs`).
         sizes: the mesh.
         backend: instead of the configuration's.
         context_rank: which rank of those that share a sequence (they differ by a block).
@@ -132,7 +132,7 @@ class _LayerEstimator:
             self.encoding,
             self.processor,
             not config.position.pos_emb_per_layer,
-            config.position.attention_window,
+            config.position.window,
             model.attention_chunk_rows,
             bool(model.attention_dropout),
             gpu_bytes,

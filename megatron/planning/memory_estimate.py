@@ -40,11 +40,16 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.config.stages import Stage
-from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.options.model import count_scored_at_once, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
-from megatron.planning.model_costs import count_layer_parameters, count_rank_parameters, list_layer_matrices
+from megatron.planning.model_costs import (
+    count_layer_kinds,
+    count_layer_parameters,
+    count_rank_parameters,
+    list_layer_matrices,
+)
 
 RESERVED_FRACTION = 0.1
 """Of a GPU's memory, for what no formula here counts."""
@@ -187,26 +192,38 @@ class _StageMemory:
         model = config.model
         self.config, self.sizes, self.stage = config, sizes, pipeline_stage
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
-        self.layer_parameters = count_layer_parameters(config, sizes.tensor)
+        stage = Axis(pipeline_stage, sizes.pipeline)
+        kinds = count_layer_kinds(config, stage)
+        self.layer_parameters = max(count_layer_parameters(own, sizes.tensor) for own, _ in kinds)
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.hidden_bytes = self.num_tokens * model.hidden_size * self.bytes_per_element
         self.local_vocab_size = padded_vocab_size(model, vocab_size) // sizes.tensor
         self.is_first, self.is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
-        self.num_layers = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+        self.num_layers = sum(count for _, count in kinds)
         self.num_micro_batches = config.training.gradient_accumulation_steps
         # 1F1B: stage i has begun as many micro-batches as there are stages after it, and one more.
         self.num_in_flight = min(self.num_micro_batches, sizes.pipeline - pipeline_stage)
         context_ranks = {0, sizes.context - 1}  # the ranks of a sequence that differ most
         layers = [
-            activations.estimate_layer_activations(config, sizes, backend, index, gpu_bytes) for index in context_ranks
+            [activations.estimate_layer_activations(own, sizes, backend, index, gpu_bytes) for index in context_ranks]
+            for own, _ in kinds
         ]
-        self.saved, self.workspace, self.kept_maps, self.working_maps = (
-            max(getattr(layer, name) for layer in layers)
-            for name in ("saved_bytes", "workspace_bytes", "saved_map_bytes", "workspace_map_bytes")
+
+        def get_largest(name: str) -> list[int]:
+            return [max(getattr(layer, name) for layer in of_kind) for of_kind in layers]
+
+        # Of layers that differ, what is kept is their mean, and what works at one time the largest.
+        self.saved, self.kept_maps = (
+            -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
+            for name in ("saved_bytes", "saved_map_bytes")
         )
-        self.input_bytes = layers[0].input_bytes
+        self.workspace, self.working_maps = (
+            max(get_largest(name)) for name in ("workspace_bytes", "workspace_map_bytes")
+        )
+        self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
+        self.input_bytes = layers[0][0].input_bytes
 
     def estimate(self) -> MemoryEstimate:
         """All moments."""
@@ -218,8 +235,8 @@ class _StageMemory:
         if is_recomputed:
             recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
             # Its activations are there again while it is differentiated.
-            working += recomputed_layers * self.saved - self.input_bytes
-            working_maps += recomputed_layers * self.kept_maps
+            working += recomputed_layers * self.largest_saved - self.input_bytes
+            working_maps += recomputed_layers * self.largest_maps
             kept_maps = 0
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
         layers = num_layers * kept_per_layer

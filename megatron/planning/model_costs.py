@@ -8,12 +8,13 @@ twice the forward pass, and scores only where a token may see another. What is c
 part of it, because it brings a run no further.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
-from megatron.model.position_modules import build_attention_dims
+from megatron.model.position_modules import build_attention_dims, list_layer_positions
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     ModelOptions,
@@ -73,20 +74,39 @@ class PlannedProcessor:
         return hidden + num_heads * self.width * self.kernel_size + num_heads
 
 
+def list_layer_configs(config: Config, pipeline_stage: Axis | None = None) -> list[Config]:
+    """For each layer, or each of a pipeline stage's, the configuration of a model all of whose layers are like it.
+
+    Layers that are alike have the same object, and without patterns all have `config`.
+    """
+    num_layers = config.model.num_layers
+    layers = range(num_layers) if pipeline_stage is None else pipeline_layer_range(num_layers, pipeline_stage)
+    if not config.position.list_patterns():
+        return [config] * len(layers)
+    positions = list_layer_positions(config.position, num_layers)
+    configs = {id(own): config.model_copy(update={"position": own}) for own in positions}
+    return [configs[id(positions[layer])] for layer in layers]
+
+
+def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
+    """The different ones of these, in the order of their first layers, and how many layers each has."""
+    configs = list_layer_configs(config, pipeline_stage)
+    counts = Counter(map(id, configs))
+    return [(own, counts[id(own)]) for own in {id(each): each for each in configs}.values()]
+
+
 def plan_encoding(position: PositionOptions) -> PlannedEncoding:
-    """The encoding of a configuration. Raises UserError if its file does not declare what it costs."""
-    facts = _read_facts("pos_emb", position.pos_emb, list_encodings(), read_encoding_facts, EncodingCost)
+    """The encoding of a layer. Raises UserError if its file does not declare what it costs."""
+    facts = _read_facts("pos_emb", position.encoding, list_encodings(), read_encoding_facts, EncodingCost)
     assert isinstance(facts.cost, EncodingCost)
     return PlannedEncoding(facts, facts.cost, facts.fill_options(position.pos_emb_options))
 
 
 def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
-    """The processor of a configuration, None if it has none. Raises UserError as `plan_encoding`."""
-    if position.score_processor == "none":
+    """The processor of a layer, None if it has none. Raises UserError as `plan_encoding`."""
+    if position.processor == "none":
         return None
-    facts = _read_facts(
-        "score_processor", position.score_processor, list_processors(), read_processor_facts, ProcessorCost
-    )
+    facts = _read_facts("score_processor", position.processor, list_processors(), read_processor_facts, ProcessorCost)
     assert isinstance(facts.cost, ProcessorCost)
     options = facts.fill_options(position.score_processor_options)
     return PlannedProcessor(facts.cost.width(options), facts.cost.kernel_size(options))
@@ -150,7 +170,10 @@ def count_layer_norms(model: ModelOptions) -> int:
 
 def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
-    their sum is not."""
+    their sum is not.
+
+    config: all of whose layers are alike (`list_layer_configs`).
+    """
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
@@ -187,11 +210,15 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
     model, position = config.model, config.position
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
     embedding_parameters = padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
-    count = len(pipeline_layer_range(model.num_layers, Axis(pipeline_stage, sizes.pipeline))) * count_layer_parameters(
-        config, sizes.tensor
+    stage = Axis(pipeline_stage, sizes.pipeline)
+    count = sum(
+        num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_kinds(config, stage)
     )
-    if not position.pos_emb_per_layer and (is_first or not plan_encoding(position).facts.only_adds_embeddings):
-        count += count_encoding_parameters(model, position)
+    # Every stage has all encodings that layers share, those of other stages' layers too.
+    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own in list_layer_configs(config)}
+    for own in shared.values():
+        if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
+            count += count_encoding_parameters(model, own.position)
     if is_last:
         count += model.hidden_size * (2 if model.norm == "layernorm" else 1)
     is_tied = not model.no_weight_tying
@@ -214,9 +241,10 @@ class ForwardFlops:
     linear: float
     """The linear layers of one layer."""
     attention: float
-    """One layer's products of queries and keys, and of probabilities and values, with the encoding's own."""
+    """One layer's products of queries and keys, and of probabilities and values, with the encoding's own; the mean of
+    layers that differ."""
     processor: float
-    """One layer's convolutions along the keys."""
+    """One layer's convolutions along the keys; the mean of layers that differ."""
     output: float
     """The output layer, once."""
     num_layers: int
@@ -229,12 +257,29 @@ class ForwardFlops:
         )
 
 
-def estimate_forward_flops(config: Config, vocab_size: int) -> ForwardFlops:
-    """The FLOPs of a configuration's forward pass at its training length."""
+def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis | None = None) -> ForwardFlops:
+    """The FLOPs of a configuration's forward pass at its training length.
+
+    pipeline_stage: whose layers are meant; all if None.
+    """
+    kinds = count_layer_kinds(config, pipeline_stage)
+    each = [(_estimate_layer_flops(own, vocab_size), count) for own, count in kinds]
+    (first, _), num_layers = each[0], sum(count for _, count in each)
+    if len(each) == 1:
+        return first
+    return replace(
+        first,
+        attention=sum(count * flops.attention for flops, count in each) / num_layers,
+        processor=sum(count * flops.processor for flops, count in each) / num_layers,
+    )
+
+
+def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
+    """The same of a model all of whose layers are alike."""
     model, position = config.model, config.position
     hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
-    max_keys = min(position.attention_window or seq_length, seq_length)
+    max_keys = min(position.window or seq_length, seq_length)
     keys_per_token = (
         max_keys - max_keys * (max_keys - 1) / 2 / seq_length
     )  # keys that a token sees: the mean of min(i + 1, window)

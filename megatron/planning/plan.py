@@ -11,7 +11,13 @@ from megatron.config.stages import build_stages, list_stage_configs, resolve_sta
 from megatron.options.model import head_dim
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
-from megatron.planning.model_costs import count_parameters, estimate_forward_flops, plan_encoding, plan_processor
+from megatron.planning.model_costs import (
+    count_layer_kinds,
+    count_parameters,
+    estimate_forward_flops,
+    plan_encoding,
+    plan_processor,
+)
 from megatron.planning.parallel_layouts import (
     ParallelLayout,
     build_configured_layout,
@@ -87,8 +93,11 @@ class Plan:
     @property
     def supports_sdpa(self) -> bool:
         """Can PyTorch's fused attention compute the configuration's method?"""
-        position, has_softcap = self.config.position, self.config.model.attn_logit_softcapping is not None
-        return supports_sdpa(plan_encoding(position), plan_processor(position), has_softcap=has_softcap)
+        has_softcap = self.config.model.attn_logit_softcapping is not None
+        return all(
+            supports_sdpa(plan_encoding(own.position), plan_processor(own.position), has_softcap=has_softcap)
+            for own, _ in count_layer_kinds(self.config)
+        )
 
     @property
     def rehearse_command(self) -> str:
@@ -101,13 +110,17 @@ class Plan:
         layout = self.detailed_layout
         if layout is None:
             return {}
-        position, model = layout.config.position, layout.config.model
-        names = list_backends(
-            plan_encoding(position),
-            plan_processor(position),
-            head_dim(model),
-            has_softcap=model.attn_logit_softcapping is not None,
-        )
+        model = layout.config.model
+        of_kinds = [
+            list_backends(
+                plan_encoding(own.position),
+                plan_processor(own.position),
+                head_dim(model),
+                has_softcap=model.attn_logit_softcapping is not None,
+            )
+            for own, _ in count_layer_kinds(layout.config)
+        ]
+        names = [name for name in of_kinds[0] if all(name in others for others in of_kinds)]
         return {
             name: BackendEstimate(
                 estimate_memory(
@@ -188,7 +201,8 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     requested = config
     if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: they are what `auto` means here
         config = config.replace(attention_backend=checked_backend)
-    plan_encoding(config.position)  # unknown: an error of the whole plan, and no refusal of one layout
+    for own, _ in count_layer_kinds(config):
+        plan_encoding(own.position)  # unknown: an error of the whole plan, and no refusal of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:

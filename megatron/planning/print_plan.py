@@ -116,8 +116,8 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 
 def _build_memory_table(plan: Plan) -> Table:
-    processor_name = plan.config.position.score_processor
-    map_label = "  of these score maps" + ("" if processor_name == "none" else f" and those of {processor_name}")
+    processors = [name for name in plan.config.position.processors if name != "none"]
+    map_label = "  of these score maps" + (f" and those of {', '.join(processors)}" if processors else "")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("part")
     columns = plan.estimate_backends()

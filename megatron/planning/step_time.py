@@ -36,12 +36,13 @@ from dataclasses import dataclass
 
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
-from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
+from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
 from megatron.planning.model_costs import (
     TRAINING_TO_FORWARD_RATIO,
+    count_layer_kinds,
     count_rank_parameters,
     estimate_forward_flops,
     plan_processor,
@@ -148,8 +149,10 @@ class _StageEstimator:
     ) -> None:
         self.backend = backend
         self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
-        self.forward_flops = estimate_forward_flops(config, vocab_size)
-        self.num_layers = len(pipeline_layer_range(config.model.num_layers, Axis(pipeline_stage, sizes.pipeline)))
+        stage = Axis(pipeline_stage, sizes.pipeline)
+        self.forward_flops = estimate_forward_flops(config, vocab_size, stage)
+        self.layer_kinds = count_layer_kinds(config, stage)
+        self.num_layers = sum(count for _, count in self.layer_kinds)
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
@@ -158,25 +161,29 @@ class _StageEstimator:
         """Forward passes that are computed again: of whole layers, and of attention."""
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
-        self.processor_cost = plan_processor(config.position)
+        has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_kinds]
+        self.num_processors = sum(count for has, (_, count) in zip(has_processor, self.layer_kinds, strict=True) if has)
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
 
     def count_flops(self) -> float:
         """Of one rank for one micro-batch, with what is computed again."""
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
-        num_score_passes = (
-            TRAINING_TO_FORWARD_RATIO
-            + self.num_attention_passes
-            + activations.estimate_layer_activations(self.config, self.sizes, self.backend).recomputed_fraction
-        )
-        layer_flops = (
-            forward.linear * num_passes / tensor + (forward.attention + forward.processor) * num_score_passes / tensor
-        )
+        layer_flops = 0.0
+        for own, count in self.layer_kinds:
+            num_score_passes = (
+                TRAINING_TO_FORWARD_RATIO
+                + self.num_attention_passes
+                + activations.estimate_layer_activations(own, self.sizes, self.backend).recomputed_fraction
+            )
+            score_flops = self.forward_flops if len(self.layer_kinds) == 1 else estimate_forward_flops(own, 1)
+            layer_flops += count * (
+                forward.linear * num_passes / tensor
+                + (score_flops.attention + score_flops.processor) * num_score_passes / tensor
+            )
         is_last = self.pipeline_stage == self.sizes.pipeline - 1
         return self.num_tokens * (
-            self.num_layers * layer_flops
-            + is_last * (TRAINING_TO_FORWARD_RATIO + self.num_recomputed_logits) * forward.output / tensor
+            layer_flops + is_last * (TRAINING_TO_FORWARD_RATIO + self.num_recomputed_logits) * forward.output / tensor
         )
 
     def communication_seconds(self) -> float:
@@ -187,13 +194,14 @@ class _StageEstimator:
         if sizes.tensor > 1:
             all_reduce_bytes = 2 * hidden_bytes * (2 * num_passes)
             exchanged_bytes = 2 * hidden_bytes / sizes.tensor + 2 * self.key_bytes
-            processor_bytes = 0 if self.processor_cost is None else exchanged_bytes * num_attention_passes
-            sent_bytes = (all_reduce_bytes + processor_bytes) * (sizes.tensor - 1) / sizes.tensor
-            seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
+            processor_bytes = exchanged_bytes * num_attention_passes
+            sent_bytes = self.num_layers * all_reduce_bytes + self.num_processors * processor_bytes
+            seconds += sent_bytes * (sizes.tensor - 1) / sizes.tensor / cluster.ring_bandwidth(1, sizes.tensor)
         if sizes.context > 1:
-            key_bytes = self.key_bytes if self.processor_cost is not None else self.key_bytes / sizes.tensor
+            num_plain = self.num_layers - self.num_processors
+            key_bytes = self.num_processors * self.key_bytes + num_plain * self.key_bytes / sizes.tensor
             sent_bytes = 2 * key_bytes * (sizes.context - 1) * num_attention_passes
-            seconds += self.num_layers * sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
+            seconds += sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
             seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)
         return seconds

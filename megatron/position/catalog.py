@@ -121,6 +121,21 @@ def read_temperature_facts(name: str) -> MethodFacts:
     return _read_facts(FOLDER / "temperatures" / f"{name}.py")
 
 
+def select_encoding_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of options that several encodings share what one has; all where its file does not say."""
+    return _select_options(read_encoding_facts(name), options)
+
+
+def select_processor_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a processor; `none` has no option."""
+    return {} if name == "none" else _select_options(read_processor_facts(name), options)
+
+
+def _select_options(facts: MethodFacts, options: Mapping[str, Any]) -> dict[str, Any]:
+    known = facts.defaults
+    return {name: value for name, value in options.items() if known is None or name in known}
+
+
 def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[str], *, takes_positions: bool) -> None:
     """Refuse a hook whose name is misspelt, and an encoding that answers none.
 

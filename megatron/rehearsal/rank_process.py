@@ -273,8 +273,9 @@ class RankHooks:
         result.parameters, result.row_blocks_reason = run.parameters, choice.row_blocks_reason
         result.attention_backend = choice.name
         result.rank_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        if choice.record is not None:
-            self._get_backend_path().write_text(choice.record.backend, encoding="utf-8")
+        if choice.records:
+            names = ",".join(record.backend for record in choice.records)
+            self._get_backend_path().write_text(names, encoding="utf-8")
         write_stage_parameters(self._get_stage_path(mesh.pipeline.index), run.engine.deepspeed.module)
         self._sizes = mesh.sizes
 

@@ -243,8 +243,8 @@ def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) 
         decisive_keys["origin"] = origin
     digest = hashlib.sha256(json.dumps(decisive_keys, sort_keys=True, default=str).encode()).hexdigest()[:8]
     position = config.position
-    processor = "" if position.score_processor == "none" else f"{position.score_processor}+"
-    return f"{processor}{position.pos_emb}-{digest}"
+    processors = "_".join(name for name in position.processors if name != "none")
+    return f"{processors}{'+' if processors else ''}{'_'.join(position.encodings)}-{digest}"
 
 
 def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, Any], dict[str, YamlDocument], list[str]]:

@@ -252,9 +252,9 @@ def _check_equal_calls(config: Config, model: nn.Module) -> None:
         return
     if not model.masks_documents and model.has_attention_parameters():
         raise UserError(
-            f"attention_mask: document: pos_emb {config.position.pos_emb} with score_processor "
-            f"{config.position.score_processor} is computed document by document here, which zero_optimization.stage 3 "
-            "cannot do; use stage 2, or another attention_backend (chunked) or pos_emb",
+            f"attention_mask: document: pos_emb {', '.join(config.position.encodings)} with score_processor "
+            f"{', '.join(config.position.processors)} is computed document by document here, which "
+            "zero_optimization.stage 3 cannot do; use stage 2, or another attention_backend (chunked) or pos_emb",
             "attention_mask",
         )
 

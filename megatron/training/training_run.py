@@ -379,8 +379,7 @@ def restore_training_run(run: TrainingRun) -> None:
             if (line := save_config(again, folder)) is not None:
                 run.console.log(line)
             write_text_atomically(Path(folder) / PARAMETER_GROUPS, table)
-        if (record := run.backend_choice.record) is not None:
-            record.write(Path(folder))
+        run.backend_choice.write_records(Path(folder))
     run.reporters = build_reporters(config, resume.trainer_state.step)
 
 

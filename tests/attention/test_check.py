@@ -12,7 +12,15 @@ from position_methods import build
 from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.check import problem as problem_module
 from megatron.attention.check import trials as trials_module
-from megatron.attention.check.evidence import CheckRecord, Evidence, Trial, read_cache, read_record, write_cache
+from megatron.attention.check.evidence import (
+    CheckRecord,
+    Evidence,
+    Trial,
+    read_cache,
+    read_records,
+    write_cache,
+    write_records,
+)
 from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, Judge, is_within_rounding, try_backends
@@ -348,13 +356,15 @@ def test_a_cache_that_takes_no_files_costs_nothing(tmp_path: Path, monkeypatch) 
 
 
 def test_a_run_keeps_its_record(tmp_path: Path) -> None:
-    assert read_record(tmp_path) is None
+    assert read_records(tmp_path) == []
     record = CheckRecord("triton", "attention: triton", evidence_of(RIGHT))
-    record.write(tmp_path)
-    assert read_record(tmp_path) == record
+    write_records(tmp_path, [record, replace(record, backend="sdpa")])
+    assert read_records(tmp_path) == [record, replace(record, backend="sdpa")]
+    write_records(tmp_path, [record])
+    assert read_records(tmp_path) == [record]
     assert json.loads((tmp_path / "attention_check.json").read_text())["trials"][0]["milliseconds"] == 1.0
     (tmp_path / "attention_check.json").write_text('{"backend": "triton"}')
-    assert read_record(tmp_path) is None
+    assert read_records(tmp_path) == []
 
 
 def test_software_is_told_apart_by_its_sources() -> None:

@@ -23,7 +23,9 @@ from megatron.training.trainer import train
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 MODEL = {
-    "num_layers": 3, "num_attention_heads": 4, "score_processor": "cdape", "activation": "swiglu", "train_iters": 4,
+    "num_layers": 3, "num_attention_heads": 4, "activation": "swiglu", "train_iters": 4,
+    "pos_emb": ["kerple_log", "kerple_log", "t5"], "attention_window": [None, 9, None],
+    "score_processor": ["cdape", "cdape", "none"],
     "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"params": {"lr": 1e-2, "eps": 1e-2}},
 }  # fmt: skip

@@ -1,12 +1,16 @@
 """Other projects' stock configurations load, mean what they meant, and say what has no effect."""
 
+import ast
 import dataclasses
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.config import method_names, neox_keys, neox_rules
 from megatron.config.load import LoadedConfig, load_config
@@ -307,6 +311,50 @@ def test_their_switches_of_profiles_are_our_steps(read):
         read({**SMALL, "profile": {"from": 2, "to": 3}}, {**SMALL, "profile": True})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "encodings", "windows"),
+    [
+        (["no_rope_freq=4"], ["rotary"] * 3 + ["none"], None),
+        ([f"no_rope_freq={[1, 0, 0] * 4}"], ["none", "rotary", "rotary"], None),
+        (["window_size=[127,0]"], "rotary", 128),
+        (["window_size=[-1,0]"], "rotary", None),
+        (["window_size=[127,0]", "window_attn_skip_freq=4"], "rotary", [128, 128, 128, None]),
+        (["attention_window=9", f"window_attn_skip_freq={[0, 1] * 6}"], "rotary", [None, 9]),
+        (["attention_window=9", "window_attn_skip_freq=5"], "rotary", ([9] * 4 + [None]) * 2 + [9, 9]),
+        (["window_attn_skip_freq=4"], "rotary", None),
+    ],
+)
+def test_megatron_s_patterns_of_layers_are_those_of_its_own_functions(overrides, encodings, windows) -> None:
+    position = load_config(["125M", "rotary"], overrides).config.position
+    assert (position.pos_emb, position.attention_window) == (encodings, windows)
+    settings = {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in overrides)}
+    if (frequency := settings.get("no_rope_freq")) is not None:
+        theirs = TransformerConfig(num_layers=12, hidden_size=12, num_attention_heads=2, no_rope_freq=frequency)
+        assert [int(position.for_layer(layer).encoding == "none") for layer in range(12)] == theirs.no_rope_freq
+    if (frequency := settings.get("window_attn_skip_freq")) is not None:
+        size = settings.get("window_size") or ("attention_window" in settings and (8, 0)) or None
+        theirs = [is_layer_window_attention(size, frequency, number) for number in range(1, 13)]
+        assert [position.for_layer(layer).window is not None for layer in range(12)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["no_rope_freq=5"], "no_rope_freq 5 does not divide num_layers 12"),
+        (["no_rope_freq=[0,1]"], "no_rope_freq has 2 entries; num_layers is 12"),
+        (["no_rope_freq=true"], "no_rope_freq is true; it must be a whole number of layers"),
+        ([f"no_rope_freq={[2] * 12}"], "a list must hold 0 or 1 for each layer"),
+        (["pos_emb=alibi", "no_rope_freq=4"], "no_rope_freq is for pos_emb rotary; it is alibi"),
+        (["pos_emb=[rotary,none]", "no_rope_freq=4"], "no_rope_freq contradicts pos_emb"),
+        (["window_size=[4,4]"], "window_size is [4, 4]; it must be [keys before a token, 0]"),
+        (["window_size=[4,0]", "attention_window=5"], "window_size contradicts attention_window"),
+    ],
+)
+def test_what_a_pattern_of_layers_cannot_say_is_refused(overrides, problem) -> None:
+    with pytest.raises(UserError, match=re.escape(problem)):
+        load_config(["125M", "rotary"], overrides)
+
+
 def test_tables_are_consistent():
     for name, rule in neox_keys.RULES.items():
         own = list_config_keys().get(tuple(name.split(".")))
@@ -327,6 +375,7 @@ def test_tables_are_consistent():
             neox_keys.METHOD_OPTION_ALIASES,
             neox_keys.FRACTIONS,
             neox_keys.VALUE_SWITCHES,
+            neox_keys.LAYER_PATTERNS,
             neox_keys.STEP_SWITCHES,
             neox_keys.VALIDATED_NOOPS,
         )

@@ -20,7 +20,7 @@ TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
 
 @pytest.mark.parametrize(("encoding", "processor"), PAIRS)
 def test_a_bundle_is_flat_and_whole(encoding: str, processor: str) -> None:
-    check_bundle(bundle_modeling_code(encoding, processor))
+    check_bundle(bundle_modeling_code([encoding], [processor]))
 
 
 def check_bundle(files: dict[str, str]) -> None:
@@ -42,13 +42,13 @@ def check_bundle(files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("temperature", list_temperatures())
 def test_a_bundle_has_its_temperature(temperature: str) -> None:
-    files = bundle_modeling_code("rotary", "dape", temperature)
+    files = bundle_modeling_code(["rotary"], ["dape"], temperature)
     check_bundle(files)
     assert f'TEMPERATURES = {{"{temperature}": ' in files["registry.py"]
 
 
 def test_only_imports_differ_from_the_project() -> None:
-    files = bundle_modeling_code("kerple_log", "cdape")
+    files = bundle_modeling_code(["kerple_log", "none"], ["none", "cdape"])
     for name in ("cdape.py", "reference.py", "inputs.py", "kerple_log.py"):
         original = next(path for folder in (POSITION, ATTENTION) for path in folder.rglob(name)).read_text(
             encoding="utf-8"
@@ -61,8 +61,8 @@ def test_only_imports_differ_from_the_project() -> None:
 
 
 def test_other_methods_stay_at_home() -> None:
-    assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code("rotary", "none"))
-    assert "numerics.py" in bundle_modeling_code("rotary", "none")  # the scores' own code
+    assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code(["rotary"], ["none"]))
+    assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own code
 
 
 def test_names_of_files_are_unique() -> None:

@@ -15,14 +15,15 @@ from position_methods import build
 
 from megatron.attention.backends.pytorch import ChunkedBackend, RowBlockBackend
 from megatron.attention.check import trials as trials_module
-from megatron.attention.check.evidence import CheckRecord, Evidence, Trial, read_record
+from megatron.attention.check.evidence import CheckRecord, Evidence, Trial, read_records, write_records
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model import backend_choice
 from megatron.model.backend_choice import (
     AttentionTarget,
     BackendChoice,
-    choose_backend,
+    LayerKind,
+    choose_backends,
     list_calls,
     recall_choice,
     settle_choice,
@@ -94,12 +95,12 @@ def choose(
 ) -> BackendChoice:
     model = MODEL.replace(**changes)
     encoding, processor = build("kerple_log", "none")
-    return choose_backend(name, model, POSITION, encoding, processor, groups or make_groups(), target)
+    return choose_backends(name, model, [LayerKind(POSITION, encoding, processor)], groups or make_groups(), target)
 
 
 def test_the_fastest_that_is_right_is_taken_and_one_line_says_why(planted) -> None:
     choice = choose()
-    assert choice.backend is planted["candidates"]["fast"]
+    assert choice.backends[0] is planted["candidates"]["fast"]
     (line,) = choice.lines
     assert line.startswith(
         "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors at most 0."
@@ -107,8 +108,7 @@ def test_the_fastest_that_is_right_is_taken_and_one_line_says_why(planted) -> No
     assert "of the 4 times rounding in float32 allowed; checked in" in line
     assert "; left: wrong errs in " in line
     assert line.endswith("; raising raised RuntimeError: no such instruction")
-    assert choice.record is not None
-    assert [(trial.backend, trial.is_right) for trial in choice.record.evidence.trials] == [
+    assert [(trial.backend, trial.is_right) for trial in choice.records[0].evidence.trials] == [
         ("row blocks", True), ("wrong", False), ("raising", False), ("slow", True), ("fast", True)
     ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_random_states_and_modules_are_as_before(planted) -> None:
     encoding, _ = build("kerple_log", "none")
     values = [parameter.clone() for parameter in encoding.parameters()]
     state = torch.get_rng_state()
-    choose_backend("auto", MODEL, POSITION, encoding, None, make_groups(), TARGET)
+    choose_backends("auto", MODEL, [LayerKind(POSITION, encoding, None)], make_groups(), TARGET)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(values, encoding.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in encoding.parameters())
@@ -128,8 +128,8 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
     planted["calls"].clear()
     again = choose()
     assert planted["calls"] == []
-    assert again.backend is planted["candidates"]["fast"]
-    assert again.record.evidence == first.record.evidence
+    assert again.backends[0] is planted["candidates"]["fast"]
+    assert again.records[0].evidence == first.records[0].evidence
     assert "found by an earlier check" in again.lines[0]
     choose(target=replace(TARGET, batch=1))  # another shape
     assert len(planted["calls"]) == 5
@@ -144,21 +144,21 @@ def test_what_time_did_not_suffice_for_is_tried_next_time_and_what_was_refused_i
 
     monkeypatch.setattr(backend_choice, "try_backends", hurry)
     first = choose()
-    assert first.backend is planted["candidates"]["row blocks"]
+    assert first.backends[0] is planted["candidates"]["row blocks"]
     assert "left: wrong errs" in first.lines[0]
     assert "fast was not tried" in first.lines[0]
     monkeypatch.setattr(backend_choice, "try_backends", real)
     planted["calls"].clear()
     second = choose()
-    assert second.backend is planted["candidates"]["fast"]
+    assert second.backends[0] is planted["candidates"]["fast"]
     assert planted["calls"] == ["row blocks", "slow", "fast"]
 
 
 def test_what_is_forced_or_switched_off_or_random_is_not_checked(planted) -> None:
-    assert isinstance(choose(name="chunked").backend, ChunkedBackend)
+    assert isinstance(choose(name="chunked").backends[0], ChunkedBackend)
     assert choose(name="chunked").lines == ()
     off = choose(attention_check=False)
-    assert off.backend is planted["candidates"]["row blocks"]
+    assert off.backends[0] is planted["candidates"]["row blocks"]
     assert off.lines[0].startswith("attention: row blocks, kept up to 1,024 keys in training: sdpa cannot add")
     assert off.lines[0].endswith("; unchecked (attention_check: false)")
     assert "attention_dropout draws at random" in choose(attention_dropout=0.1).lines[0]
@@ -178,7 +178,7 @@ def test_nothing_right_leaves_the_default(planted) -> None:
         del planted["candidates"][name]
     planted["candidates"]["row blocks"] = Wrong(8)
     choice = choose()
-    assert choice.backend is planted["candidates"]["row blocks"]
+    assert choice.backends[0] is planted["candidates"]["row blocks"]
     assert choice.lines[0].startswith("attention: row blocks, though no backend was found right; left: wrong errs in")
 
 
@@ -198,7 +198,7 @@ def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatc
     usable[0] = True
     choice = choose()
     assert "raising" not in planted["calls"]
-    assert choice.backend is planted["candidates"]["fast"]
+    assert choice.backends[0] is planted["candidates"]["fast"]
     assert "left: raising raised RuntimeError" in choice.lines[0]
 
 
@@ -207,56 +207,52 @@ def test_a_device_that_is_lost_is_said_by_all_and_remembered(planted, monkeypatc
 
 def record(run: Path, backend: str, evidence: Evidence) -> AttentionTarget:
     run.mkdir()
-    CheckRecord(backend, "attention: …", evidence).write(run)
+    write_records(run, [CheckRecord(backend, "attention: …", evidence)])
     return replace(TARGET, resumed_run=run)
 
 
 def test_a_resumed_run_keeps_what_it_took(planted, tmp_path: Path) -> None:
-    found = choose().record
-    assert found is not None
+    (found,) = choose().records
     target = record(tmp_path / "run", "slow", found.evidence)
     planted["calls"].clear()
     kept = choose(target=target)
-    assert kept.backend is planted["candidates"]["slow"]
+    assert kept.backends[0] is planted["candidates"]["slow"]
     assert planted["calls"] == []
     assert "; as before; found by an earlier check" in kept.lines[0]
     assert kept.lines[0].startswith("attention: slow, 0.22 times as fast as row blocks")
     # In another layout it is checked again, and kept as long as it is right.
     other = choose(target=replace(target, batch=1))
-    assert other.backend is planted["candidates"]["slow"]
+    assert other.backends[0] is planted["candidates"]["slow"]
     assert len(planted["calls"]) == 5
 
 
 def test_a_resumed_run_on_another_card_chooses_anew(planted, tmp_path: Path) -> None:
-    found = choose().record
-    assert found is not None
+    (found,) = choose().records
     elsewhere = replace(found.evidence, key={**found.evidence.key, "card": {"name": "A100"}})
     target = record(tmp_path / "run", "slow", elsewhere)
-    assert choose(target=target).backend is planted["candidates"]["fast"]
+    assert choose(target=target).backends[0] is planted["candidates"]["fast"]
 
 
 def test_what_nobody_compared_is_no_evidence(planted, tmp_path: Path) -> None:
     """Of a rehearsal on a device that computes nothing."""
-    found = choose().record
-    assert found is not None
+    (found,) = choose().records
     void = replace(found.evidence, trials=tuple(replace(t, excess={}) for t in found.evidence.trials))
     target = record(tmp_path / "run", "triton", void)
     assert recall_choice(tmp_path / "run", torch.device("cpu"), torch.float32) is None
     for path in (tmp_path / "cache/farfield/attention_check").iterdir():
         path.unlink()
     planted["calls"].clear()
-    assert choose(target=target).backend is planted["candidates"]["fast"]
+    assert choose(target=target).backends[0] is planted["candidates"]["fast"]
     assert len(planted["calls"]) == 5
 
 
 def test_a_damaged_record_is_as_good_as_none(planted, tmp_path: Path) -> None:
     (tmp_path / "attention_check.json").write_text('{"backend": "slow", "trials": [')
-    assert choose(target=replace(TARGET, resumed_run=tmp_path)).backend is planted["candidates"]["fast"]
+    assert choose(target=replace(TARGET, resumed_run=tmp_path)).backends[0] is planted["candidates"]["fast"]
 
 
 def test_what_a_run_took_is_recalled_on_the_same_card_alone(planted, tmp_path: Path) -> None:
-    found = choose().record
-    assert found is not None
+    (found,) = choose().records
     cpu = torch.device("cpu")
     record(tmp_path / "run", "triton", found.evidence)
     assert recall_choice(tmp_path / "run", cpu, torch.float32) == "triton"
@@ -321,9 +317,8 @@ def test_all_ranks_settle_alike_and_each_kind_of_card_is_kept_once(planted) -> N
         return replace(mine, trials=tuple(changed)), error
 
     choice = choose(make_groups(of_rank_0, rank=1))
-    assert choice.backend is planted["candidates"]["slow"]
-    assert choice.record is not None
-    assert choice.record.evidence.get_trial("slow").milliseconds == 0.1
+    assert choice.backends[0] is planted["candidates"]["slow"]
+    assert choice.records[0].evidence.get_trial("slow").milliseconds == 0.1
     # Rank 0 of the same key keeps the result for all.
     planted["calls"].clear()
     choose()
@@ -353,8 +348,8 @@ def test_a_model_is_built_with_what_was_chosen(planted, tmp_path: Path) -> None:
     assert {id(layer.self_attention.core_attention.backend) for layer in gpt.decoder.layers} == {
         id(planted["candidates"]["fast"])
     }
-    gpt.backend_choice.record.write(tmp_path)
-    assert read_record(tmp_path) == gpt.backend_choice.record
+    gpt.backend_choice.write_records(tmp_path)
+    assert read_records(tmp_path) == list(gpt.backend_choice.records)
     same = build_model(MODEL, POSITION, 40, seed=3)
     assert same.backend_choice.lines == ()
     assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), same.parameters(), strict=True))

@@ -53,7 +53,8 @@ def test_decoding_token_by_token(encoding: str, processor: str) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
-def test_decoding_in_a_window(encoding: str, processor: str) -> None:
+def test_decoding_in_a_window(encoding: str, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.attention.WINDOW_SLACK", 2)
     gpt, x = small_gpt(LENGTH, encoding, processor, attention_window=5), tokens()
     with torch.no_grad():
         whole = gpt(x)

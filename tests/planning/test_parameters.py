@@ -20,12 +20,21 @@ from megatron.position import catalog
 VOCABULARY = 50257
 MODELS = sorted(path.stem for path in (SHIPPED_CONFIGS / "model").glob("*.yml"))
 
+PATTERN = "pos_emb=[kerple_log,t5,rotary] score_processor=[none,none,cdape]"
+"""Of layers, over stages that have other encodings."""
+
 
 def on_ranks(config: Config, tensor: int, stages: int, stage: int) -> int:
     """What a rank holds, from the parameters of the stage that is built, without memory."""
     processes = ProcessGroups(mesh=Mesh(stage, ParallelSizes(pipeline=stages)))
     gpt = build.build_model(config.model, config.position, VOCABULARY, device="meta", groups=processes)
     return sum(p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters())
+
+
+def load_method(text: str) -> Config:
+    """A model with an overlay, or with keys."""
+    parts = text.split()
+    return load_config(["125M"] if "=" in text else ["125M", *parts], parts if "=" in text else []).config
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,10 +49,10 @@ def test_shipped_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["kerple_log", "cdape_kerple_log", "learned"])
+@pytest.mark.parametrize("method", ["kerple_log", "cdape_kerple_log", "learned", PATTERN])
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 5), (4, 12)])
 def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
-    config = load_config(["125M", method]).config.replace(no_weight_tying=not tied)
+    config = load_method(method).replace(no_weight_tying=not tied)
     sizes = ParallelSizes(tensor=tensor, pipeline=stages, data=2)
     for stage in sorted({0, 1, stages - 1}):
         assert count_rank_parameters(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage

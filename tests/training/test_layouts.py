@@ -16,6 +16,7 @@ from tools.parity.compare import RANK_SCRIPT, CaseResult, compute_excess
 
 STEPS = 2
 CDAPE = "cdape(kerple_log), window 20"
+LAYERS = "rotary, window 9 | cdape(kerple_log)"
 MUON = "Muon, cdape(kerple_log), grouped"
 STABLE = "rotary, normalised, capped, z-loss"
 SSMAX = "ssmax, cdape(kerple_log), window 20"
@@ -34,6 +35,8 @@ TWO = [
     ParityCase(STABLE, Layout(pipeline=2), steps=STEPS),
     ParityCase(STABLE, Layout(context=2, stage=1), steps=STEPS),
     ParityCase("fire", Layout(pipeline=2, stage=1), "bf16", STEPS),
+    ParityCase(LAYERS, Layout(pipeline=2, stage=1), steps=STEPS),
+    ParityCase(LAYERS, Layout(context=2, stage=2), steps=STEPS),
     ParityCase(MUON, Layout(tensor=2, stage=1), steps=STEPS),
     ParityCase(MUON, Layout(data=2, stage=2), "bf16", STEPS),
     ParityCase("Lion, dape(kerple_log)", Layout(data=2, stage=2), steps=STEPS),
@@ -55,6 +58,7 @@ FOUR = [
     ParityCase(STABLE, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(tensor=4, stage=1), steps=STEPS),
     ParityCase(CDAPE, Layout(pipeline=4), steps=STEPS),
+    ParityCase(LAYERS, Layout(tensor=2, pipeline=2, stage=1), "bf16", STEPS),
     ParityCase(MUON, Layout(tensor=2, data=2, stage=2), steps=STEPS),
     ParityCase("cdape(fire), documents", Layout(tensor=2, context=2), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(tensor=2, context=2, stage=3), steps=STEPS),

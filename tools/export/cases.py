@@ -91,6 +91,13 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     yield ExportCase("parallel residual", {**with_cdape, "gpt_j_residual": True})
     yield ExportCase("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
     yield ExportCase("grouped queries", {**with_cdape, "num_kv_heads": 1})
+    layers = {
+        "pos_emb": ["rotary", "kerple_log"], "attention_window": [9, None], "score_processor": ["none", "cdape"],
+        "pos_emb_options": {"base": 5000},
+        "score_processor_options": {"kernel_size": 5},
+    }  # fmt: skip
+    yield ExportCase("a pattern of layers", layers)
+    yield ExportCase("a pattern of layers, each its own", {**layers, "pos_emb_per_layer": True})
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
     yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
     yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})

@@ -62,6 +62,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "rotary", "attention_mask": "document", "attention_temperature": "llama4",
         "attention_temperature_options": {"floor_scale": 3, "attn_scale": 0.6},
     },
+    # Layers that differ: over two stages, whose patterns are not alike, and over four, some without a shared encoding.
+    "rotary, window 9 | cdape(kerple_log)": {
+        "pos_emb": ["rotary", "rotary", "rotary", "kerple_log"], "attention_window": [9, 9, 9, None],
+        "score_processor": ["none", "none", "none", "cdape"],
+    },
     "dape(alibi), recomputed": {"pos_emb": "alibi", "score_processor": "dape", "checkpoint_activations": True},
     "Muon, cdape(kerple_log), grouped": {
         "pos_emb": "kerple_log", "score_processor": "cdape", **GROUPED, "activation": "swiglu", "no_weight_tying": True,

@@ -38,8 +38,8 @@ class BiasMaps(Analysis):
 
     @torch.no_grad()
     def measure(self, context: AnalysisContext) -> BiasMapResult:
-        first = context.encodings[0]
-        if not first.encoding.adds_bias and context.window is None:
+        first = next((layer for layer in context.encodings if layer.has_bias), None)
+        if first is None:
             raise NotApplicable("It adds no bias: every factor is 1.")
         encoding = to_float64(first.encoding)
         span = TokenRange(0, MAP_SIZE)
@@ -48,13 +48,15 @@ class BiasMaps(Analysis):
         factors = (
             torch.ones(encoding.dims.num_heads, MAP_SIZE, MAP_SIZE, dtype=torch.float64) if bias is None else bias.exp()
         )
-        factors = factors.masked_fill(~causal_mask(span, span, window=context.window), float("nan"))
+        factors = factors.masked_fill(~causal_mask(span, span, window=first.window), float("nan"))
         return BiasMapResult(first.name, {head: factors[head] for head in context.drawn_heads})
 
     def render_blocks(self, results: Mapping[str, BiasMapResult], names: Sequence[str]) -> list[Block]:
         panels = [(name, result, head) for name, result in results.items() for head in _first_and_last(result)]
         notes = [
-            f"The maps of {name} are those of layer 0." for name, result in results.items() if result.layer == "layer 0"
+            f"The maps of {name} are those of {result.layer}."
+            for name, result in results.items()
+            if result.layer != "all layers"
         ]
         farthest = [result.maps[head][-1, 0].nan_to_num(0, posinf=torch.inf).item() for _, result, head in panels]
         maps = "; ".join(

@@ -25,7 +25,7 @@ class Convergence(Analysis):
 
     def measure(self, context: AnalysisContext) -> ConvergenceResult:
         return [
-            (layer.name, sum_bias_series(layer.encoding, context.window), _describe_limits(context))
+            (layer.name, sum_bias_series(layer.encoding, layer.window), _describe_limits(context))
             for layer in context.finite_encodings
         ]
 
@@ -52,8 +52,8 @@ class Convergence(Analysis):
 def _describe_limits(context: AnalysisContext) -> str:
     """What the theorem leaves out of this model."""
     position = context.config.position
-    if position.score_processor != "none":
-        return f"The theorem speaks of the bias alone, not of what {position.score_processor} makes of it."
+    if processors := [name for name in position.processors if name != "none"]:
+        return f"The theorem speaks of the bias alone, not of what {' or '.join(processors)} makes of it."
     if any(type(layer.encoding).overrides_hook("contextual") for layer in context.encodings):
         return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
     if position.randomized_positions is not None:

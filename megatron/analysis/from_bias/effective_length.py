@@ -79,15 +79,11 @@ class EffectiveLength(Analysis):
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
-        encoding = context.finite_encodings[0].encoding
-        if not encoding.adds_bias and context.window is None:
-            raise NotApplicable("It adds no bias.")
-        if type(encoding).overrides_hook("dense"):
+        context.finite_encodings  # noqa: B018 (refuses what is not finite)
+        layers = context.biased_encodings
+        if any(type(layer.encoding).overrides_hook("dense") for layer in layers):
             raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
-        result = [
-            (layer.name, compute_effective_lengths(layer.encoding, context.window))
-            for layer in context.finite_encodings
-        ]
+        result = [(layer.name, compute_effective_lengths(layer.encoding, layer.window)) for layer in layers]
         if all(length is None for _, heads in result for length in heads):
             raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
         return result

@@ -45,7 +45,8 @@ class Kernels(Analysis):
     def measure(self, context: AnalysisContext) -> list[LayerKernels]:
         longest = context.lengths[-1]
         kernels = [_measure_kernel(layer, longest, context.config.model.seq_length) for layer in context.encodings]
-        if not kernels[0].terms:
+        kernels = [kernel for kernel in kernels if kernel.terms]
+        if not kernels:
             raise NotApplicable("It has neither a bias nor a weight over distances.")
         return kernels
 

@@ -48,8 +48,8 @@ class TheoreticalReceptiveField(Analysis):
         length = context.lengths[-1]
         heads = []
         for layer in context.finite_encodings:
-            bias = mask_window(compute_bias_by_distance(layer.encoding, length), context.window)
-            for series in sum_bias_series(layer.encoding, context.window):
+            bias = mask_window(compute_bias_by_distance(layer.encoding, length), layer.window)
+            for series in sum_bias_series(layer.encoding, layer.window):
                 finite = compute_finite_field((bias[series.head] - bias[series.head].max()).exp())
                 fields = compute_theoretical_field(series.bias, series.tail, EPSILONS)
                 heads.append(HeadField(layer.name, series.head, fields, finite))

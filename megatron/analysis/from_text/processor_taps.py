@@ -175,7 +175,7 @@ class ProcessorJacobians(Analysis):
     )
 
     def measure(self, context: AnalysisContext) -> ProcessorJacobianResult:
-        if context.config.position.score_processor == "none":
+        if context.config.position.processors == ["none"]:
             raise NotApplicable("It has no score processor: every head's logit is its own score and bias.")
         windows = context.readable_windows
         lengths = sorted(length for length in windows if length >= MIN_LENGTH)
@@ -183,9 +183,11 @@ class ProcessorJacobians(Analysis):
             raise NotApplicable(
                 f"The windows are too short: taps are looked at up to {MAX_OFFSET} keys to either side."
             )
-        if context.window is not None and context.window <= 2 * MAX_OFFSET:
-            raise NotApplicable(f"A window of {context.window} keys hides what lies {MAX_OFFSET} keys to either side.")
         model = context.trained_model
+        processed = [each for each in list_attention_layers(model) if each.processor is not None]
+        shortest = min((each.window for each in processed if each.window is not None), default=None)
+        if shortest is not None and shortest <= 2 * MAX_OFFSET:
+            raise NotApplicable(f"A window of {shortest} keys hides what lies {MAX_OFFSET} keys to either side.")
         return {length: measure_processor_jacobian(model, windows[length]) for length in lengths}
 
     def render_blocks(self, results: Mapping[str, ProcessorJacobianResult], names: Sequence[str]) -> list[Block]:

@@ -8,7 +8,7 @@ is damaged, or of something else, is as good as none.
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,17 +134,25 @@ class CheckRecord:
     """What the run said of it."""
     evidence: Evidence
 
-    def write(self, run: Path) -> None:
-        """Into the run's folder. Raises UserError or RunError: it cannot be written."""
-        record = {"backend": self.backend, "line": self.line, **self.evidence.to_json()}
-        write_text_atomically(run / RECORD_FILE, json.dumps(record, indent=1) + "\n")
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {"backend": self.backend, "line": self.line, **self.evidence.to_json()}
 
 
-def read_record(run: Path) -> CheckRecord | None:
-    """What the run in a folder took; None if it has no record, or a damaged one."""
+def write_records(run: Path, records: Sequence[CheckRecord]) -> None:
+    """Into a run's folder: one, or a list of those of several kinds of layers.
+
+    Raises UserError or RunError: they cannot be written.
+    """
+    found = [record.to_json() for record in records]
+    write_text_atomically(run / RECORD_FILE, json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
+
+
+def read_records(run: Path) -> list[CheckRecord]:
+    """What the run in a folder took, for each kind of its layers; nothing if it has no record, or a damaged one."""
     try:
         found = json.loads((run / RECORD_FILE).read_text(encoding="utf-8"))
-        record = CheckRecord(str(found["backend"]), str(found["line"]), parse_evidence(found))
+        each = found if isinstance(found, list) else [found]
+        return [CheckRecord(str(one["backend"]), str(one["line"]), parse_evidence(one)) for one in each]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return record
+        return []

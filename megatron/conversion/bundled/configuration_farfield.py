@@ -28,7 +28,8 @@ class FarfieldConfig(PretrainedConfig):
         tie_word_embeddings: the output matrix is the embedding.
         train_length: tokens of a training sequence. Any length can be read, but the model was not trained on it.
         position_table: rows of a table of absolute positions, for encodings that have one.
-        pos_emb, pos_emb_options: the position encoding.
+        pos_emb, pos_emb_options: the position encoding. What follows may be a list, which repeats over the layers, as
+            may score_processor and attention_window; the options are then given by the methods' names.
         pos_emb_per_layer: every layer has an encoding of its own.
         score_processor, score_processor_options: what makes logits of scores and bias; none for none.
         attention_temperature, attention_temperature_options: a factor on each query; none for none.
@@ -70,14 +71,14 @@ class FarfieldConfig(PretrainedConfig):
         tie_word_embeddings: bool = True,
         train_length: int = 512,
         position_table: int | None = None,
-        pos_emb: str = "none",
+        pos_emb: str | list[str] = "none",
         pos_emb_options: dict[str, Any] | None = None,
         pos_emb_per_layer: bool = False,
-        score_processor: str = "none",
+        score_processor: str | list[str] = "none",
         score_processor_options: dict[str, Any] | None = None,
         attention_temperature: str = "none",
         attention_temperature_options: dict[str, Any] | None = None,
-        attention_window: int | None = None,
+        attention_window: int | list[int | None] | None = None,
         randomized_positions: int | None = None,
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,

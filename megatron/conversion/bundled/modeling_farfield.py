@@ -82,8 +82,20 @@ def build_attention_dims(config: FarfieldConfig) -> AttentionDims:
     )
 
 
-def build_encoding_for(config: FarfieldConfig) -> Encoding:
-    return build_encoding(config.pos_emb, build_attention_dims(config), config.pos_emb_options)
+def get_of_layer(value: Any, layer_idx: int) -> Any:
+    """One value for all layers, or a list of them that repeats from the first layer to the last."""
+    return value[layer_idx % len(value)] if isinstance(value, list) else value
+
+
+def get_method(names: Any, options: dict[str, Any], layer_idx: int) -> tuple[str, dict[str, Any]]:
+    """The name of a layer's encoding or processor, and its options."""
+    name = get_of_layer(names, layer_idx)
+    return name, options.get(name, {}) if isinstance(names, list) else options
+
+
+def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
+    name, options = get_method(config.pos_emb, config.pos_emb_options, layer_idx)
+    return build_encoding(name, build_attention_dims(config), options)
 
 
 class FarfieldAttention(nn.Module):
@@ -102,14 +114,13 @@ class FarfieldAttention(nn.Module):
         self.k_norm = build_norm_of_heads(config, num_kv_heads)
         # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
         self._shared: tuple[Encoding, ...] = () if shared is None else (shared,)
-        self.encoding = build_encoding_for(config) if shared is None else None
+        self.encoding = build_encoding_for(config, layer_idx) if shared is None else None
+        self.window = get_of_layer(config.attention_window, layer_idx)
         self.processor: Processor | None = None
-        if config.score_processor != "none":
+        name, options = get_method(config.score_processor, config.score_processor_options, layer_idx)
+        if name != "none":
             has_bias = (shared or self.encoding).adds_bias  # type: ignore[union-attr]
-            options = config.score_processor_options
-            self.processor = build_processor(
-                config.score_processor, build_attention_dims(config), options, has_bias=has_bias
-            )
+            self.processor = build_processor(name, build_attention_dims(config), options, has_bias=has_bias)
         self.temperature: Temperature | None = None
         if config.attention_temperature != "none":
             options = config.attention_temperature_options
@@ -142,7 +153,7 @@ class FarfieldAttention(nn.Module):
                 key=TokenRange(0, segment.tokens.stop, segment.tokens.sampled),
                 encoding=encoding,
                 processor=self.processor,
-                window=self.config.attention_window,
+                window=self.window,
                 softcap=self.config.attn_logit_softcapping,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
@@ -223,9 +234,13 @@ class FarfieldModel(FarfieldPreTrainedModel):
     def __init__(self, config: FarfieldConfig) -> None:
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = None if config.pos_emb_per_layer else build_encoding_for(config)
         layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(FarfieldLayer(config, layer_idx, self.position) for layer_idx in layers)
+        names = [get_of_layer(config.pos_emb, layer_idx) for layer_idx in layers]
+        # The encodings that layers share, by their names.
+        shared = {} if config.pos_emb_per_layer else {n: build_encoding_for(config, names.index(n)) for n in names}
+        self.position = next(iter(shared.values())) if len(shared) == 1 else None
+        self.positions = nn.ModuleDict(shared if len(shared) > 1 else {})
+        self.layers = nn.ModuleList(FarfieldLayer(config, index, shared.get(names[index])) for index in layers)
         self.norm = build_norm(config)
         self.gradient_checkpointing = False
         self.post_init()

@@ -22,8 +22,10 @@ from megatron.conversion.model_family import (
     map_linear_layers,
 )
 from megatron.model.mup import Multipliers, get_multipliers
+from megatron.model.position_modules import list_layer_positions
 from megatron.options.model import (
     ModelOptions,
+    PositionOptions,
     ffn_hidden_size,
     has_qkv_bias,
     head_dim,
@@ -80,16 +82,33 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "use_bias_in_mlp": hf_config.get_bool("mlp_bias", True),
         "attention_chunk_rows": hf_config.get_positive_int("attention_rows", 128),
         "pos_emb": hf_config.get("pos_emb", "none"),
-        "pos_emb_options": hf_config.get("pos_emb_options", {}),
+        "pos_emb_options": _join_options(hf_config.get("pos_emb", "none"), hf_config.get("pos_emb_options", {})),
         "pos_emb_per_layer": hf_config.get_bool("pos_emb_per_layer", False),
         "score_processor": hf_config.get("score_processor", "none"),
-        "score_processor_options": hf_config.get("score_processor_options", {}),
+        "score_processor_options": _join_options(
+            hf_config.get("score_processor", "none"), hf_config.get("score_processor_options", {})
+        ),
         "attention_temperature": hf_config.get("attention_temperature", "none"),
         "attention_temperature_options": hf_config.get("attention_temperature_options", {}),
         "attention_window": hf_config.get("attention_window"),
         "randomized_positions": hf_config.get("randomized_positions"),
         **_read_multipliers(hf_config),
     }
+
+
+def _split_options(config: Config, key: str) -> dict[str, Any]:
+    """The options of a model's encoding or processor; of those of a pattern of layers, by their names."""
+    if not isinstance(getattr(config.position, key), list):
+        return getattr(config.position, f"{key}_options")
+    layers = list_layer_positions(config.position, config.model.num_layers)
+    return {getattr(own, key): getattr(own, f"{key}_options") for own in layers}
+
+
+def _join_options(names: Any, options: Any) -> Any:
+    """What `_split_options` divided; each option means the same to all that have it."""
+    if not isinstance(names, list):
+        return options
+    return {option: value for own in options.values() for option, value in own.items()}
 
 
 def _read_qk_norm(hf_config: HFConfigReader) -> dict[str, Any]:
@@ -146,10 +165,10 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "max_position_embeddings": model.seq_length,
         "position_table": model.max_position_embeddings or model.seq_length,
         "pos_emb": position.pos_emb,
-        "pos_emb_options": position.pos_emb_options,
+        "pos_emb_options": _split_options(config, "pos_emb"),
         "pos_emb_per_layer": position.pos_emb_per_layer,
         "score_processor": position.score_processor,
-        "score_processor_options": position.score_processor_options,
+        "score_processor_options": _split_options(config, "score_processor"),
         "attention_temperature": position.attention_temperature,
         "attention_temperature_options": position.attention_temperature_options,
         "attention_window": position.attention_window,
@@ -201,7 +220,8 @@ def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
 
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
-    encoding_parameters, processor_parameters, temperature_parameters = _list_position_parameters(config)
+    layers = list_layer_positions(config.position, model.num_layers)
+    parameters = {id(own): _list_position_parameters(config, own) for own in layers}
     norm_parts, qk_norm_parts = (NORM_PARTS[kind] for kind in (model.norm, qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
@@ -216,6 +236,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
         hf_names = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
         yield from map_linear_layers(config, hf_prefix, hf_names, mlp_bias=model.use_bias_in_mlp)
         attention_prefix = "self_attention.core_attention"
+        encoding_parameters, processor_parameters, temperature_parameters = parameters[id(layers[int(layer_idx)])]
         for name in encoding_parameters if config.position.pos_emb_per_layer else ():
             yield f"{attention_prefix}.position.{name}", f"{hf_prefix}.attention.encoding.{name}", IDENTITY
         for name in processor_parameters:
@@ -224,8 +245,11 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
             yield f"{attention_prefix}.temperature.{name}", f"{hf_prefix}.attention.temperature.{name}", IDENTITY
 
     yield WeightMapping(EMBEDDING_WEIGHT, ("model.embed.weight",))
-    for name in () if config.position.pos_emb_per_layer else encoding_parameters:
-        yield WeightMapping(f"position.{name}", (f"model.position.{name}",))
+    shared = {} if config.position.pos_emb_per_layer else {own.encoding: parameters[id(own)][0] for own in layers}
+    for encoding, names in shared.items():
+        prefix = "position" if len(shared) == 1 else f"positions.{encoding}"
+        for name in names:
+            yield WeightMapping(f"{prefix}.{name}", (f"model.{prefix}.{name}",))
     yield from map_layers(config, layer_table)
     for part in norm_parts:
         yield WeightMapping(f"decoder.final_layernorm.{part}", (f"model.norm.{part}",))
@@ -233,8 +257,8 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
         yield WeightMapping(OUTPUT_WEIGHT, ("lm_head.weight",))
 
 
-def _list_position_parameters(config: Config) -> tuple[list[str], list[str], list[str]]:
-    """The names of the parameters of an encoding, of a processor and of a temperature."""
+def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[list[str], list[str], list[str]]:
+    """The names of the parameters of a layer's encoding, of its processor and of its temperature."""
     import torch
 
     from megatron.model.position_modules import (
@@ -246,9 +270,9 @@ def _list_position_parameters(config: Config) -> tuple[list[str], list[str], lis
 
     with torch.device("meta"):
         dims = build_attention_dims(config.model)
-        encoding = build_encoding_from_options(config.position, dims)
-        processor = build_processor_from_options(config.position, dims, encoding)
-        temperature = build_temperature_from_options(config.position, dims)
+        encoding = build_encoding_from_options(own, dims)
+        processor = build_processor_from_options(own, dims, encoding)
+        temperature = build_temperature_from_options(own, dims)
 
     def list_names(module: torch.nn.Module | None) -> list[str]:
         return [] if module is None else [name for name, _ in module.named_parameters()]
