@@ -138,7 +138,7 @@ class FarfieldAttention(nn.Module):
         q = q * self.config.query_multiplier
         q, k = rotate_segments(q, k, encoding, segments)
         if self.temperature is not None:
-            rows = describe_query_rows(segments, self.config.attention_window, q.shape[0], q.shape[2], q.device)
+            rows = describe_query_rows(segments, self.window, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
