@@ -5,8 +5,10 @@ from itertools import cycle
 
 import pytest
 import torch
+from kept import Peak
 from models import build_model
 from position_methods import MAPPED, build, random_qkv
+from torch.utils.checkpoint import checkpoint
 
 from kernels.bias.configs import MAX_WIDTH
 from kernels.biased_attention.op import biased_attention
@@ -20,6 +22,7 @@ from megatron.attention.backends.triton import KernelChoice, TritonBackend, sele
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.base import FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
@@ -340,3 +343,22 @@ def test_a_model_trains_and_decodes_through_it(encoding: str, processor: str, re
         cache, whole = gpt.new_kv_cache(12), gpt(x)
         parts = torch.cat([gpt(part, kv_cache=cache) for part in x.split([7, 1, 4], dim=1)], dim=1)
     torch.testing.assert_close(parts, whole, rtol=10 * TOLERANCE, atol=10 * TOLERANCE)
+
+
+def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(device: str) -> None:
+    """Of attention whose blocks are recomputed themselves nothing stays but the output, neither q nor k and v."""
+    encoding = on(device, "fire", "none")[0]
+    parameters = encoding.kernel_parameters()
+    assert isinstance(parameters, FireParameters)
+    x, rows = torch.randn(2, 3, 300, 16, device=device, requires_grad=True), TokenRange(0, 300)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        inputs = AttentionInputs(2 * x, 3 * x, 4 * x, rows, rows, encoding)
+        return triton.attend_with_bias_matrix(inputs, None, parameters)
+
+    with Peak() as tracked:
+        output = checkpoint(attend, x, use_reentrant=False)
+    assert tracked.now < 1.5 * output.nbytes
+    output.sum().backward()
+    attend(y := x.detach().requires_grad_()).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept import Peak
 from tiny_runs import tiny_config
 
 from kernels.biased_attention import configs as biased_configs
@@ -140,6 +141,37 @@ def test_maps_of_the_processor_kernel_do_not_grow_with_the_length() -> None:
         found.append(ATTENTION_MEMORY["triton"](shape).workspace_map_bytes)
     assert max(found) <= (80 << 30) / 12
     assert ATTENTION_MEMORY["triton"](shape).saved_map_bytes == 0
+
+
+def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
+    """Each but the last, which is differentiated first and has most columns."""
+    batch, heads, dim, length, rows = 2, 4, 16, 256, 64
+    position = PositionOptions(pos_emb="kerple_log")
+    shape = AttentionShape(
+        batch, ((0, length),), heads, dim, 4, plan_encoding(position), None, True, None, rows, False, 80 << 30
+    )
+    found = ATTENTION_MEMORY["chunked"](shape)
+    last = found.workspace_map_bytes
+    before = last * (length - rows) // length + 2 * 4 * batch * heads * length * dim
+    assert found.workspace_bytes == max(last, before)
+    one_block = ATTENTION_MEMORY["eager"](shape)
+    assert one_block.workspace_bytes == one_block.workspace_map_bytes - one_block.saved_map_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_processor_has_when_it_is_computed(dtype: torch.dtype) -> None:
+    """Beside what it is given: padded scores, hidden values, what is added to the scores, and their float32 sum."""
+    batch, heads, width, rows, columns, b = 4, 8, 16, 32, 128, dtype.itemsize
+    dims = AttentionDims(heads, 16, 16 * heads, columns, columns)
+    processor = registry.build_processor("cdape", dims, {"width": width}, has_bias=True).to(dtype)
+    scores, bias, share = (torch.zeros(*size, rows, columns) for size in ((batch, heads), (heads,), (width,)))
+    scores = scores.to(dtype).requires_grad_()
+    share = torch.nn.functional.pad(share, (0, processor.left_context))
+    visible = torch.ones(1, 1, rows, columns, dtype=torch.bool)
+    with Peak() as tracked:
+        result = processor(scores, bias, visible, bias_contribution=share)
+    assert result.dtype == torch.float32
+    assert tracked.most == pytest.approx(batch * rows * columns * (heads * (2 * b + 4) + b * width), rel=0.1)
 
 
 def test_a_plan_takes_what_the_check_of_the_run_chose(tmp_path: Path) -> None:

@@ -103,6 +103,42 @@ def test_offloading_by_zero_2_keeps_float32_sums_and_a_buffer_on_the_gpu() -> No
         assert moment.gradients == (4 * parameters / 2 if (steps, precision) == (3, "bf16") else 0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_offloading_by_zero_1_holds_its_bucket_from_one_micro_batch_to_the_next(precision: str) -> None:
+    """Sums of all gradients, bfloat16's in float32, and a bucket in the same type, as large as there are parameters."""
+    parameters, size = count_parameters(settled("125M", "rotary"), 50257), 2 if precision == "fp16" else 4
+    for steps in (1, 3):
+        zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+        found = of("125M", "rotary", ParallelSizes(data=2), zero_optimization=zero, gradient_accumulation_steps=steps,
+                   precision=precision)  # fmt: skip
+        loss, through = found.moments[0], (4 if precision == "fp32" else 2) * 50304 * 768
+        assert loss.name == "the loss"
+        assert loss.gradients == (size * parameters if steps == 3 else 0)
+        assert loss.buffers == through + (size * parameters if steps == 3 else 0)
+
+
+def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss() -> None:
+    """Those that are used again within the reuse distance, which passes them once or, recomputed, twice before."""
+    for name, recompute in (("125M", False), ("125M", True), ("2-7B", False), ("2-7B", True)):
+        found = of(name, "rotary", ParallelSizes(data=8), zero_optimization={"stage": 3},
+                   checkpoint_activations=recompute)  # fmt: skip
+        parameters = count_parameters(settled(name, "rotary"), 50257)
+        gathered = min(parameters, 10**9 // (3 if recompute else 2))
+        assert found.moments[0].buffers == 2 * gathered + 2 * min(parameters, 500_000_000)
+
+
+def test_a_pipeline_stage_keeps_what_it_handed_on_until_its_backward_pass_is_over() -> None:
+    config = settled("350M", "rotary", gradient_accumulation_steps=4, checkpoint_activations=True)
+    first, last = (estimate_memory(config, ParallelSizes(pipeline=2), 50257, pipeline_stage=stage) for stage in (0, 1))
+    hidden = 2 * 512 * 1024
+    moments = {moment.name: moment for moment in first.moments}
+    # Two micro-batches of twelve layers' inputs and an output; the first layer's input stays for the last.
+    assert moments["the top layer's backward pass"].activations == 2 * (12 + 1) * hidden
+    assert moments["the bottom layer's backward pass"].activations == (2 * (12 + 1) - 11) * hidden
+    moments = {moment.name: moment for moment in last.moments}
+    assert moments["the top layer's backward pass"].activations == (12 - 1) * hidden  # one of its inputs was received
+
+
 def test_the_parts_add_up_to_the_worst_moment() -> None:
     found = of("125M", "cdape_kerple_log", ParallelSizes())
     always = found.weights + found.optimizer
