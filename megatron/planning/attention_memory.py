@@ -25,7 +25,15 @@ from dataclasses import dataclass
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT
 from megatron.attention.backends.capabilities import find_unsupported_method
-from megatron.planning.model_costs import PlannedEncoding, PlannedProcessor
+from megatron.config.schema import Config
+from megatron.options.model import head_dim
+from megatron.planning.model_costs import (
+    PlannedEncoding,
+    PlannedProcessor,
+    count_layer_kinds,
+    plan_encoding,
+    plan_processor,
+)
 
 MASKED_ROWS = 512
 """Rows of a block that PyTorch's fused attention computes with a mask (`attention/backends/pytorch.py`)."""
@@ -424,3 +432,17 @@ def list_backends(
         names.append("flex")
     names += ["chunked", "eager"]
     return [*names, "sdpa"] if supports_sdpa(encoding, processor, has_softcap=has_softcap) else names
+
+
+def list_common_backends(config: Config) -> list[str]:
+    """The backends that can compute every layer of a configuration on a GPU, `auto` first."""
+    of_kinds = [
+        list_backends(
+            plan_encoding(own.position),
+            plan_processor(own.position),
+            head_dim(own.model),
+            has_softcap=own.model.attn_logit_softcapping is not None,
+        )
+        for own, _ in count_layer_kinds(config)
+    ]
+    return [name for name in of_kinds[0] if all(name in others for others in of_kinds)]

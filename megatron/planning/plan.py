@@ -8,8 +8,7 @@ from typing import Any
 from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, list_stage_configs, resolve_stages
-from megatron.options.model import head_dim
-from megatron.planning.attention_memory import ATTENTION_MEMORY, list_backends, supports_sdpa
+from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends, supports_sdpa
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
 from megatron.planning.model_costs import (
     count_layer_kinds,
@@ -110,17 +109,6 @@ class Plan:
         layout = self.detailed_layout
         if layout is None:
             return {}
-        model = layout.config.model
-        of_kinds = [
-            list_backends(
-                plan_encoding(own.position),
-                plan_processor(own.position),
-                head_dim(model),
-                has_softcap=model.attn_logit_softcapping is not None,
-            )
-            for own, _ in count_layer_kinds(layout.config)
-        ]
-        names = [name for name in of_kinds[0] if all(name in others for others in of_kinds)]
         return {
             name: BackendEstimate(
                 estimate_memory(
@@ -128,7 +116,7 @@ class Plan:
                 ),
                 estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
             )
-            for name in names
+            for name in list_common_backends(layout.config)
         }
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:

@@ -32,11 +32,10 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
-from megatron.options.model import head_dim
 from megatron.planning.activations import DEFAULT_GPU_BYTES
-from megatron.planning.attention_memory import list_backends
+from megatron.planning.attention_memory import list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, list_layer_matrices, plan_encoding, plan_processor
+from megatron.planning.model_costs import count_parameters, list_layer_matrices
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_bytes
 
@@ -164,16 +163,10 @@ def _estimate_least(
     config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int, gpu_memory: int | None
 ) -> MemoryEstimate:
     """The estimate with the backend that needs least; gpu_memory is None on a CPU."""
-    model, position = config.model, config.position
     try:
-        backends: list[str] = [model.attention_backend]
-        if model.attention_backend == "auto" or gpu_memory is None:
-            backends = list_backends(
-                plan_encoding(position),
-                plan_processor(position),
-                head_dim(model),
-                has_softcap=model.attn_logit_softcapping is not None,
-            )
+        backends: list[str] = [config.model.attention_backend]
+        if config.model.attention_backend == "auto" or gpu_memory is None:
+            backends = list_common_backends(config)
         estimates = [
             estimate_memory(
                 config,
