@@ -222,6 +222,8 @@ class ModelFamily:
 
 
 def _format_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_value, value))}]"
     return {True: "true", False: "false", None: "null"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
 
 

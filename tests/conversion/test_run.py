@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from full_disk import full_disk
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.conversion.export_model import export_model
 from megatron.conversion.families.farfield import FARFIELD
+from megatron.conversion.import_model import read_source
 from megatron.reports.records import RESULTS_FILE
 from megatron.utils.errors import RunError, UserError
 from tools.export.cases import ExportCase, build_gpt, write_run
@@ -48,6 +50,7 @@ def test_half_precision(run: Path, tmp_path: Path) -> None:
 
 def test_the_card(run: Path, tmp_path: Path) -> None:
     page = (export_model(run, tmp_path / "plain", log=lambda line: None) / "README.md").read_text()
+    assert yaml.safe_load(page.split("---")[1])["tags"] == ["farfield", "length-extrapolation", "fire"]
     assert "license: other" in page
     assert "licence was not stated" in page
     assert "`fire` positions" in page
@@ -56,6 +59,18 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert "license: apache-2.0" in page
     assert "not stated" not in page
     assert RESULTS_FILE not in page
+    case = ExportCase("pattern", {"pos_emb": ["rotary", "none"], "attention_window": [9, None]})
+    run = write_run(tmp_path / "pattern", case.config(), build_gpt(case, 257))
+    target = export_model(run, tmp_path / "exported pattern", log=lambda line: None)
+    page = (target / "README.md").read_text()
+    assert yaml.safe_load(page.split("---")[1])["tags"][2:] == ["rotary", "none"]
+    assert (
+        "`rotary` and `none` positions, `pos_emb` by layers rotary, none; `attention_window` by layers 9, all," in page
+    )
+    keys = read_source(target).config_keys
+    assert (keys["pos_emb"], keys["attention_window"]) == (["rotary", "none"], [9, None])
+    with pytest.raises(UserError, match=re.escape("pos_emb is [rotary, none]")):
+        export_model(run, tmp_path / "native", native=True, log=lambda line: None)
 
 
 @pytest.mark.parametrize(
