@@ -18,6 +18,7 @@ torch's flight recorder keeps the last 2,000 collectives of a process in memory,
     stacks/waiting.txt          what each rank waits for
 """
 
+import ctypes
 import faulthandler
 import itertools
 import json
@@ -331,9 +332,18 @@ class HangReporter:
         if next((rank for rank in here if rank not in verdict.silent), None) != self.rank:
             return
         for rank in {*here} & {*verdict.silent}:
-            for number in (DUMP_SIGNAL, signal.SIGCONT):
-                with suppress(OSError):
-                    os.kill(self.processes[rank][1], number)
+            process = self.processes[rank][1]
+            with suppress(OSError):
+                _signal_main_thread(process, DUMP_SIGNAL)
+                os.kill(process, signal.SIGCONT)
+
+
+def _signal_main_thread(process: int, number: int) -> None:
+    """Send a signal to a process's main thread, which has the number of the process. Sent to the process, it goes to
+    any of its threads once a stopped one goes on, and by then the main thread may be elsewhere."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # glibc since 2.30
+    if tgkill is None or tgkill(process, process, number):
+        os.kill(process, number)
 
 
 def _call_within(seconds: float, function: Callable[[], ResultT]) -> ResultT | None:

@@ -151,6 +151,12 @@ class Watchdog:
         self._store = HeartbeatStore(groups)
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
+        self._limit = (timeout or 0.0) + self._grace
+        """Seconds without a new beat after which a process ends that Python does not get to any more."""
+        if groups.world_size > 1:
+            # Beyond the end that the others prepare: a rank that was stopped is the last to be let go on, and must not
+            # find its time over.
+            self._limit += self._grace + 4 * self._poll_interval
         self._silence = 2 * self._poll_interval + 1
         """Seconds after which a thread that gives no sign of life is taken for dead."""
         self._heartbeat, self._moved = Heartbeat(0, 0, "start"), time.monotonic()
@@ -172,11 +178,11 @@ class Watchdog:
             if self.groups.is_main:
                 self._stacks.set_earlier_aside()
             self._processes = self.groups.gather_objects((socket.gethostname(), os.getpid()))
-            seconds = f"{self.timeout + self._grace:.0f}"
             path = "" if self._stacks.path is None else str(self._stacks.path.absolute())
             self._stacks.listen()
             self._reporter = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), seconds, path],
+                [sys.executable, "-I", "-S", "-c", HANG_REPORTER, str(self.groups.rank), f"{self._limit:.0f}",
+                 path],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._stderr_fd, bufsize=0,
                 start_new_session=True,
             )  # fmt: skip
@@ -202,8 +208,7 @@ class Watchdog:
                     file = self._reporter.stdin
             if self._moved - self._armed_at >= self._arm_interval:
                 self._armed_at = self._moved
-                seconds = self.timeout + self._grace + self._arm_interval
-                faulthandler.dump_traceback_later(seconds, exit=True, file=file)
+                faulthandler.dump_traceback_later(self._limit + self._arm_interval, exit=True, file=file)
 
     def close(self) -> None:
         """The run has ended, well or not."""

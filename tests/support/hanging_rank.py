@@ -1,6 +1,10 @@
 """One rank of a run in which one hangs: `hanging_rank.py CONFIG RANK WORLD LATE HOW`; rank LATE does at step 2 what HOW
 says, while it reads its data: sleep, stop (SIGSTOP), spin (in C, with Python's lock held), die (SIGKILL). Or nothing
-hangs, but all take longer: slow (rank LATE computes, the others wait for their data, `SLOW` seconds more in a step)."""
+hangs, but all take longer: slow (rank LATE computes, the others wait for their data, `SLOW` seconds more in a step).
+
+Where a rank sleeps or is stopped, hang_timeout may be long, so that no slow machine is taken for a hang: the watchdog's
+clock runs `HURRY` times as fast as soon as that rank hangs and the other waits for it.
+"""
 
 import os
 import re
@@ -15,6 +19,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 SLOW = 0.3
+HURRY = 120
+HURRIED = ("sleep", "stop")
+
+
+class HurriedClock:
+    """Python's `time`, whose monotonic clock hurries once there are some files."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files, self._since = files, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        now = time.monotonic()
+        if not self._since and all(file.exists() for file in self._files):
+            self._since = now
+        return now + (HURRY * (now - self._since) if self._since else 0.0)
 
 
 def waiting(batches: Iterator[Any]) -> Iterator[Any]:
@@ -23,9 +45,10 @@ def waiting(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def hanging(batches: Iterator[Any], how: str) -> Iterator[Any]:
+def hanging(batches: Iterator[Any], how: str, sign: Path) -> Iterator[Any]:
     for step, batch in enumerate(batches):
         if step == 2:
+            sign.touch()
             {"sleep": sleeping, "stop": stopped, "spin": spinning, "die": killed}[how]()
         yield batch
 
@@ -36,6 +59,26 @@ def sleeping() -> None:
 
 def stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hurry_when_late(config: Path, is_late: bool) -> None:
+    """From when the late rank is about to hang and the other about to wait for it, a minute is half a second."""
+    from megatron.training import watchdog
+
+    files = [config.with_name(name) for name in ("late", "waits")]
+    watchdog.time = HurriedClock(files)  # type: ignore[assignment]
+    usual_init, usual_phase = watchdog.Watchdog.__init__, watchdog.Watchdog.enter_phase
+
+    def init(self: Any, *args: Any, **keys: Any) -> None:
+        usual_init(self, *args, **keys)
+        self._poll_interval, self._silence = 0.25, 3.0 * HURRY
+
+    def enter_phase(self: Any, phase: str, step: int) -> None:
+        usual_phase(self, phase, step)
+        if step == 2 and phase == "reduce" and not is_late:
+            files[1].touch()
+
+    watchdog.Watchdog.__init__, watchdog.Watchdog.enter_phase = init, enter_phase  # type: ignore[method-assign]
 
 
 def spinning() -> None:
@@ -62,10 +105,12 @@ def main() -> None:
         elif how == "slow":
             run.batches = waiting(run.batches)
         elif rank == late:
-            run.batches = hanging(run.batches, how)
+            run.batches = hanging(run.batches, how, Path(config).with_name("late"))
         return run
 
     trainer.build_training_run = prepared
+    if how in HURRIED:
+        hurry_when_late(Path(config), rank == late)
     trainer.train(read_config(Path(config)))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from forked import Forked
+from hanging_rank import HURRIED
 from tiny_runs import free_port, tiny_config, write_corpora
 from torch.distributed.flight_recorder import fr_trace
 
@@ -29,8 +30,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def hang(corpus: Path, folder: Path, late: int, how: str) -> tuple[list[int], list[str], dict[int, str]]:
     """Exit codes of two ranks of which one hangs, what they printed, and their stacks."""
+    timeout = 600.0 if how in HURRIED else TIMEOUT  # which passes in seconds (hanging_rank.py)
     config = tiny_config(
-        corpus, folder / "run", train_iters=6, num_gpus=2, train_micro_batch_size_per_gpu=2, hang_timeout=TIMEOUT
+        corpus, folder / "run", train_iters=6, num_gpus=2, train_micro_batch_size_per_gpu=2, hang_timeout=timeout
     )
     config.save(folder / "config.yml")
     environment = {"MASTER_PORT": str(free_port())}
