@@ -69,7 +69,7 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     )
     keys = read_source(target).config_keys
     assert (keys["pos_emb"], keys["attention_window"]) == (["rotary", "none"], [9, None])
-    with pytest.raises(UserError, match=re.escape("pos_emb is [rotary, none]")):
+    with pytest.raises(UserError, match=re.escape("attention_window is [9, null]")):
         export_model(run, tmp_path / "native", native=True, log=lambda line: None)
 
 
