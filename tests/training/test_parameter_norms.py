@@ -59,6 +59,9 @@ def test_norms_of_every_layout(tmp_path: Path) -> None:
         "zero0 bf16": {**HALF, **zero(0), "precision": "bf16"},
         "zero1": {**HALF, **zero(1)},
         "zero3": {**HALF, **zero(3)},
+        "zero2": {**HALF, **zero(2)},
+        "context zero0": {**zero(0), "num_gpus": 2, "context_parallel_size": 2},
+        "context zero2": {**zero(2), "num_gpus": 2, "context_parallel_size": 2},
         "tensor": {**zero(2), "num_gpus": 2, "model_parallel_size": 2},
         "pipeline": {
             **zero(0), "num_gpus": 2, "pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 2,
