@@ -40,6 +40,10 @@ MASKED_ROWS = 512
 MATRIX_ROWS = 256
 """Rows of a block for which the kernels make a matrix of biases (`attention/backends/triton.py`)."""
 
+SOFTMAX_BACKWARD_BYTES = 12
+"""Of a score beside its probability: the gradients of both in float32 and, on CUDA devices alone, their product
+(`softmax_backward_cuda_out` in PyTorch)."""
+
 MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
 """Of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
 
@@ -255,10 +259,12 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     b, heads = shape.bytes_per_element, shape.num_heads
     # Its gradient, and the same padded to be summed along diagonals.
     bias_bytes = 8 * heads if shape.encoding.facts.adds_bias else 0
-    # Probabilities, their gradient and the logits' in float32, when the copy in a half type has gone; or the
-    # logits' gradient and the bias's.
+    # Probabilities and what their softmax's backward pass has, when the copy in a half type has gone; or the logits'
+    # gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
-    maps = _score_map_bytes(shape, is_eager=is_eager) + max((8 - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes)
+    maps = _score_map_bytes(shape, is_eager=is_eager) + max(
+        (SOFTMAX_BACKWARD_BYTES - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
+    )
     if shape.processor is None:
         return maps
     # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the

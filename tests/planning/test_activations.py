@@ -16,7 +16,7 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
-from megatron.planning import activations
+from megatron.planning import activations, attention_memory
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.position.catalog import list_encodings, list_temperatures
 from megatron.position.token_range import TokenRange
@@ -32,8 +32,9 @@ METHODS = {
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the C code for CPUs is not."""
+    """Where the C code for CPUs is not; but PyTorch's softmax is a CPU's, which makes no product."""
     monkeypatch.setattr(cpu, "unavailable_reason", lambda: "a GPU")
+    monkeypatch.setattr(attention_memory, "SOFTMAX_BACKWARD_BYTES", 8)
 
 
 def config(length: int, **keys: Any) -> Config:

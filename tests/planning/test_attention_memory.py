@@ -158,6 +158,27 @@ def test_blocks_of_rows_find_the_gradients_of_keys_and_values() -> None:
     assert one_block.workspace_bytes == one_block.workspace_map_bytes - one_block.saved_map_bytes
 
 
+def test_a_softmax_has_three_maps_beside_its_probabilities() -> None:
+    """On CUDA devices: their gradient, its product with them and the gradient of the logits, all in float32."""
+    for b, kept in ((4, 4), (2, 4 + 2)):  # in a half type a copy of them is kept, and gone by then
+        shape = AttentionShape(
+            2,
+            ((0, 256),),
+            4,
+            16,
+            b,
+            plan_encoding(PositionOptions(pos_emb="none")),
+            None,
+            True,
+            None,
+            64,
+            False,
+            80 << 30,
+        )
+        found, scores = ATTENTION_MEMORY["eager"](shape), 2 * 4 * 256 * 256
+        assert (found.saved_map_bytes, found.workspace_map_bytes) == (kept * scores, (4 + 12) * scores)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_processor_has_when_it_is_computed(dtype: torch.dtype) -> None:
     """Beside what it is given: padded scores, hidden values, what is added to the scores, and their float32 sum."""

@@ -211,16 +211,19 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
 
 
 def measure_row(
-    case: Case, backend: str, measured: dict[tuple[str, ...], dict[str, Any]], folder: Path
+    case: Case, backend: str, measured: dict[tuple[str, ...], dict[str, Any]], commit: str | None, folder: Path
 ) -> dict[str, Any]:
-    """Of a case and a backend; an `error` says why it has no peak."""
+    """Of a case and a backend; an `error` says why it has no peak, `commit` what it was measured at."""
     row: dict[str, Any] = {**asdict(case), "keys": list(case.keys), "backend": backend}
-    row |= dict.fromkeys(("planned", "moment", "ranks", "peak", "phase", "error"))
+    row |= dict.fromkeys(("planned", "moment", "ranks", "peak", "phase", "commit", "error"))
     try:
         run, estimate = plan_case(case, backend)
         row |= {"planned": estimate.total, "moment": estimate.worst.name, "ranks": asdict(run.sizes)}
         known = measured.get(identify_row(row))
-        row["peak"], row["phase"] = (known["peak"], known["phase"]) if known else measure_peak(case, run, folder)
+        if known is not None:
+            return row | {name: known[name] for name in ("peak", "phase", "commit")}
+        row["peak"], row["phase"] = measure_peak(case, run, folder)
+        row["commit"] = commit
     except (UserError, RunError) as error:  # of a backend that cannot compute the method, or of a rank
         row["error"] = str(error)
     return row
@@ -232,7 +235,7 @@ def identify_row(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def iter_rows(
-    cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]], num_processes: int
+    cases: list[Case], measured: dict[tuple[str, ...], dict[str, Any]], commit: str | None, num_processes: int
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows so far, in the order of the cases, whenever there is another."""
     done: dict[int, dict[str, Any]] = {}
@@ -240,7 +243,7 @@ def iter_rows(
     with temporary_folder("planner") as folder, ThreadPoolExecutor(num_processes) as pool:
         # The last of the list are the largest: begun last, they would leave the other processes with nothing to do.
         tasks = {
-            pool.submit(measure_row, *pairs[index], measured, folder / str(index)): index
+            pool.submit(measure_row, *pairs[index], measured, commit, folder / str(index)): index
             for index in reversed(range(len(pairs)))
         }
         try:
@@ -256,8 +259,9 @@ def read_measured(path: Path | None) -> dict[tuple[str, ...], dict[str, Any]]:
     """The rows of an earlier record, by case and backend."""
     if path is None:
         return {}
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {identify_row(row): row for row in rows if row["peak"]}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    at = {"commit": record["stamp"]["commit"]}
+    return {identify_row(row): at | row for row in record["rows"] if row["peak"]}
 
 
 def render_row(row: dict[str, Any]) -> str:
@@ -265,7 +269,7 @@ def render_row(row: dict[str, Any]) -> str:
     case = Case(row["configs"], tuple(row["keys"]), row["gpus"], row["rank"])
     keys = ", ".join(key for key in case.keys if key != "train_batch_size=null")
     planned = "" if row["planned"] is None else f"{row['planned'] / GIB:.2f}"
-    if row["peak"] is None:
+    if not row["peak"]:
         return f"| {case.name} | {keys} | {row['backend']} | {row['error']} | {planned} | | {row['moment'] or ''} |"
     ratio = row["planned"] / row["peak"]
     return (
@@ -277,24 +281,25 @@ def render_row(row: dict[str, Any]) -> str:
 def render_page(record: dict[str, Any]) -> str:
     """The record for people."""
     rows = [row for row in record["rows"] if row["peak"]]
-    errors = [abs(row["planned"] / row["peak"] - 1) for row in rows]
-    within = sum(error <= TOLERANCE for error in errors)
+    errors = [abs(row["planned"] / row["peak"] - 1) for row in rows] or [0.0]
+    within, num_cases = sum(error <= TOLERANCE for error in errors), len({identify_row(row)[:-1] for row in rows})
     table = "\n".join(render_row(row) for row in record["rows"])
+    commits = " and ".join(sorted({str(row["commit"]) for row in rows}))
     return f"""# The planner's memory against the allocator's
 
 Three steps of one rank of each run, on the null device as an A100 of 80 GB:
 the peak that PyTorch's caching allocator reports, and what `./deepy.py plan` says of that rank, in GiB.
 `auto` is what that takes without a check on the card (row blocks, or PyTorch's fused attention);
 `triton` is the kernels, compiled as they would run.
-{within} of {len(rows)} are within {TOLERANCE:.0%}; the mean error is {sum(errors) / len(errors):.1%} and the largest
-{max(errors):.1%}.
+{within} of {len(rows)} in {num_cases} configurations are within {TOLERANCE:.0%};
+the mean error is {sum(errors) / len(errors):.1%} and the largest {max(errors):.1%}.
 What the driver, NCCL and the allocator's own rounding take is in neither number.
 
 | run | keys | backend | peak | planned | ratio | the planner's worst moment |
 |---|---|---|---|---|---|---|
 {table}
 
-{record.get("peaks_from", "")}{format_provenance(record["stamp"])}
+Peaks were measured at {commits}, each in a process of its own. {format_provenance(record["stamp"])}
 """
 
 
@@ -308,10 +313,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]
     record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY}
-    if arguments.measured is not None:
-        commit = json.loads(arguments.measured.read_text(encoding="utf-8"))["stamp"]["commit"]
-        record["peaks_from"] = f"Peaks as measured at {commit}, planned anew; measured now are those that it lacked. "
-    for rows in iter_rows(cases, read_measured(arguments.measured), arguments.processes):
+    measured, commit = read_measured(arguments.measured), record["stamp"]["commit"]
+    for rows in iter_rows(cases, measured, commit, arguments.processes):
         record["rows"] = rows
         if arguments.json is not None:  # after each row: an interruption loses none
             write_record(arguments.json, record, render_page(record))
