@@ -3,13 +3,15 @@
 import pytest
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
 from kernels.runtime import fast_interpreter
 
 
 def _replaced() -> list[object]:
-    return [interpreter_builder.options, InterpretedFunction.__call__, tl.core.full, tl.core.tensor.__add__]
+    functions = (interpreter._get_np_dtype, InterpretedFunction.__call__, tl.core.full, tl.core.tensor.__add__)
+    return [interpreter_builder.options, *functions, tl.block_type.__init__, tl.tensor.__init__]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
