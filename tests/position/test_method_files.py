@@ -31,7 +31,8 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     encodings.mkdir()
     for path in (catalog.FOLDER / "encodings").glob("*.py"):
         (encodings / path.name).symlink_to(path)
-    (tmp_path / "processors").symlink_to(catalog.FOLDER / "processors")
+    for folder in ("processors", "temperatures"):
+        (tmp_path / folder).symlink_to(catalog.FOLDER / folder)
     monkeypatch.setattr(package, "__path__", [str(encodings)])
     for module in (catalog, registry):
         monkeypatch.setattr(module, "FOLDER", tmp_path)
