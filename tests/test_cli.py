@@ -378,7 +378,7 @@ def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
         ("keys", "rotary"): b"rotary",
         ("train", "--help"): b"Files are merged left to right",
         ("keys", "--markdown"): b"# Configuration",
-        ("plan", "125M", "--layouts", "1"): b"GiB",
+        ("plan", "125M", "--gpus", "1", "--layouts", "1"): b"GiB",
     }
     if "LC_ALL" in surroundings:  # they import torch
         expected |= {("positions",): b"kerple_log", ("positions", "--json"): b'"name": "alibi"'}

@@ -344,14 +344,15 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
     assert torch.compile is usual
 
 
-def test_no_process_imports_wandb_unless_a_run_asks_for_it(tmp_path: Path) -> None:
-    """Which would make temporary folders that a killed process leaves."""
-    code = "import sys, megatron.training.trainer; sys.exit('wandb' in sys.modules)"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL).returncode
-        == 0
-    )
+def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> None:
+    """wandb would make temporary folders that a killed process leaves. The null device is imported by neither the
+    training nor the kernels, and without its variable its `sitecustomize` does nothing."""
+    code = "import sys, megatron.training.trainer; print([m for m in sys.modules if 'rehearsal' in m or m == 'wandb'])"
+    path = f"{ROOT / 'megatron/rehearsal/null_device/site'}:{ROOT}"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": path}
+    environment.pop("FARFIELD_NULL_DEVICE", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
 def test_torch_says_nothing_of_a_compiler_that_nobody_uses(caplog: pytest.LogCaptureFixture) -> None:

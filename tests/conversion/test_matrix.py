@@ -11,9 +11,12 @@ EVERY_METHOD = list(list_method_cases())
 
 
 def test_exports_equal_the_project(tmp_path: Path) -> None:
-    """All in one test: the process that reads them imports transformers, which takes seconds."""
+    """All in one test: the process that reads them imports transformers, which takes seconds.
+
+    Each encoding has two of the three processors (none among them); `tools/export/compare.py` takes all.
+    """
     cases = [
-        *EVERY_METHOD,
+        *(case for number, case in enumerate(EVERY_METHOD) if number % 3 != number // 3 % 3),
         *islice(list_position_cases(), 0, None, 5),
         *list_temperature_cases(),
         *list_architecture_cases(),

@@ -94,16 +94,6 @@ def test_it_cannot_be_switched_on_without_its_library() -> None:
     assert done.stderr.startswith("error: the null device cannot be switched on: its library was not loaded")
 
 
-def test_no_real_run_has_it() -> None:
-    """Neither the training nor the kernels import it, and without its variable `sitecustomize` does nothing."""
-    code = "import sys, megatron.training.trainer; print([m for m in sys.modules if 'rehearsal' in m])"
-    site = ROOT / "megatron/rehearsal/null_device/site"
-    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}"}
-    environment.pop("FARFIELD_NULL_DEVICE", None)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip().splitlines()[-1] == "[]"
-
-
 def test_a_function_that_deepspeed_no_longer_has_is_named() -> None:
     with pytest.raises(RuntimeError, match="has no has_overflow: the installed DeepSpeed is not known"):
         host_reads._run_and_answer(host_reads, "has_overflow", lambda: False)

@@ -1,13 +1,13 @@
 """One rank of a run in which one hangs: `hanging_rank.py CONFIG RANK WORLD LATE HOW`; rank LATE does at step 2 what HOW
-says, while it reads its data: sleep, stop (SIGSTOP), spin (in C, with Python's lock held), die (SIGKILL). Or nothing
+says, while it reads its data: sleep, stop (SIGSTOP), hold (Python's lock, in C), die (SIGKILL). Or nothing
 hangs, but all take longer: slow (rank LATE computes, the others wait for their data, `SLOW` seconds more in a step).
 
 Where a rank sleeps or is stopped, hang_timeout may be long, so that no slow machine is taken for a hang: the watchdog's
 clock runs `HURRY` times as fast as soon as that rank hangs and the other waits for it.
 """
 
+import ctypes
 import os
-import re
 import signal
 import sys
 import time
@@ -49,7 +49,7 @@ def hanging(batches: Iterator[Any], how: str, sign: Path) -> Iterator[Any]:
     for step, batch in enumerate(batches):
         if step == 2:
             sign.touch()
-            {"sleep": sleeping, "stop": stopped, "spin": spinning, "die": killed}[how]()
+            {"sleep": sleeping, "stop": stopped, "hold": holding, "die": killed}[how]()
         yield batch
 
 
@@ -81,8 +81,11 @@ def hurry_when_late(config: Path, is_late: bool) -> None:
     watchdog.Watchdog.__init__, watchdog.Watchdog.enter_phase = init, enter_phase  # type: ignore[method-assign]
 
 
-def spinning() -> None:
-    re.match(r"(a+)+$", "a" * 60 + "b")
+def holding() -> None:
+    """Waits for a lock that nobody opens, with Python's lock held, and takes no processor for it."""
+    lock, c = ctypes.create_string_buffer(64), ctypes.PyDLL(None)  # zeros are an open mutex
+    for _ in range(2):
+        c.pthread_mutex_lock(lock)
 
 
 def killed() -> None:

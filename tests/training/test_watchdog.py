@@ -70,17 +70,17 @@ def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
-    codes, printed, stacks = hang(corpus, tmp_path, 1, "spin")
+    codes, printed, stacks = hang(corpus, tmp_path, 1, "hold")
     assert codes == [75, 1]  # faulthandler's own exit code
     assert "rank 1 hangs in data of step 2" in error_of(printed[0])
-    assert "in spinning" in stacks[1]
+    assert "in holding" in stacks[1]
 
 
 def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
     """Nobody else is there to tell of it."""
     config = tiny_config(corpus, tmp_path / "run", train_iters=6, hang_timeout=1.0)
     config.save(tmp_path / "config.yml")
-    arguments = (str(tmp_path / "config.yml"), "0", "1", "0", "spin")
+    arguments = (str(tmp_path / "config.yml"), "0", "1", "0", "hold")
     rank = Forked(SCRIPT, *arguments, output=tmp_path / "0.txt", env={"MASTER_PORT": str(free_port())})
     try:
         assert rank.wait(120) == 1
@@ -91,7 +91,7 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
         time.sleep(0.05)
     told = error_of(rank.printed())
     assert "rank 0 hangs in data of step 2 for 2 s (hang_timeout), in native code that holds Python's lock; its" in told
-    assert "in spinning" in (tmp_path / "run" / STACKS / "rank_0.txt").read_text()
+    assert "in holding" in (tmp_path / "run" / STACKS / "rank_0.txt").read_text()
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -11,7 +11,8 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 STEPS = 5
 LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
 BATCH = 4
-"""Sequences of a step: four micro-batches of one, divided over the data-parallel ranks."""
+"""Sequences of a step: four micro-batches of one if a case does not say otherwise, divided over the data-parallel
+ranks."""
 
 # Clipping shows a wrong norm in the next step's loss. Adam with so large an epsilon does not blow the rounding of a
 # gradient that is nearly zero up to a whole step.
@@ -128,13 +129,16 @@ class ParityCase:
     layout: Layout
     precision: str = "fp32"
     steps: int = STEPS
+    layers: int = LAYERS
+    micro_batch: int = 1
+    """Sequences."""
 
     def config(self) -> Config:
         """Its configuration; what data there are is up to whoever runs it."""
         layout = self.layout
         return Config.from_flat(
             {
-                "num_layers": LAYERS,
+                "num_layers": self.layers,
                 "hidden_size": WIDTH,
                 "num_attention_heads": HEADS,
                 "seq_length": LENGTH,
@@ -144,8 +148,8 @@ class ParityCase:
                 "optimizer": {"params": OPTIMIZER_PARAMS},
                 **METHODS[self.method],
                 "train_iters": self.steps,
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": BATCH // layout.data,
+                "train_micro_batch_size_per_gpu": self.micro_batch,
+                "gradient_accumulation_steps": BATCH // layout.data // self.micro_batch,
                 "train_batch_size": BATCH,
                 "precision": self.precision,
                 "gradient_clipping": 0.5,
@@ -160,8 +164,8 @@ class ParityCase:
         )
 
     def alone(self) -> "ParityCase":
-        """The same by one process."""
-        return replace(self, layout=Layout())
+        """The same by one process, one sequence at a time."""
+        return replace(self, layout=Layout(), micro_batch=1)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -53,7 +53,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
     engine = Engine(config, model, groups)
     engine.model.train()
     data = CountingDataset(case.steps, has_documents=config.position.attention_mask == "document")
-    order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
+    order = build_dataloader(data, micro_batch_size=case.micro_batch, mesh=groups.mesh)
     steps = config.training.gradient_accumulation_steps
 
     def over_all(share: torch.Tensor) -> float:
@@ -70,7 +70,7 @@ def train_case(case: ParityCase, groups: ProcessGroups) -> dict[str, Any]:
         engine.step(1e-2)
         norms.append(float(engine.grad_norm))
     engine.model.eval()
-    order = build_dataloader(data, micro_batch_size=1, mesh=groups.mesh)
+    order = build_dataloader(data, micro_batch_size=case.micro_batch, mesh=groups.mesh)
     valid = over_all(engine.evaluate_loss([next(order) for _ in range(steps)])) / float(data.masks[:BATCH].sum())
     engine.close()
     return {"losses": losses, "norms": norms, "valid": valid, "parameters": parameters, "flops": flops}
