@@ -30,7 +30,10 @@ Gradients come one after the other while activations go (a test sums the tensors
 |                     | b / N               |                                    |              |
 
 "Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none, but a
-buffer for the gradient of the largest parameter (ZeRO 1 and 2) and the float32 sums of bf16 gradients (ZeRO 2).
+buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32 sums of bf16 gradients (ZeRO 2), and, where
+gradients accumulate, their sums and a bucket in the same type from one micro-batch to the next (ZeRO 1).
+At the loss ZeRO 3 has its bucket and the gathered weights that are used again within `stage3_max_reuse_distance`
+elements: nothing releases those, so they are all of them below half of it, or a third where layers are recomputed.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
