@@ -164,7 +164,12 @@ PARAMETERS_BY_SCALING = {
 
 
 def read_rope_options(
-    hf_config: HFConfigReader, *, base_key: str, fraction_key: str | None, default_fraction: float
+    hf_config: HFConfigReader,
+    *,
+    base_key: str,
+    fraction_key: str | None,
+    default_fraction: float,
+    default_base: float = 10000.0,
 ) -> dict[str, Any]:
     """`pos_emb_options` of rotary.
 
@@ -173,6 +178,7 @@ def read_rope_options(
         base_key: the key of transformers 4 that holds the base of the angles.
         fraction_key: the one that holds the share of a head that is turned; None if the family turns all of it.
         default_fraction: that share where nothing says it.
+        default_base: of the angles, where nothing says it.
 
     Raises:
         UserError: a scaling that is not offered, or a parameter of it.
@@ -197,7 +203,7 @@ def read_rope_options(
         ):
             raise hf_config.value_error(section_key, f"its {name} cannot be {value!r}")
     base, fraction = (
-        hf_config.get_positive_float(base_key, 10000.0),
+        hf_config.get_positive_float(base_key, default_base),
         hf_config.get_positive_float(fraction_key, default_fraction) if fraction_key else default_fraction,
     )
     base, fraction = parameters.pop("rope_theta", base), parameters.pop("partial_rotary_factor", fraction)

@@ -11,12 +11,13 @@ from megatron.conversion.families.llama import LLAMA, QWEN2
 from megatron.conversion.families.olmo2 import OLMO2
 from megatron.conversion.families.opt import OPT
 from megatron.conversion.families.qwen3 import QWEN3
+from megatron.conversion.families.smollm3 import SMOLLM3
 from megatron.conversion.model_family import ModelFamily
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
 HF_FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, OPT)
+    family.model_type: family for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, SMOLLM3, OPT)
 }
 """The published ones, by `model_type`. Of several that can express a configuration, `find_exact_family` takes the
 first."""
@@ -28,7 +29,7 @@ IMPORTABLE_FAMILIES = {**HF_FAMILIES, FARFIELD.model_type: FARFIELD}
 REFUSED_MODEL_TYPES = {
     "gemma3": "its layers have windows and bases of rotation of two kinds, and it reads images",
     "gemma3_text": "its layers have windows and bases of rotation of two kinds",
-    "olmo3": "some of its layers attend to a window, others to all earlier tokens",
+    "olmo3": "it scales the rotation of those layers alone that attend to all earlier tokens",
     "qwen3_moe": "mixtures of experts are not offered",
 }
 """Relatives of these families, and what of them our keys cannot say."""

@@ -144,5 +144,5 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
 
 def test_every_encoding_and_processor_is_among_them() -> None:
     sections = [case.config().position for case in ROUND]
-    assert {each.pos_emb for each in sections} == set(list_encodings())
-    assert {each.score_processor for each in sections} >= {"none", *list_processors()}
+    assert {name for each in sections for name in each.encodings} == set(list_encodings())
+    assert {name for each in sections for name in each.processors} >= {"none", *list_processors()}

@@ -73,6 +73,9 @@ def test_the_configuration_there_and_back(name: str) -> None:
         "gemma",
         "gemma2",
         "gemma2, windows, no caps",
+        "gemma2, as published",
+        "smollm3",
+        "smollm3, windows, biases",
     ],
 )
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
@@ -103,6 +106,12 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
         ("opt", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06; OPTForCausalLM has 1e-05"),
         ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family turns whole heads"),
         ("llama", {"norm": "layernorm"}, "norm is layernorm; LlamaForCausalLM has rmsnorm"),
+        (
+            "smollm3",
+            {"pos_emb": ["rotary", "alibi"]},
+            "pos_emb is .rotary, alibi.; SmolLM3ForCausalLM has rotary or none",
+        ),
+        ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family has one size"),
         ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere"),
     ],
 )

@@ -59,6 +59,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 4.0, "layer_types": ["full_attention"] * LAYERS,
         },
     ),
+    "gemma2, as published": ("Gemma2", {**OF_LLAMA, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}),
+    "smollm3": (
+        "SmolLM3", {**OF_LLAMA, "no_rope_layer_interval": 2, "pad_token_id": None, "tie_word_embeddings": True}
+    ),
+    "smollm3, windows, biases": (
+        "SmolLM3",
+        {
+            **OF_LLAMA, "pad_token_id": None, "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True, "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma2, windows, no caps": (
         "Gemma2",
         {

@@ -1,8 +1,7 @@
 """Gemma and Gemma 2 as transformers has them: Llama with embeddings times the root of the width and norms that multiply
 by 1 + weight; Gemma 2 has norms on both sides of a branch and soft caps besides.
 
-The published Gemma 2 models attend in every other layer to a window, which ours cannot say of single layers; what has
-windows in all of its layers or in none is exact.
+Every other layer of Gemma 2 attends to a window, the first one does.
 """
 
 from collections.abc import Mapping
@@ -11,11 +10,15 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.conversion.families.llama import (
+    LAYER_TYPES,
     LLAMA_NORMS,
     check_full_rotation,
+    find_window_conflict,
     list_supported_values,
     map_llama_weights,
+    read_layer_windows,
     read_llama_keys,
+    write_layer_types,
     write_llama_keys,
 )
 from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
@@ -59,12 +62,7 @@ def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
     keys = _read_common_keys(hf_config, "hidden_activation")
     hf_config.get("hidden_act")  # of the first Gemma
     window = hf_config.get_positive_int("sliding_window", DEFAULT_WINDOW)
-    # Every other layer has a window where nothing is said, the first one does.
-    default_types = ["sliding_attention", "full_attention"][: keys["num_layers"]]
-    layer_types = set(hf_config.get("layer_types", default_types))
-    if not layer_types <= {"sliding_attention", "full_attention"} or len(layer_types) > 1:
-        reason = "layers that attend to a window beside layers that attend to all earlier tokens are not offered"
-        raise hf_config.value_error("layer_types", reason)
+    types = [LAYER_TYPES[layer % 2] for layer in range(keys["num_layers"])]  # where nothing is said
     size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
     scalar = hf_config.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
     return {
@@ -73,7 +71,7 @@ def _gemma2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "attn_logit_softcapping": _read_cap(hf_config, "attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _read_cap(hf_config, "final_logit_softcapping", 30.0),
         **({} if scalar == size else {"query_pre_attn_scalar": scalar}),
-        **({"attention_window": window} if layer_types == {"sliding_attention"} else {}),
+        **read_layer_windows(hf_config, types, window, keys["num_layers"]),
     }
 
 
@@ -112,15 +110,14 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def _gemma2_to_hf_keys(config: Config) -> dict[str, Any]:
-    model, window = config.model, config.position.attention_window
-    layer_type = "full_attention" if window is None else "sliding_attention"
+    model, (types, window) = config.model, write_layer_types(config)
     return {
         **_to_hf_keys(config),
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,
         "query_pre_attn_scalar": int(model.query_pre_attn_scalar or head_dim(model)),
         "sliding_window": window or DEFAULT_WINDOW,
-        "layer_types": [layer_type] * model.num_layers,
+        "layer_types": types,
     }
 
 
@@ -144,5 +141,6 @@ GEMMA2 = replace(
     supported_values=_gemma2_supported_values,
     to_hf_keys=_gemma2_to_hf_keys,
     weight_mappings=lambda config: map_llama_weights(config, GEMMA2_NORMS, AddOne()),
+    find_other_conflict=lambda config: _find_conflict(config) or find_window_conflict(config),
     multipliers=("embedding", "query"),
 )

@@ -1,7 +1,7 @@
 """The Llama family as transformers has it: Llama 2 and 3, SmolLM2, and Qwen2, whose queries, keys and values alone have
 biases. Families that differ from it by their norms read and write most of it here too."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.schema import Config
@@ -30,6 +30,9 @@ ACTIVATION_TO_HF = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytor
 """Of our gated activations, and theirs of the gate."""
 GATE_ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 """Of plain activations, and those that they are the gate of."""
+WINDOWED = "sliding_attention"
+LAYER_TYPES = (WINDOWED, "full_attention")
+"""What a layer may see, in `layer_types`."""
 LLAMA_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 """Our names of a layer's norms, and theirs."""
 
@@ -41,6 +44,7 @@ def read_llama_keys(
     activation_key: str = "hidden_act",
     default_activation: str = "silu",
     is_tied: bool = False,
+    default_base: float = 10000.0,
 ) -> dict[str, Any]:
     """What families like Llama say in the same words.
 
@@ -49,6 +53,7 @@ def read_llama_keys(
         head_dim: of a head, where nothing says it; hidden_size / num_attention_heads if None.
         activation_key, default_activation: the key of the gate's activation, and its value where nothing says it.
         is_tied: is the output matrix the embedding, where nothing says it?
+        default_base: of the angles, where nothing says it.
     """
     hidden_size, num_heads = (
         hf_config.get_positive_int("hidden_size", 4096),
@@ -73,7 +78,9 @@ def read_llama_keys(
         "activation": activation,
         "no_weight_tying": not hf_config.get_bool("tie_word_embeddings", is_tied),
         "pos_emb": "rotary",
-        "pos_emb_options": read_rope_options(hf_config, base_key="rope_theta", fraction_key=None, default_fraction=1.0),
+        "pos_emb_options": read_rope_options(
+            hf_config, base_key="rope_theta", fraction_key=None, default_fraction=1.0, default_base=default_base
+        ),
     }
 
 
@@ -85,6 +92,41 @@ def _llama_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
         "use_bias_in_mlp": hf_config.get_bool("mlp_bias", False),
     }
+
+
+def read_layer_windows(
+    hf_config: HFConfigReader, default_types: Sequence[str], window: Any, num_layers: int
+) -> dict[str, Any]:
+    """`attention_window` of layers of which some see a window and others all earlier tokens; none if no layer does.
+
+    Args:
+        hf_config: of config.json.
+        default_types: of the layers, where nothing says what they see.
+        window: of those that see one; None if windows are off.
+        num_layers: of the model.
+    """
+    types = hf_config.get("layer_types") or list(default_types)
+    if not isinstance(types, list) or len(types) != num_layers or set(types) - set(LAYER_TYPES):
+        raise hf_config.value_error("layer_types", f"it has one of {', '.join(LAYER_TYPES)} for each layer")
+    if window is None or WINDOWED not in types:
+        return {}
+    if type(window) is not int or window < 1:
+        raise hf_config.value_error("sliding_window", "it must be a whole number, at least 1")
+    return {"attention_window": [window if each == WINDOWED else None for each in types]}
+
+
+def write_layer_types(config: Config) -> tuple[list[str], int | None]:
+    """What `read_layer_windows` reads: `layer_types`, and the window of those layers that have one."""
+    windows = [config.position.for_layer(layer).window for layer in range(config.model.num_layers)]
+    types = ["full_attention" if window is None else WINDOWED for window in windows]
+    return types, next((window for window in windows if window is not None), None)
+
+
+def find_window_conflict(config: Config) -> str | None:
+    """For families all of whose windows are of one size."""
+    given = config.position.attention_window
+    sizes = sorted({window for window in (given if isinstance(given, list) else [given]) if window is not None})
+    return f"attention_window is {', '.join(map(str, sizes))}; this family has one size" if len(sizes) > 1 else None
 
 
 def check_full_attention(hf_config: HFConfigReader) -> None:
