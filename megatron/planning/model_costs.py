@@ -153,12 +153,27 @@ def count_temperature_parameters(model: ModelOptions, position: PositionOptions)
     return facts.cost.num_parameters(build_attention_dims(model), options)
 
 
+Shapes = tuple[tuple[int, int], ...]
+"""[rows, columns] of matrices."""
+
+
+def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
+    """The matrices in each weight of one layer, in the order of its parameters: attention's output; queries, keys and
+    values; the feed-forward layer's first, of which a gated one has two; its second."""
+    size, q_size, kv_size = model.hidden_size, q_hidden_size(model), kv_hidden_size(model)
+    inner = ffn_hidden_size(model)
+    num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
+    return (
+        ((size, q_size),),
+        ((q_size, size), (kv_size, size), (kv_size, size)),
+        ((inner, size),) * num_inner,
+        ((size, inner),),
+    )
+
+
 def list_layer_matrices(model: ModelOptions) -> tuple[int, ...]:
-    """Elements of the weights of one layer: queries, keys and values; attention's output; both of the feed-forward."""
-    ffn_size = ffn_hidden_size(model)
-    fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
-    rows = (q_hidden_size(model) + 2 * kv_hidden_size(model), q_hidden_size(model), fc1_size, ffn_size)
-    return tuple(size * model.hidden_size for size in rows)
+    """Elements of each of these weights."""
+    return tuple(sum(rows * columns for rows, columns in shapes) for shapes in list_layer_weights(model))
 
 
 def count_layer_norms(model: ModelOptions) -> int:

@@ -3,7 +3,8 @@
     computing       FLOPs of the slowest pipeline stage, its own share of them, with what it computes again
                     (`checkpoint_activations`: the layers' forward pass, or attention's; attention in recomputed
                     blocks of rows: its scores once more; fused attention: half of them; the output layer's, where the
-                    loss takes some tokens at a time), at `mfu` × the GPU's peak
+                    loss takes some tokens at a time), at `mfu` × the GPU's peak; of Muon, once per step, the
+                    Newton-Schulz products (`MuonWork`) of the rank that has most of them
     waiting         the pipeline's bubble: P - 1 micro-batches of the slowest stage more than the m of the step
     communicating   bytes of each collective over the link that it takes, nothing of it hidden behind computing
 
@@ -23,16 +24,20 @@ m micro-batches of a step:
 | context: keys and values   | n · K · b · (C - 1) for each (without a processor K / T), twice per layer and      |
 |                            | micro-batch; recomputed, layers or attention alone: thrice                         |
 | pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
+| Muon, ZeRO 1 and 2         | 2 · e · b · (N - 1) / N, e elements of the matrices that several ranks step, and   |
+|                            | tensor: 3 · e · b · (T - 1) / T, e of those that a rank steps; once per step       |
 
 A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
 all groups that leave it beside this one. Of both rates `LINK_EFFICIENCY` is what collectives get.
 
-Not in it: the optimizer's step, reading data, starting kernels, offloading to the CPU, a GPU's own slowness at small
-matrices. So small models, small micro-batches and long score maps take longer than this says, which is for comparing
-layouts and for the order of magnitude. docs/planning.md compares it with published times.
+Not in it: the rest of the optimizer's step, reading data, starting kernels, offloading to the CPU, a GPU's own
+slowness at small matrices. So small models, small micro-batches and long score maps take longer than this says, which
+is for comparing layouts and for the order of magnitude. docs/planning.md compares it with published times.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
@@ -40,11 +45,14 @@ from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.options.model import MAX_LOGITS, kv_hidden_size, padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT
+from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
 from megatron.planning.model_costs import (
     TRAINING_TO_FORWARD_RATIO,
+    Shapes,
     count_layer_kinds,
     count_rank_parameters,
     estimate_forward_flops,
+    list_layer_weights,
     plan_processor,
 )
 
@@ -121,20 +129,83 @@ def estimate_step_time(
     )
     bubble_seconds = (sizes.pipeline - 1) * (compute_seconds + communication_seconds)
     total_communication_seconds = num_micro_batches * communication_seconds + max(
-        stage.gradient_sync_seconds() for stage in stages
+        stage.gradient_sync_seconds() + stage.muon_communication_seconds() for stage in stages
     )
-    total = num_micro_batches * compute_seconds + bubble_seconds + total_communication_seconds
+    total_compute_seconds = (
+        num_micro_batches * compute_seconds + max(stage.muon_work.flops for stage in stages) / flops_per_second
+    )
+    total = total_compute_seconds + bubble_seconds + total_communication_seconds
     useful_flops = (
         estimate_forward_flops(config, vocab_size).training_flops_per_token
         * global_batch_size
         * config.model.seq_length
     )
     return StepTime(
-        num_micro_batches * compute_seconds,
+        total_compute_seconds,
         bubble_seconds,
         total_communication_seconds,
         useful_flops / (total * sizes.world_size * peak_tflops * 1e12),
     )
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """What Muon does in one step with whole matrices, on the rank that has most of each (`training/muon.py`)."""
+
+    flops: float = 0.0
+    """Of Newton-Schulz: each iteration on m × n, with r = min(m, n) and R = max(m, n), takes X·Xᵀ, its square and their
+    product with X, 4·r²·R + 2·r³."""
+    stepped: int = 0
+    """Elements of the matrices that it steps elements of, over all tensor ranks."""
+    cut: int = 0
+    """Elements that a tensor rank holds of the matrices which several ranks step."""
+
+
+MAX_COUNTED_LAYERS = 1024
+"""Layers whose matrices are counted one by one; more are as much work in proportion."""
+
+
+@cache
+def count_muon_work(
+    weights: tuple[Shapes, ...], num_layers: int, ns_steps: int, num_shards: int, tensor: int
+) -> MuonWork:
+    """Muon's work on the matrices of a pipeline stage.
+
+    ZeRO lays them end to end and gives each rank as many elements. A rank orthogonalises every matrix of which it has
+    some, so those that are cut are computed several times; without ZeRO each computes all. Of the matrices of as many
+    weights as are taken at once, the i-th is computed by tensor rank i modulo their number.
+
+    Args:
+        weights: of a layer (`list_layer_weights`).
+        num_layers: of the stage.
+        ns_steps: iterations.
+        num_shards: ranks that ZeRO divides the optimizer's states among.
+        tensor: tensor ranks.
+    """
+    counted = min(num_layers, MAX_COUNTED_LAYERS)
+    numels = [sum(rows * columns for rows, columns in shapes) // tensor for shapes in weights]
+    size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's parts are even
+    flops: dict[int, list[float]] = defaultdict(lambda: [0.0] * tensor)
+    indices: dict[int, int] = defaultdict(int)  # of the next matrix of those that a rank takes at once
+    stepped: dict[int, int] = defaultdict(int)
+    position, together, cut = 0, 0, 0
+    for _ in range(counted):
+        for shapes, numel in zip(weights, numels, strict=True):
+            if together and together + numel * tensor > MUON_MATRICES_AT_ONCE:
+                together = 0
+                indices.clear()
+            together += numel * tensor
+            first, last = position // size, (position + numel - 1) // size
+            cut += numel if last > first else 0
+            for rank in range(first, last + 1):
+                stepped[rank] += numel * tensor
+                for rows, columns in shapes:
+                    short, long = min(rows, columns), max(rows, columns)
+                    flops[rank][indices[rank] % tensor] += ns_steps * (4.0 * short * short * long + 2.0 * short**3)
+                    indices[rank] += 1
+            position += numel
+    scale = num_layers / counted
+    return MuonWork(scale * max(map(max, flops.values())), round(scale * max(stepped.values())), cut)
 
 
 class _StageEstimator:
@@ -204,6 +275,30 @@ class _StageEstimator:
             seconds += sent_bytes / cluster.ring_bandwidth(sizes.tensor, sizes.context)
         if sizes.pipeline > 1:
             seconds += 2 * hidden_bytes / cluster.ring_bandwidth(sizes.world_size // sizes.pipeline, sizes.pipeline)
+        return seconds
+
+    @property
+    def muon_work(self) -> MuonWork:
+        """Nothing of another algorithm."""
+        options, sizes = self.config.optimizer.optimizer, self.sizes
+        if options.algorithm != "Muon":
+            return MuonWork()
+        num_shards = sizes.data * sizes.context if self.config.training.zero_optimization.stage else 1
+        weights = list_layer_weights(self.config.model)
+        return count_muon_work(weights, self.num_layers, options.params.ns_steps, num_shards, sizes.tensor)
+
+    def muon_communication_seconds(self) -> float:
+        """Seconds in one step of exchanging matrices."""
+        sizes, cluster, work = self.sizes, self.cluster, self.muon_work
+        num_ranks, seconds = sizes.data * sizes.context, 0.0
+        # What is not normalised yet is exchanged in float32 where the type's range is too small.
+        exchanged = 2 if self.config.training.compute_dtype == "bf16" else 4
+        if work.cut:
+            sent_bytes = 2 * work.cut * exchanged * (num_ranks - 1) / num_ranks
+            seconds += sent_bytes / cluster.ring_bandwidth(sizes.tensor, num_ranks)
+        if sizes.tensor > 1:
+            sent_bytes = work.stepped * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
+            seconds += sent_bytes / cluster.ring_bandwidth(1, sizes.tensor)
         return seconds
 
     def gradient_sync_seconds(self) -> float:

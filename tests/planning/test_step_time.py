@@ -1,16 +1,33 @@
 """What a step takes: identities of the model, and times that others published."""
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from models import build_model
+from tiny_runs import tiny_config
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec, get_gpu_spec
-from megatron.distributed.mesh import ParallelSizes
-from megatron.planning.model_costs import estimate_forward_flops
+from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.model.parameter_groups import HiddenMatrix, list_hidden_matrices
+from megatron.planning import step_time
+from megatron.planning.model_costs import estimate_forward_flops, list_layer_weights
 from megatron.planning.parallel_layouts import build_configured_layout
-from megatron.planning.step_time import LINK_EFFICIENCY, Cluster, StepTime, estimate_step_time
+from megatron.planning.step_time import (
+    LINK_EFFICIENCY,
+    MAX_COUNTED_LAYERS,
+    Cluster,
+    StepTime,
+    count_muon_work,
+    estimate_step_time,
+)
+from megatron.training import muon
 from megatron.training.pipeline import compute_bubble
 
 VOCABULARY = 50257
@@ -107,6 +124,121 @@ def test_bytes_of_gradients() -> None:
     once = 2 * 2.78e9 * 15 / 16 / (LINK_EFFICIENCY * 25e9)
     times = [step.communicating / once for step in zero]
     assert times == pytest.approx([2, 2, 5, 12], rel=0.01)
+
+
+GATED = tiny_config(
+    Path(), num_layers=3, num_attention_heads=8, num_kv_heads=4, activation="swiglu", intermediate_size=192
+)
+
+
+@cache
+def build_gated_model() -> nn.Module:
+    """It, without memory."""
+    with torch.device("meta"):
+        return build_model(GATED.model, GATED.position, 61, seed=1)
+
+
+def list_local_matrices(tensor: int) -> list[HiddenMatrix]:
+    """What a tensor-parallel rank holds of its matrices."""
+    model = build_gated_model()
+    found = []
+    for matrix in list_hidden_matrices(model):
+        rows, columns = matrix.parameter.shape
+        is_output = matrix.blocks == 1 and len(matrix.sizes) == 1 and columns != GATED.model.hidden_size
+        is_output |= any(matrix.parameter is layer.self_attention.linear_proj.weight for layer in model.decoder.layers)
+        shape = (rows, columns // tensor) if is_output else (rows // tensor, columns)
+        parameter = nn.Parameter(torch.empty(shape, device="meta"))
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim = int(is_output)
+        parameter.partition_stride = 1 if is_output or matrix.blocks > 1 else len(matrix.sizes)
+        found.append(HiddenMatrix(parameter, matrix.blocks, matrix.sizes))
+    return found
+
+
+class Ranks:
+    """Of `ProcessGroups` what Muon asks for."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.device = mesh, torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "zero"),
+    [
+        (ParallelSizes(), 0),
+        (ParallelSizes(data=2, context=2), 0),
+        (ParallelSizes(data=3), 1),
+        (ParallelSizes(data=8, context=2), 2),
+        (ParallelSizes(tensor=2), 0),
+        (ParallelSizes(tensor=2, data=3), 1),
+        (ParallelSizes(tensor=4, data=2), 2),
+    ],
+)
+@pytest.mark.parametrize("at_once", [1 << 25, 9000])
+def test_newton_schulz_is_what_the_rank_with_most_of_it_really_computes(
+    sizes: ParallelSizes, zero: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's count of the products of every rank's own code, the exchange of matrices left out."""
+    for module in (muon, step_time):
+        monkeypatch.setattr(module, "MUON_MATRICES_AT_ONCE", at_once)
+    exchanged: list[int] = []
+
+    def all_gather(values: Tensor, dim: int, ranks: Ranks, *names: str, reduce_grad: bool) -> Tensor:
+        exchanged.append(values.numel() * ranks.mesh.tensor.size)
+        return values.repeat(ranks.mesh.tensor.size, 1)
+
+    summed: list[int] = []
+    monkeypatch.setattr(muon, "all_gather", all_gather)
+    monkeypatch.setattr(
+        muon, "all_reduce_sum_", lambda t, ranks, *names: summed.append(t.numel()) if "data" in names else None
+    )
+    matrices = list_local_matrices(sizes.tensor)
+    total = sum(matrix.parameter.numel() for matrix in matrices)
+    num_shards = sizes.data * sizes.context if zero else 1
+    flops, gathered, cut = [], [], []
+    for rank in range(sizes.world_size):
+        optimizer = object.__new__(muon.MuonWithAdamW)
+        optimizer._ranks, optimizer._ns_steps = Ranks(Mesh(rank, sizes)), 5  # type: ignore[assignment]
+        optimizer._dtype = optimizer._exchange_dtype = torch.float32
+        updates = [torch.empty_like(matrix.parameter) for matrix in matrices]
+        if num_shards > 1:
+            updates = [torch.empty(2 * -(-total // (2 * num_shards)), device="meta")]
+        exchanged.clear()
+        summed.clear()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            optimizer._orthogonalize_group(matrices, updates)
+        flops.append(counter.get_total_flops())
+        gathered.append(sum(exchanged))
+        cut.append(sum(summed))
+    count_muon_work.cache_clear()
+    work = count_muon_work(list_layer_weights(GATED.model), 3, 5, num_shards, sizes.tensor)
+    assert work.flops == max(flops)
+    assert sizes.tensor == 1 or work.stepped == max(gathered)
+    assert work.cut == max(cut)
+    count_muon_work.cache_clear()
+
+
+def test_muon_takes_its_products_and_exchanges_once_a_step() -> None:
+    adam, lion, one = (
+        timed(ParallelSizes(), optimizer={"type": name, "params": {"lr": 1e-3}}) for name in ("AdamW", "Lion", "Muon")
+    )
+    assert adam == lion
+    width, layers = 2560, 32
+    square, wide = 4 * 6 * width**3, 2 * (4 * 4 + 2) * width**3  # of queries, keys, values, output; of the feed-forward
+    expected = 5 * layers * (square + wide) / (0.45 * 312e12)
+    assert one.computing - adam.computing == pytest.approx(expected)
+    assert one.communicating == 0
+    more = timed(ParallelSizes(), optimizer={"type": "Muon", "params": {"lr": 1e-3, "ns_steps": 10}})
+    assert more.computing - adam.computing == pytest.approx(2 * expected)
+    eight, five = (
+        timed(ParallelSizes(data=n), zero_optimization={"stage": 1}, optimizer={"type": "Muon", "params": {"lr": 1e-3}})
+        for n in (8, 5)
+    )
+    assert eight.computing - adam.computing == pytest.approx(expected / 8)  # four whole layers each
+    assert expected / 5 < five.computing - adam.computing < 1.1 * expected / 5  # some matrices are computed twice
+    weights = list_layer_weights(load_config(["2-7B"]).config.model)
+    whole = count_muon_work(weights, MAX_COUNTED_LAYERS, 5, 64, 2)
+    assert count_muon_work(weights, 4 * MAX_COUNTED_LAYERS, 5, 64, 2).flops == pytest.approx(4 * whole.flops)
 
 
 def test_groups_that_leave_a_node_share_its_network() -> None:
