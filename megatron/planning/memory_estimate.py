@@ -33,7 +33,7 @@ Gradients come one after the other while activations go (a test sums the tensors
 buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32 sums of bf16 gradients (ZeRO 2), and, where
 gradients accumulate, their sums and a bucket in the same type from one micro-batch to the next (ZeRO 1).
 At the loss ZeRO 3 has its bucket and the gathered weights that are used again within `stage3_max_reuse_distance`
-elements: nothing releases those, so they are all of them below half of it, or a third where layers are recomputed.
+elements: nothing releases those, which are as many as half of it.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
@@ -349,9 +349,9 @@ class _ModelStates:
         self.held_bytes = 0
         """Buckets and gathered parameters, when the loss is computed."""
         if zero.stage == 3:
-            # Gathered stays what is used again soon: in the backward pass, and when layers are recomputed before.
-            times = 3 if config.model.checkpoint_activations is True else 2
-            self.held_bytes = bucket_bytes + b * min(num_parameters, zero.stage3_max_reuse_distance // times)
+            # Gathered stays what is used again soon. The backward pass comes to it when it has passed all that came
+            # after it in the forward pass, twice.
+            self.held_bytes = bucket_bytes + b * min(num_parameters, zero.stage3_max_reuse_distance // 2)
         elif zero.stage == 1 and holds_bucket and accumulates:
             self.held_bytes = bucket_bytes  # from the first micro-batch of a step on to its end
         self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
