@@ -101,6 +101,27 @@ def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str
         tuned(corpus, tmp_path / "other", trained["rotary"], pos_emb="kerple_log", score_processor="cdape")
 
 
+def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: dict[str, Path], tmp_path: Path) -> None:
+    own = "layers.*.temperature.s.value"
+    still = {"pos_emb": "rotary", "pos_emb_options": {"fraction": 0.5}, "optimizer": {"params": {"lr": 1e-12}}}
+    options = {"attention_temperature_options": {"s": 0.5}}
+    said = tuned(corpus, tmp_path / "on", trained["rotary"], attention_temperature="ssmax", **options, **still)
+    assert "attention_temperature none → ssmax" in said
+    assert f"fresh: {own}; dropped: nothing" in said
+    learned = [value for key, value in weights(tmp_path / "on").items() if ".temperature." in key]
+    assert len(learned) == 2
+    for value in learned:
+        torch.testing.assert_close(value, torch.full_like(value, 0.5), rtol=0, atol=1e-7)
+    said = tuned(corpus, tmp_path / "off", tmp_path / "on", attention_temperature="logn", **still)
+    assert f"fresh: nothing; dropped: {own}" in said
+    keys = {"train_iters": 1, "load": str(tmp_path / "on"), **still}
+    with pytest.raises(UserError, match=r"attention_temperature: this run has none.*may be another one if you name it"):
+        train(unnamed(tiny_config(corpus, tmp_path / "a", finetune=True, **keys), "attention_temperature"))
+    with pytest.raises(UserError, match=r"attention_temperature: this run has llama4.*a run cannot change its model"):
+        train(tiny_config(corpus, tmp_path / "b", attention_temperature="llama4", **keys))
+    assert not any((tmp_path / name / "checkpoints").exists() for name in "ab")
+
+
 def unnamed(config: Config, *keys: str) -> Config:
     """The same without what it says of some keys of positions."""
     given = {key: value for key, value in config.position.model_dump(exclude_unset=True).items() if key not in keys}

@@ -32,5 +32,5 @@ def test_what_is_no_number_is_beyond_rounding() -> None:
 
 def test_every_method_is_among_them() -> None:
     pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in EVERY_METHOD}
-    assert len(pairs) == len(EVERY_METHOD) == 66
+    assert len(pairs) == len(EVERY_METHOD) == 69
     assert any(case.config().position.randomized_positions for case in list_position_cases())

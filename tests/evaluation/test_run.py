@@ -318,6 +318,46 @@ def test_a_window_at_evaluation_alone(place: Path) -> None:
     assert longer.change == pytest.approx(1, rel=2 * ROUNDING * longer.nll)
 
 
+def test_a_temperature_at_evaluation_alone(place: Path) -> None:
+    options = '{"floor_scale": 3, "attn_scale": 0.6}'
+    make_run("runs/plain", "pos_emb=kerple_log")
+    make_run("runs/llama4", "pos_emb=kerple_log", "attention_temperature=llama4",
+             f"attention_temperature_options={options}", "seed=1234")  # fmt: skip
+    make_run("runs/ssmax", "pos_emb=kerple_log", "attention_temperature=ssmax", "seed=1234")
+    (plain,) = evaluated(["runs/plain"], [32])
+    (asked,) = evaluated(["runs/plain"], [32], temperature="llama4:floor_scale=3, attn_scale=0.6")
+    (own,) = evaluated(["runs/llama4"], [32])
+    (without,) = evaluated(["runs/llama4"], [32], temperature="none")
+    # The same seed, the same weights: only the scores' scale differs.
+    assert asked.value == own.value != plain.value
+    assert without.value == plain.value
+    named = "temperature=llama4(attn_scale=0.6, floor_scale=3)"
+    assert asked.method == asked.position == f"kerple_log({named} at evaluation)"
+    assert own.method == f"kerple_log({named})"
+    assert without.method == "kerple_log(temperature=none at evaluation)"
+    # Up to the training length log-n scaling leaves everything as it is.
+    (longer,) = evaluated(["runs/plain"], [32], temperature="logn")
+    (short,) = evaluated(["runs/plain"], [8], temperature="logn")
+    assert short.value == evaluated(["runs/plain"], [8])[0].value
+    assert longer.value != plain.value
+    assert evaluated(["runs/ssmax"], [32], temperature="ssmax")[0].method == "kerple_log(temperature=ssmax)"
+    fixed = evaluated(["runs/plain"], [32], temperature="ssmax:learned=false,s=0.5")
+    assert fixed[0].method == "kerple_log(temperature=ssmax(learned=False, s=0.5) at evaluation)"
+    for run, temperature, message in (
+        ("plain", "ssmax", "its parameters are learned, so it cannot be put on when a model is read"),
+        ("ssmax", "logn", "the run was trained with ssmax, whose parameters are learned; no other can take its place"),
+        ("ssmax", "none", "the run was trained with ssmax"),
+        ("plain", "lgn", "attention_temperature lgn is not available; did you mean logn?"),
+        ("plain", "logn:lenght=4", "has no option 'lenght'; it takes length; did you mean length?"),
+        ("plain", "logn:4", "temperature logn:4: '4' must be OPTION=VALUE"),
+        ("plain", "logn:length=1", "option length of logn is 1; it must be at least 2"),
+    ):
+        with pytest.raises(UserError) as caught:
+            evaluated([f"runs/{run}"], [32], temperature=temperature)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
 def test_which_text_is_scored(place: Path) -> None:
     make_run("runs/valid", data=DATA[:2])
     (found,) = evaluated(["runs/valid"], [8])
