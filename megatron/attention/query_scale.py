@@ -8,19 +8,27 @@ B batch, h heads of a rank, T tokens of the forward pass, d head dimension.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.attention.segments import ALL_SEQUENCES, Segment
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS
+
+
+class QueryRows(NamedTuple):
+    """What a temperature is told of query rows, float32 [B or 1, T] (`Temperature.forward`)."""
+
+    positions: Tensor
+    num_keys: Tensor
 
 
 def describe_query_rows(
     segments: Sequence[Segment], window: int | None, batch: int, length: int, device: torch.device
 ) -> QueryRows:
-    """Position and number of visible keys of each token, [B or 1, T].
+    """Position and number of visible keys of each token.
 
     Args:
         segments: of the forward pass.
@@ -71,7 +79,7 @@ def scale_queries(q: Tensor, temperature: Temperature, rows: QueryRows, heads: s
         rows: from `describe_query_rows`.
         heads: this rank's.
     """
-    scale = temperature(rows)  # [H or 1, B or 1, T]
+    scale = temperature(rows.positions, rows.num_keys)  # [H or 1, B or 1, T]
     if scale.shape[0] > 1:
         scale = scale[heads]
     return (q * scale.transpose(0, 1)[..., None]).to(q.dtype)

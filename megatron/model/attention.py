@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.query_scale import describe_query_rows, scale_queries
+from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers
 from megatron.attention.segments import (
     Segment,
@@ -49,7 +49,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
 from megatron.utils.errors import UserError
 

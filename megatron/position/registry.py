@@ -32,7 +32,7 @@ from megatron.position.catalog import (
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import HOOKS, AttentionDims, OptionError
 from megatron.position.processor import Processor
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 MAX_OPTION = {int: 10**6, float: 1e9}
@@ -236,7 +236,7 @@ def _check_factors(temperature: Temperature) -> None:
     name = _describe(type(temperature), "forward")
     with torch.no_grad():
         try:
-            result = temperature(QueryRows(torch.zeros(1, device=device), torch.ones(1, device=device)))
+            result = temperature(torch.zeros(1, device=device), torch.ones(1, device=device))
         except Exception as error:
             raise MethodFileError(" ".join(f"{name} raised {type(error).__name__}: {error}".split())) from error
     num_heads = temperature.dims.num_heads

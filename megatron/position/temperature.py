@@ -10,36 +10,29 @@ neither is the cache of decoding.
 H heads, S any shape of query rows.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from megatron.position.base import PositionModule
 
 
-class QueryRows(NamedTuple):
-    """What a temperature is told of query rows."""
-
-    positions: Tensor
-    """float32 S: their positions from 0, as an encoding is told them: within the own document, and the drawn ones where
-    positions are randomized."""
-    num_keys: Tensor
-    """float32 S: how many keys each row sees, its own included: what the window, documents and padding leave of them.
-    They are counted, so randomized positions change nothing of it. 1 for a row of padding."""
-
-
 class Temperature(PositionModule):
     """Base of all attention temperatures. Every layer has its own.
 
-    Rows are independent of each other: a row's factor depends on what `QueryRows` says of that row alone.
+    Rows are independent of each other: a row's factor depends on what is said of that row alone.
     """
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:
         return ("rows independent",)
 
-    def forward(self, rows: QueryRows) -> Tensor:
+    def forward(self, positions: Tensor, num_keys: Tensor) -> Tensor:
         """The factors on the queries, by which their scores are multiplied.
+
+        Args:
+            positions: float32 S, of the rows from 0, as an encoding is told them: within the own document, and the
+                drawn ones where positions are randomized.
+            num_keys: float32 S, how many keys each row sees, its own included: what the window, documents and padding
+                leave of them. They are counted, so randomized positions change nothing of it. 1 for a row of padding.
 
         Returns:
             float32 [H, *S], or [1, *S] where all heads have the same.

@@ -8,7 +8,7 @@ import torch
 from megatron.position import registry
 from megatron.position.catalog import MethodFileError, read_temperature_facts
 from megatron.position.facts import AttentionDims, OptionError
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 
 DIMS = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
 NAMES = registry.list_temperatures()
@@ -24,8 +24,9 @@ def build(name: str, **options: object) -> Temperature:
     return temperature
 
 
-def rows(kind: torch.dtype = torch.float32) -> QueryRows:
-    return QueryRows(*torch.tensor(ROWS, dtype=kind).T.unbind())
+def rows(kind: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and numbers of keys."""
+    return torch.tensor(ROWS, dtype=kind).T.unbind()
 
 
 def ssmax(i: int, n: int, head: int) -> float:
@@ -65,11 +66,11 @@ def llama4_of_short_texts(i: int, n: int, head: int) -> float:
 )
 def test_factors_are_the_formulas(formula, name: str, options: dict) -> None:
     expected = torch.tensor([[formula(i, n, head) for i, n in ROWS] for head in range(3)], dtype=torch.float64)
-    found = build(name, **options)(rows())
+    found = build(name, **options)(*rows())
     assert found.dtype == torch.float32
     assert found.shape[0] in (1, 3)
     torch.testing.assert_close(found.expand(3, -1).double(), expected, rtol=4 * 2**-24, atol=0)
-    torch.testing.assert_close(build(name, **options).double()(rows(torch.float64)).expand(3, -1), expected, rtol=1e-6,
+    torch.testing.assert_close(build(name, **options).double()(*rows(torch.float64)).expand(3, -1), expected, rtol=1e-6,
                                atol=1e-9)  # fmt: skip
 
 
@@ -80,13 +81,11 @@ def test_every_temperature_has_a_formula_here() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_independent_and_of_any_shape(name: str) -> None:
     temperature, told = build(name), rows()
-    whole = temperature(told)
-    block = temperature(QueryRows(*(part.view(2, 5) for part in told)))
+    whole = temperature(*told)
+    block = temperature(*(part.view(2, 5) for part in told))
     assert torch.equal(block.flatten(1), whole)
     for index in range(len(ROWS)):
-        assert torch.equal(
-            temperature(QueryRows(*(part[index : index + 1] for part in told))), whole[:, index : index + 1]
-        )
+        assert torch.equal(temperature(*(part[index : index + 1] for part in told)), whole[:, index : index + 1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,15 +94,15 @@ def test_a_half_precision_model_has_float32_factors(name: str) -> None:
         half = build(name).to(kind)
         full = build(name)
         full.load_state_dict(half.state_dict())
-        far = QueryRows(torch.tensor([0.0, 2.0**24]), torch.tensor([1.0, 2.0**24 + 1]))
-        assert half(far).dtype == torch.float32
-        assert torch.equal(half(far), full(far))
-        assert half(far).isfinite().all()
+        far = torch.tensor([0.0, 2.0**24]), torch.tensor([1.0, 2.0**24 + 1])
+        assert half(*far).dtype == torch.float32
+        assert torch.equal(half(*far), full(*far))
+        assert half(*far).isfinite().all()
 
 
 def test_gradients_of_the_first_row_are_finite() -> None:
     temperature = build("ssmax")
-    temperature(QueryRows(torch.zeros(1), torch.ones(1))).sum().backward()
+    temperature(torch.zeros(1), torch.ones(1)).sum().backward()
     assert all(torch.equal(p.grad, torch.zeros(3)) for p in temperature.parameters())
 
 
@@ -134,8 +133,8 @@ def test_bad_options_are_refused(name: str, options: dict, problem: str) -> None
 
 
 class WithARowTooMuch(Temperature):
-    def forward(self, rows: QueryRows) -> torch.Tensor:
-        return torch.ones(1, rows.positions.shape[0] + 1)
+    def forward(self, positions: torch.Tensor, num_keys: torch.Tensor) -> torch.Tensor:
+        return torch.ones(1, positions.shape[0] + 1)
 
 
 def test_what_gives_no_factors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

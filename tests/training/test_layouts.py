@@ -23,7 +23,7 @@ MUON = "Muon, cdape(kerple_log), grouped"
 STABLE = "rotary, normalised, capped, z-loss"
 SSMAX = "ssmax, cdape(kerple_log), window 20"
 TWO = [
-    ParityCase(SSMAX, Layout(tensor=2, stage=3), steps=STEPS),
+    ParityCase(SSMAX, Layout(data=2, stage=3), steps=STEPS),
     ParityCase(SSMAX, Layout(context=2, stage=1), "bf16", STEPS),
     ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
     ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),

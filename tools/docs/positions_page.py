@@ -21,7 +21,6 @@ from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.position import registry
 from megatron.position.encoding import Encoding
-from megatron.position.temperature import QueryRows
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
     BASE_ENCODING,
@@ -507,7 +506,7 @@ def _render_temperature(record: dict[str, Any]) -> str:
     temperature = registry.build_temperature(name, SHAPE)
     number, lengths = _count_parameters(temperature), [1, *(SHAPE.train_length * times for times in (1, 4, 32))]
     num_keys = torch.tensor(lengths, dtype=torch.float32)
-    factors = temperature(QueryRows(num_keys - 1, num_keys))[0].tolist()
+    factors = temperature(num_keys - 1, num_keys)[0].tolist()
     facts = {
         "Parameters": "none" if not number else f"{record['parameters']}: {number:,} per layer",
         "Options": _describe_options(type(temperature), record["options"]),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.facts import AttentionDims, OptionError, TemperatureCost
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 
 
 class Llama4(Temperature):
@@ -25,6 +25,6 @@ class Llama4(Temperature):
             raise OptionError("attn_scale", f"is {attn_scale}; it must not be negative")
         self.floor_scale, self.attn_scale = floor_scale, attn_scale
 
-    def forward(self, rows: QueryRows) -> Tensor:
-        steps = torch.floor((rows.positions + 1) / self.floor_scale)
+    def forward(self, positions: Tensor, num_keys: Tensor) -> Tensor:
+        steps = torch.floor((positions + 1) / self.floor_scale)
         return (1 + self.attn_scale * torch.log1p(steps))[None]

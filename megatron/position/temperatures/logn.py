@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.facts import AttentionDims, OptionError, TemperatureCost
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 
 
 class Logn(Temperature):
@@ -26,5 +26,5 @@ class Logn(Temperature):
         if self.length < 2:
             raise OptionError("length", f"is {self.length}; it must be at least 2")
 
-    def forward(self, rows: QueryRows) -> Tensor:
-        return (torch.log(rows.num_keys) / math.log(self.length)).clamp_min(1.0)[None]
+    def forward(self, positions: Tensor, num_keys: Tensor) -> Tensor:
+        return (torch.log(num_keys) / math.log(self.length)).clamp_min(1.0)[None]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.position.bounded_parameter import BoundedParameter, init_constant
 from megatron.position.facts import AttentionDims, OptionError, TemperatureCost
-from megatron.position.temperature import QueryRows, Temperature
+from megatron.position.temperature import Temperature
 
 
 class Ssmax(Temperature):
@@ -32,8 +32,8 @@ class Ssmax(Temperature):
         self.fixed = s
         self.s = BoundedParameter((dims.num_heads,), init_constant(s)) if learned else None
 
-    def forward(self, rows: QueryRows) -> Tensor:
-        log_n = torch.log(rows.num_keys)[None]
+    def forward(self, positions: Tensor, num_keys: Tensor) -> Tensor:
+        log_n = torch.log(num_keys)[None]
         if self.s is None:
             return self.fixed * log_n
-        return self.s().view(-1, *(1 for _ in rows.num_keys.shape)) * log_n
+        return self.s().view(-1, *(1 for _ in num_keys.shape)) * log_n
