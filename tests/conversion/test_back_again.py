@@ -13,7 +13,7 @@ from megatron.checkpoint.trained_run import open_run
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
 from megatron.data.load_tokenizer import load_run_tokenizer
-from megatron.position.registry import list_encodings, list_processors
+from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.utils.errors import RunError, UserError
 from tools.export.cases import (
     LAYERS,
@@ -146,3 +146,4 @@ def test_every_encoding_and_processor_is_among_them() -> None:
     sections = [case.config().position for case in ROUND]
     assert {name for each in sections for name in each.encodings} == set(list_encodings())
     assert {name for each in sections for name in each.processors} >= {"none", *list_processors()}
+    assert {each.attention_temperature for each in sections} == {"none", *list_temperatures()}
