@@ -105,11 +105,22 @@ def split_row_blocks(
 
 
 @triton.jit
-def list_row_blocks(
-    split, split_blocks, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+def begin_documents(
+    bias_contributions_ptr,
+    split,
+    split_blocks,
+    top,
+    extent,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """The row blocks of a split with documents, (first, last + 1, is a tile of them whole): none if no row of them
-    reaches back to a distance of the tiles that begin at `top`."""
+    """The row blocks of a split with documents, (first, last + 1): none if no row of them reaches back to a distance of
+    the tiles that begin at `top`; and the contributions by distance [BLOCK_N, BLOCK_D] for those of its tiles that are
+    whole, zero where none is.
+    """
     R, _, first_row, _, _, _, window, first_keys_ptr = extent
     first = split * split_blocks
     last = tl.minimum(first + split_blocks, tl.cdiv(R, BLOCK_M))
@@ -118,7 +129,20 @@ def list_row_blocks(
         _, deepest = find_depths(row, R, first_row, first_keys_ptr, 128)
         depth = tl.maximum(depth, deepest)
     last = tl.where(depth < top - (BLOCK_N - 1), first, last)
-    return first, last, is_whole_tile(top, depth, 0, R, window, PADDING, BLOCK_N)
+    line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    if is_whole_tile(top, depth, 0, R, window, PADDING, BLOCK_N):
+        line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+    return first, last, line
+
+
+@triton.jit
+def inspect_row_block(index, top, extent, PADDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a row block of several documents and the distances from `top` on: is the tile whole, and does any of its rows
+    reach back so far in its document? Documents begin anywhere among rows, so that each block has to be asked."""
+    R, _, first_row, _, _, _, window, first_keys_ptr = extent
+    least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
+    whole = is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N)
+    return whole, deepest >= top - (BLOCK_N - 1)
 
 
 @triton.jit
@@ -284,18 +308,15 @@ def _processor_bwd_kernel(
                                         H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
                                         INPUT_PRECISION)
     else:
-        # A function of rows alone no more: documents begin anywhere among them.
-        first, last, some_whole = list_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
-        line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        if some_whole:
-            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        first, last, line = begin_documents(bias_contributions_ptr, split, split_blocks, top, extent, PADDING, D,
+                                            BLOCK_D, BLOCK_M, BLOCK_N)
         for index in range(first, last):
-            least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
-            if is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N):
+            whole, reached = inspect_row_block(index, top, extent, PADDING, BLOCK_M, BLOCK_N)
+            if whole:
                 state = _processor_bwd_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
                                             H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
                                             INPUT_PRECISION)
-            elif deepest >= top - (BLOCK_N - 1):
+            elif reached:
                 state = _processor_bwd_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
                                             H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
                                             INPUT_PRECISION)
@@ -432,18 +453,15 @@ def _processor_bwd_dw_kernel(
                                            CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
                                            INPUT_PRECISION)
     else:
-        # A function of rows alone no more: documents begin anywhere among them.
-        first, last, some_whole = list_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
-        line = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        if some_whole:
-            line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
+        first, last, line = begin_documents(bias_contributions_ptr, split, split_blocks, top, extent, PADDING, D,
+                                            BLOCK_D, BLOCK_M, BLOCK_N)
         for index in range(first, last):
-            least, deepest = find_depths(index * BLOCK_M, R, first_row, first_keys_ptr, BLOCK_M)
-            if is_whole_tile(top, least, index * BLOCK_M + BLOCK_M, R, window, PADDING, BLOCK_N):
+            whole, reached = inspect_row_block(index, top, extent, PADDING, BLOCK_M, BLOCK_N)
+            if whole:
                 state = _processor_bwd_dw_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
                                                CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
                                                INPUT_PRECISION)
-            elif deepest >= top - (BLOCK_N - 1):
+            elif reached:
                 state = _processor_bwd_dw_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
                                                CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
                                                INPUT_PRECISION)

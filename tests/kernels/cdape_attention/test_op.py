@@ -3,6 +3,7 @@
 Fresh memory is filled with NaN throughout, and an operation without a deterministic algorithm would raise.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,10 @@ from cdape_calls import (
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from triton.runtime.interpreter import interpreter_builder
 
-from kernels.cdape_attention import op
+from kernels.cdape_attention import driver, op
+from kernels.runtime import is_interpreted
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
@@ -242,3 +245,37 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match="this kernel needs a CUDA device, its tensors are on cpu"):
         cdape_attention(*TINY.inputs(torch.float32))
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="products are counted in Triton's interpreter")
+@pytest.mark.usefixtures("tall_tiles")
+def test_tiles_of_other_documents_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kernel, forward and backward, does the matrix products that it does for each document alone."""
+    products: Counter[str] = Counter()
+    running: list[str] = []
+    launch, create_dot = driver.launch, interpreter_builder.create_dot
+
+    def count_dot(*args: object) -> object:
+        products[running[-1]] += 1
+        return create_dot(*args)
+
+    def record_launch(kernel: object, *args: object) -> object:
+        running.append(kernel.__name__)
+        return launch(kernel, *args)
+
+    monkeypatch.setattr(driver, "launch", record_launch)
+    monkeypatch.setattr(interpreter_builder, "create_dot", count_dot)
+
+    def count(lengths: tuple[int, ...], documents: tuple[tuple[int, ...], ...] = ()) -> Counter[str]:
+        products.clear()
+        for length in lengths:
+            case = Case(1, 2, length, length, 8, 6, 3, documents=documents)
+            inputs = case.inputs(torch.float32)
+            differentiated(partial(cdape_attention, **case.options), inputs, into_output(case, torch.float32))
+        return products.copy()
+
+    lengths = (32, 16, 48)
+    together, alone = count((sum(lengths),), (lengths,)), count(lengths)
+    assert len(alone) == 7
+    assert together == alone
+    assert all(number > 1.5 * together[kernel] for kernel, number in count((sum(lengths),)).items())
