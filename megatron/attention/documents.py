@@ -19,6 +19,7 @@ B batch, T tokens of the forward pass, P tokens that came before them.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -108,6 +109,43 @@ def mask_documents(starts: Tensor, past: int, device: torch.device) -> tuple[Seg
     """All tokens from column P on as one segment, each seeing its own document: arguments as above."""
     first_keys = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
     return (Segment(TokenRange(past, starts.shape[1] - past), first_keys=first_keys),)
+
+
+def compute_document_masks(
+    segments: Sequence[Segment],
+    starts: Tensor,
+    backend: AttentionBackend,
+    encoding: Encoding,
+    window: int | None,
+    like: Tensor,
+    *,
+    dropout: bool,
+) -> tuple[Segment, ...]:
+    """The segments with what a backend makes of their documents, which all layers share, and their recomputation.
+
+    Args:
+        segments: of all tokens from column P on, or of some of them.
+        starts: as above.
+        backend: of all layers, whether it has `compute_document_mask` or not.
+        encoding: of a layer.
+        window: of the layers.
+        like: has the queries' type and device.
+        dropout: are attention weights dropped?
+    """
+    compute = getattr(backend, "compute_document_mask", None)
+    if compute is None:
+        return tuple(segments)
+    return tuple(
+        segment
+        if segment.first_keys is None
+        else replace(
+            segment,
+            document_mask=compute(
+                segment.tokens, segment.context, segment.first_keys, starts, encoding, window, like, dropout=dropout
+            ),
+        )
+        for segment in segments
+    )
 
 
 def restart_positions(

@@ -39,6 +39,9 @@ class AttentionInputs:
     """int32 [B, R]: the index of the first key of each row's document, which never falls from row to row. Keys before
     it are outside of the row's sequence, as columns before index 0 are: nothing of the row depends on them, and a
     processor sees an edge there. For backends and encodings of which `documents.can_mask_documents` says so."""
+    document_mask: Any = None
+    """What the backend made of `first_keys` for these very rows before the layers (`AttentionBackend`s that have
+    `compute_document_mask`)."""
     window: int | None = None
     """A row sees the last `window` keys only, its own included."""
     softcap: float | None = None
@@ -103,6 +106,7 @@ class AttentionInputs:
             key=replace(self.key, start=self.key.start + left, length=right - left),
             key_mask=mask,
             first_keys=first_keys,
+            document_mask=None,
         )
 
 

@@ -15,6 +15,7 @@ B batch, H heads, T tokens of the forward pass, d head dimension.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ class Segment:
     """int32 [sequences, tokens]: the index of the first key of each token's document, where not every one is 0."""
     first_key: int = 0
     """The index of the first key at hand; those before it are hidden by a window."""
+    document_mask: Any = None
+    """What the backend made of `first_keys` before the layers (`documents.compute_document_masks`), of these very
+    tokens."""
 
     @property
     def context(self) -> TokenRange:
@@ -63,7 +67,7 @@ class Segment:
         """Its tokens start … start + length − 1, standing at a column of another forward pass."""
         tokens = replace(self.tokens, start=self.tokens.start + start, length=length)
         first_keys = None if self.first_keys is None else self.first_keys[:, start : start + length]
-        return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys)
+        return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys, document_mask=None)
 
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
@@ -125,7 +129,9 @@ def drop_keys(segments: Sequence[Segment], count: int) -> tuple[Segment, ...]:
         mask = None if segment.key_mask is None else segment.key_mask[:, lost:]
         column = max(segment.first_key_column - count, 0)
         first_key = segment.first_key + lost
-        remaining.append(replace(segment, first_key_column=column, key_mask=mask, first_key=first_key))
+        remaining.append(
+            replace(segment, first_key_column=column, key_mask=mask, first_key=first_key, document_mask=None)
+        )
     return tuple(remaining)
 
 

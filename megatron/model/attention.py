@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
+from megatron.attention.documents import compute_document_masks
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers
@@ -230,6 +231,9 @@ class AttentionContext:
     """The encodings' tables by the layers' indices, where they were computed before the layers (`compute_tables`)."""
     processor_terms: Mapping[int, Any] = field(default_factory=dict)
     """What the backend made of processors and tables before the layers (`compute_processor_terms`)."""
+    masked_segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
+    """By the layers' indices: the segments with what the backend made of documents before the layers
+    (`compute_masks`)."""
     restarted: TokenRange | None = None
     """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
     query_rows: Mapping[int | None, QueryRows] = field(default_factory=dict)
@@ -306,7 +310,7 @@ class PositionedAttention(MegatronModule):
         if self.temperature is not None:
             rows = context.query_rows or describe_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
-        segments = context.segments
+        segments = context.masked_segments.get(self.layer_index, context.segments)
         if context.kv_cache is not None:
             k, v, num_dropped = context.kv_cache.extend(self.layer_index, k, v)
             if num_dropped:
@@ -361,6 +365,7 @@ class PositionedAttention(MegatronModule):
                 processor=self.processor,
                 key_mask=segment.key_mask,
                 first_keys=segment.first_keys,
+                document_mask=segment.document_mask,
                 window=self.window,
                 softcap=self.softcap,
                 heads=heads,
@@ -398,6 +403,24 @@ def compute_tables(
     ranges = [(segment.tokens, segment.context) for segment in segments]
     tables = compute_tables_of_layers([each.encoding for each in attentions], ranges, device)
     return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}
+
+
+def compute_masks(
+    attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
+) -> dict[int, tuple[Segment, ...]]:
+    """The segments of layers of one backend and window with what that makes of their documents, once for all of them
+    and for their recomputation, by the layers' indices.
+
+    Args:
+        starts: int64 [B, all tokens so far] on the CPU, the column at which each token's document begins.
+        like: has the queries' type and device.
+    """
+    first = attentions[0]
+    dropout = first.training and first.config.attention_dropout > 0
+    masked = compute_document_masks(
+        segments, starts, first.backend, first.encoding, first.window, like, dropout=dropout
+    )
+    return dict.fromkeys((each.layer_index for each in attentions), masked)
 
 
 def describe_rows(

@@ -38,6 +38,7 @@ from megatron.model.attention import (
     AttentionContext,
     KVCache,
     PositionedAttention,
+    compute_masks,
     compute_processor_terms,
     compute_tables,
     describe_rows,
@@ -115,6 +116,7 @@ class GPT(GPTModel):
         self._unused_encodings = [name for name, each in self.positions.items() if id(each) not in used]
         """Of those that layers share, the ones that only other pipeline stages' layers have."""
         self._table_groups = group_layers(attentions, lambda each: (type(each.encoding), type(each.backend)))
+        self._mask_groups = group_layers(attentions, lambda each: (type(each.backend), each.window))
         self._processor_groups = group_layers(
             attentions,
             lambda each: (type(each.encoding), type(each.backend), type(each.processor), each.window),
@@ -348,12 +350,16 @@ class GPT(GPTModel):
         attentions = [layer.self_attention.core_attention for layer in self.local_layers]
         tables: dict[int, ScoreTerms] = {}
         terms: dict[int, Any] = {}
+        masked: dict[int, tuple[Segment, ...]] = {}
         for group in self._table_groups:
             tables |= compute_tables([attentions[i] for i in group], segments, hidden.device)
         for group in self._processor_groups:
             terms |= compute_processor_terms([attentions[i] for i in group], segments, tables, hidden)
+        if restarted is not None and document_starts is not None:
+            for group in self._mask_groups:
+                masked |= compute_masks([attentions[i] for i in group], segments, document_starts, hidden)
         rows = describe_rows(attentions, segments, batch, length, hidden.device)
-        context = AttentionContext(segments, kv_cache, num_logits, tables, terms, restarted, rows)
+        context = AttentionContext(segments, kv_cache, num_logits, tables, terms, masked, restarted, rows)
         hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
             kv_cache.length += length

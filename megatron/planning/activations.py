@@ -62,6 +62,8 @@ class LayerActivations:
     """Of what is kept: score maps, a processor's among them."""
     workspace_map_bytes: int
     """One block's maps and their gradients, at the worst moment of attention's backward pass."""
+    shared_bytes: int
+    """Of a micro-batch, kept for all layers together."""
     recomputed_fraction: float
     """The share of the forward pass's score products that the backward pass computes again for want of kept maps."""
 
@@ -101,6 +103,7 @@ def estimate_layer_activations(
         estimator.num_tokens * estimator.hidden_size * estimator.bytes_per_element,
         saved_maps,
         workspace_maps,
+        attention.shared_bytes,
         attention.recomputed_fraction,
     )
 

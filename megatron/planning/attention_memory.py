@@ -37,6 +37,8 @@ from megatron.planning.model_costs import (
 
 MASKED_ROWS = 512
 """Rows of a block that PyTorch's fused attention computes with a mask (`attention/backends/pytorch.py`)."""
+MAX_PACKED_HEAD_DIM = 256
+"""Of flash attention on documents (`attention/backends/pytorch.py`)."""
 MATRIX_ROWS = 256
 """Rows of a block for which the kernels make a matrix of biases (`attention/backends/triton.py`)."""
 
@@ -113,6 +115,8 @@ class AttentionMemory:
     """The most at one time in the backward pass, kept maps not counted again."""
     workspace_map_bytes: int = 0
     """The maps and their gradients among these, with kept ones."""
+    shared_bytes: int = 0
+    """Between the passes, for all layers together."""
     copies_query: bool = False
     """Is a copy of the queries kept (scaled) where they would else be a view?"""
     copies_keys: bool = False
@@ -287,7 +291,13 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # the logarithm of each row's sum
     if shape.encoding.facts.rotates_qk and len(shape.segments) == 1:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
-    # PyTorch's plain causal attention is for whole sequences of one document; else masks in the compute type are kept.
+    # PyTorch's plain causal attention is for whole sequences of one document, and flash attention takes whole rows of
+    # several; else masks in the compute type are kept, those of documents once for all layers.
+    is_half = shape.bytes_per_element == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= MAX_PACKED_HEAD_DIM
+    if shape.has_documents and is_half and len(shape.segments) == 1 and not shape.has_dropout:
+        copies = shape.batch_size > 1  # of several rows, one after another
+        size += shape.query_bytes if copies else 0
+        return AttentionMemory(saved_bytes=size, copies_query=copies, copies_keys=copies, recomputed_fraction=0.5)
     if shape.has_documents:
         blocks = [
             (min(first + MASKED_ROWS, start + length) - first, min(first + MASKED_ROWS, start + length))
@@ -295,8 +305,8 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
             for first in range(start, start + length, MASKED_ROWS)
         ]
         masks = shape.batch_size * shape.bytes_per_element * sum(rows * columns for rows, columns in blocks)
-        size += shape.query_bytes + masks
-    elif len(shape.segments) > 1:
+        return AttentionMemory(saved_bytes=size + shape.query_bytes, shared_bytes=masks, recomputed_fraction=0.5)
+    if len(shape.segments) > 1:
         masked = [(start, length) for start, length in shape.segments if start]
         size += shape.query_bytes + shape.bytes_per_element * sum(length * (start + length) for start, length in masked)
     return AttentionMemory(saved_bytes=size, recomputed_fraction=0.5)

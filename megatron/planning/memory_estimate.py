@@ -227,6 +227,9 @@ class _StageMemory:
         )
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
         self.input_bytes = layers[0][0].input_bytes
+        # Layers of one window share their masks.
+        shared = zip(kinds, get_largest("shared_bytes"), strict=True)
+        self.shared_bytes = sum({own.position.window: size for (own, _), size in shared}.values())
 
     def estimate(self) -> MemoryEstimate:
         """All moments."""
@@ -249,7 +252,7 @@ class _StageMemory:
         # A stage has a buffer for each micro-batch in flight, which is its first layer's input, and one for a gradient.
         received = 0 if self.is_first else self.hidden_bytes
         handed = self.num_in_flight * received + (0 if self.is_last else self.hidden_bytes)
-        handed += self._count_offload_bytes()
+        handed += self._count_offload_bytes() + self.num_in_flight * self.shared_bytes
         in_flight -= self.num_in_flight * received
         # What a stage handed on it keeps until the backward pass of that micro-batch is over.
         output = self.hidden_bytes if not self.is_last else 0

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 from models import VOCABULARY, small_gpt
 from position_methods import ALL, MAPPED, build, random_qkv
 from torch import Tensor
+from torch.nn.attention import varlen
 
-from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, RowBlockBackend, SdpaBackend
+from megatron.attention.backends import pytorch
+from megatron.attention.backends.pytorch import (
+    ChunkedBackend,
+    EagerBackend,
+    RowBlockBackend,
+    SdpaBackend,
+    pack_documents,
+)
 from megatron.attention.documents import can_mask_documents, depends_on_document_start, find_document_starts
 from megatron.attention.inputs import AttentionInputs
 from megatron.model.attention import AttentionContext
@@ -231,3 +239,80 @@ def test_a_layout_that_contradicts_itself_is_refused() -> None:
     learned, long = small_gpt(LENGTH, "learned", "none"), torch.zeros(1, 46, dtype=torch.int64)
     with pytest.raises(UserError, match="a document of 45 tokens"):
         learned(long, document_starts=torch.tensor([[0, *[1] * 45]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "window"), [(0, None), (0, 5), (7, None)])
+def test_masks_that_layers_share_are_their_own(start: int, window: int | None, dtype: torch.dtype) -> None:
+    """To the bit, also of the last rows alone, and in several blocks of rows."""
+    encoding, _ = build("rotary", "none")
+    rows = pack([[3, 8, 1, 6, 4], [22]])
+    starts = first_keys_of(rows)
+    q, k, v = (x.to(dtype).requires_grad_() for x in random_qkv(22))
+    query, key, backend = TokenRange(start, 22 - start), TokenRange(0, 22), SdpaBackend()
+    first_keys = starts[:, start:]
+    mask = backend.compute_document_mask(query, key, first_keys, starts.long(), encoding, window, q, dropout=False)
+    assert [tuple(block.shape) for block in mask] == [(2, 1, 22 - start, 22)]
+    found = []
+    for document_mask in (None, mask):
+        options = {"first_keys": first_keys, "window": window, "document_mask": document_mask}
+        output = backend(AttentionInputs(q[:, :, start:], k, v, query, key, encoding, **options))
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), (q, k, v))])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_flash_attention_is_told_where_documents_lie(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch documents of `varlen_attn`, in plain PyTorch: sequences one after another, and how far a row sees
+    to its left besides itself."""
+    calls = []
+
+    def attend(q, k, v, starts, key_starts, longest, longest_keys, *, window_size):
+        assert starts.dtype == torch.int32
+        assert torch.equal(starts, key_starts)
+        lengths = starts.diff().tolist()
+        assert longest == longest_keys == max(lengths)
+        assert (starts[0], starts[-1], min(lengths) > 0) == (0, len(q), True)
+        calls.append(window_size)
+        left, right = window_size
+        assert right == 0
+        outputs = []
+        for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+            q_own, k_own, v_own = (x.transpose(0, 1) for x in parts)
+            distance = torch.arange(q_own.shape[1])[:, None] - torch.arange(q_own.shape[1])
+            seen = (distance >= 0) & ((distance <= left) if left >= 0 else True)
+            scores = (q_own @ k_own.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+            outputs.append((scores.softmax(-1) @ v_own).transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend)
+    encoding, _ = build("rotary", "none")
+    rows = pack([[3, 8, 1, 6, 4], [22], [1, 21]])
+    starts, span = first_keys_of(rows), TokenRange(0, 22)
+    qkv = [x.requires_grad_() for x in random_qkv(22, batch=3, dtype=torch.float64)]
+    documents = pack_documents(starts.long(), torch.device("cpu"))
+    options = {"first_keys": starts, "window": window}
+    found = []
+    for backend, document_mask in ((EagerBackend(), None), (SdpaBackend(), documents)):
+        output = backend(AttentionInputs(*qkv, span, span, encoding, document_mask=document_mask, **options))
+        found.append([output, *torch.autograd.grad(output.square().sum(), qkv)])
+    for expected, own in zip(*found, strict=True):
+        assert_equal_in_float64(own, expected)
+    assert calls == [(-1, 0) if window in (None, 40) else (window - 1, 0)]
+
+
+@pytest.mark.parametrize("layers_recomputed", [0, 1])
+def test_who_sees_whom_is_found_once_for_all_layers(layers_recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their recomputation included; the last rows of the top layer, where no others are asked for, are others."""
+    gpt = small_gpt(LENGTH, "rotary", "none").train()
+    gpt.checkpoint_layers = layers_recomputed
+    for layer in gpt.local_layers:
+        assert isinstance(layer.self_attention.core_attention.backend, SdpaBackend)
+    built: list[AttentionInputs] = []
+    real = pytorch.compute_visible_mask
+    monkeypatch.setattr(pytorch, "compute_visible_mask", lambda inputs: (built.append(inputs), real(inputs))[1])
+    tokens, starts = torch.randint(VOCABULARY, (len(PACKED), LENGTH)), first_keys_of(PACKED).long()
+    gpt(tokens, document_starts=starts).sum().backward()
+    assert (len(gpt.local_layers), len(built)) == (2, 1)
+    gpt(tokens, num_logits=3, document_starts=starts)
+    assert len(built) == 3

@@ -56,12 +56,26 @@ def assert_blocks(mask: torch_flex.BlockMask, sequence: int, visible: torch.Tens
 
 
 def results(
-    backend, method, qkv, query: TokenRange, window: int | None, heads: slice, cap: float | None, first_keys=None
+    backend,
+    method,
+    qkv,
+    query: TokenRange,
+    window: int | None,
+    heads: slice,
+    cap: float | None,
+    first_keys=None,
+    document_mask=None,
 ) -> dict[str, torch.Tensor]:
     encoding, processor = method
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     key = TokenRange(0, query.stop)
-    options = {"window": window, "heads": heads, "softcap": cap, "first_keys": first_keys}
+    options = {
+        "window": window,
+        "heads": heads,
+        "softcap": cap,
+        "first_keys": first_keys,
+        "document_mask": document_mask,
+    }
     out = backend(AttentionInputs(*leaves, query, key, encoding, processor, **options))
     named = dict(encoding.named_parameters())
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
@@ -98,6 +112,14 @@ def test_it_equals_eager_in_the_output_and_all_gradients(
     exact[0].double()
     doubled = [x.double() for x in qkv]
     assert_within_rounding(found, lambda: results(EagerBackend(), exact, doubled, *rest), torch.float32)
+    if documents:  # with what is made of them before the layers: the same to the bit
+        starts = torch.cat([begins.new_zeros(2, start), begins], 1).long()
+        places = (query, TokenRange(0, 20), begins, starts, encoding, window, q)
+        mask = FlexBackend(EagerBackend()).compute_document_mask(*places, dropout=False)
+        again = results(FlexBackend(EagerBackend()), (encoding, None), qkv, *rest, document_mask=mask)
+        assert all(torch.equal(found[name], again[name]) for name in found)
+        with torch.no_grad():  # a shape that was not trained on
+            assert FlexBackend(EagerBackend()).compute_document_mask(*places, dropout=False) is None
 
 
 @pytest.mark.parametrize(

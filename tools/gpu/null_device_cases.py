@@ -66,6 +66,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "selective_recomputation": {"checkpoint_activations": "selective"},
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "windowed": {"attention_window": 64},
+    "documents": {"attention_mask": "document"},
     "gqa": {"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 256},
     "norms_z_loss": {
         "use_qk_layernorm": True,

@@ -20,7 +20,7 @@ from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
-from megatron.position.token_range import select_heads
+from megatron.position.token_range import TokenRange, select_heads
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,26 @@ class FlexBackend:
             self._trained.add(_describe_shape(inputs))
         return attend_with_flex(inputs)
 
+    def compute_document_mask(
+        self,
+        query: TokenRange,
+        key: TokenRange,
+        first_keys: Tensor,
+        starts: Tensor,
+        encoding: Encoding,
+        window: int | None,
+        like: Tensor,
+        *,
+        dropout: bool,
+    ) -> BlockMask | None:
+        """Which blocks see which of rows of documents, for all layers; None where row blocks compute the rows. As
+        `SdpaBackend.compute_document_mask`."""
+        shape = query.length, key.length, query.start - key.start
+        if dropout or not (torch.is_grad_enabled() or shape in self._trained):
+            return None
+        first_columns = first_keys if key.start == 0 else (first_keys - key.start).clamp_(min=0)
+        return build_document_mask(*shape, window, first_columns)
+
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
         """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
         if inputs.key_mask is not None:
@@ -106,7 +126,9 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
         return score if table is None else score + table[head, (row + offset - column).clamp(min=0)]
 
     sizes = (inputs.query.length, inputs.key.length, offset, inputs.window)
-    if inputs.first_columns is None:
+    if inputs.document_mask is not None:
+        mask = inputs.document_mask
+    elif inputs.first_columns is None:
         mask = build_block_mask(*sizes, inputs.q.device)
     else:
         mask = build_document_mask(*sizes, inputs.first_columns)

@@ -5,7 +5,8 @@ Blocks are half of the work. Recomputed in the backward pass, what is kept betwe
 distances and the output: memory linear in T. Kept, it is half of the whole map.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -16,11 +17,15 @@ from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
+from megatron.position.token_range import TokenRange
 
 MASKED_ROWS = 512
 """Query rows per call where PyTorch takes who sees whom as a mask (with a window or several documents, or where the
 rows are not all of the sequence): in blocks the mask stays linear in T, and no row is computed against keys that come
 after its block."""
+
+MAX_PACKED_HEAD_DIM = 256
+"""The largest head dimension of PyTorch's flash attention, a multiple of 8."""
 
 
 class EagerBackend:
@@ -119,6 +124,37 @@ class SdpaBackend:
     ) -> str | None:
         return find_unsupported_combination("sdpa", encoding, processor, softcap)
 
+    @staticmethod
+    def compute_document_mask(
+        query: TokenRange,
+        key: TokenRange,
+        first_keys: Tensor,
+        starts: Tensor,
+        encoding: Encoding,
+        window: int | None,
+        like: Tensor,
+        *,
+        dropout: bool,
+    ) -> "PackedDocuments | list[Tensor]":
+        """Who sees whom in rows of documents, for all layers: where the documents of whole rows begin, if flash
+        attention takes these, else the masks of blocks of rows.
+
+        Args:
+            query, key: rows and columns of a call.
+            first_keys: int32 [B, R], as in `AttentionInputs`.
+            starts: int64 [B, C] on the CPU, of each token the column at which its document begins.
+            encoding: of a layer.
+            window: of the layers.
+            like: has the queries' type and device.
+            dropout: are attention weights dropped?
+        """
+        if not dropout and query == key and has_packed_attention(like, encoding.dims.head_dim):
+            return pack_documents(starts, like.device)
+        batch = len(first_keys)
+        q, k = (like.new_empty(()).expand(batch, 1, tokens.length, 1) for tokens in (query, key))
+        inputs = AttentionInputs(q, k, k, query, key, encoding, first_keys=first_keys, window=window)
+        return [_build_additive_mask(block) for block in iter_row_blocks(inputs, MASKED_ROWS)]
+
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start
         unbounded = unbounded and inputs.first_keys is None and inputs.key_mask is None
@@ -126,11 +162,72 @@ class SdpaBackend:
             return torch.nn.functional.scaled_dot_product_attention(
                 inputs.q, inputs.k, inputs.v, dropout_p=inputs.dropout, is_causal=True
             )
-        return torch.cat([self._attend_masked(block) for block in iter_row_blocks(inputs, MASKED_ROWS)], dim=2)
+        if isinstance(inputs.document_mask, PackedDocuments):
+            return attend_packed(inputs, inputs.document_mask)
+        blocks = list(iter_row_blocks(inputs, MASKED_ROWS))
+        masks = inputs.document_mask or [compute_visible_mask(block) for block in blocks]
+        return torch.cat([self._attend_masked(*pair) for pair in zip(blocks, masks, strict=True)], dim=2)
 
     @staticmethod
-    def _attend_masked(inputs: AttentionInputs) -> Tensor:
-        mask = compute_visible_mask(inputs)
+    def _attend_masked(inputs: AttentionInputs, mask: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             inputs.q, inputs.k, inputs.v, attn_mask=mask, dropout_p=inputs.dropout
         )
+
+
+def _build_additive_mask(inputs: AttentionInputs) -> Tensor:
+    """[B, 1, R, C] in the queries' type, 0 where a row sees a key and −inf where it does not. PyTorch makes that of a
+    mask of truth values, of each anew, and keeps it for the backward pass."""
+    return torch.zeros((), dtype=inputs.q.dtype, device=inputs.q.device).masked_fill(
+        ~compute_visible_mask(inputs), float("-inf")
+    )
+
+
+@dataclass(frozen=True)
+class PackedDocuments:
+    """Where the documents of all rows of a batch begin, the rows one after another."""
+
+    starts: Tensor
+    """int32 [documents + 1], the last one B · T."""
+    longest: int
+    """Tokens of the longest document."""
+
+
+def pack_documents(starts: Tensor, device: torch.device) -> PackedDocuments:
+    """Of rows whose tokens' documents begin at the columns `starts`, int64 [B, T] on the CPU."""
+    begins = (starts == torch.arange(starts.shape[1])).flatten().nonzero()[:, 0]
+    edges = torch.cat([begins, begins.new_tensor([starts.numel()])])
+    return PackedDocuments(edges.int().to(device, non_blocking=True), int(edges.diff().max()))
+
+
+def has_packed_attention(like: Tensor, head_dim: int) -> bool:
+    """Does flash attention take documents of several lengths with queries of this type, on this device?"""
+    return (
+        like.is_cuda
+        and head_dim % 8 == 0
+        and head_dim <= MAX_PACKED_HEAD_DIM
+        and like.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(like.device) >= (8, 0)
+        and find_spec("torch.nn.attention.varlen") is not None
+    )
+
+
+def attend_packed(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor:
+    """Attention output [B, h, T, d] of whole rows by flash attention on their documents: no masks, and a cost that
+    falls with the documents' length. (`torch.nn.attention.varlen`)"""
+    from torch.nn.attention.varlen import varlen_attn  # absent in versions of PyTorch that exported models may meet
+
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))  # [B · T, h, d]
+    window = inputs.window
+    is_bounded = window is not None and window < documents.longest
+    output: Tensor = varlen_attn(
+        q,
+        k,
+        v,
+        documents.starts,
+        documents.starts,
+        documents.longest,
+        documents.longest,
+        window_size=(window - 1, 0) if is_bounded and window is not None else (-1, 0),
+    )
+    return output.unflatten(0, (len(inputs.q), -1)).transpose(1, 2)
