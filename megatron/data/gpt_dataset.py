@@ -43,7 +43,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
-from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, compute_crossing_share
+from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_shares, compute_crossing_share
 from megatron.data.indexed_dataset import IndexedTokens, check_dataset_content
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import (
@@ -149,13 +149,9 @@ class TrainingDataset(torch.utils.data.Dataset):
 
     def compute_crossing_share(self, seq_length: int) -> float | None:
         """The share of rows of `seq_length` tokens that hold more than one document, weighted as the chains are."""
-        shares = [
-            (weight, share)
-            for chain, weight in zip(self.chains, self.weights, strict=True)
-            if (share := chain.compute_crossing_share(seq_length)) is not None
-        ]
-        total = sum(weight for weight, _ in shares)
-        return sum(weight * share for weight, share in shares) / total if total else None
+        return average_crossing_shares(
+            self.weights, (chain.compute_crossing_share(seq_length) for chain in self.chains)
+        )
 
 
 class CutDataset(torch.utils.data.Dataset):

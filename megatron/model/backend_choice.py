@@ -6,6 +6,7 @@ each rank runs the backends that can do its own part of a layer, holds them to t
 is right on every rank's card.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +35,10 @@ from megatron.attention.check.evidence import (
     write_records,
 )
 from megatron.attention.check.machine import describe_card, describe_software
-from megatron.attention.check.problem import CheckProblem, build_problem
+from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, try_backends
-from megatron.attention.segments import concatenate_ranges, select_chunks
+from megatron.attention.documents import can_mask_documents
+from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import tensor_parallel_heads
@@ -62,6 +64,9 @@ class AttentionTarget:
     """Sequences of a micro-batch."""
     length: int
     """Tokens of the longest sequence."""
+    document_starts: torch.Tensor | None = None
+    """int64 [B, T] on the CPU: rows like the run's, the column at which each token's document begins, where documents
+    are kept apart."""
     resumed_run: Path | None = None
     """The folder of the run that is gone on with, whose choice is kept."""
     kept_backend: str | None = None
@@ -213,6 +218,7 @@ def _choose_by_check(
             heads=heads,
             dtype=target.dtype,
             device=target.device,
+            documents=_describe_documents(position, encoding, candidates[default], target),
         )
         evidence, error = _check(key, problem, candidates, evidence, begun)
     assert evidence is not None
@@ -259,6 +265,7 @@ def describe_check(
             # Not there where there is none: what earlier versions found stays true.
             **({} if model.head_dim is None else {"head_dim": model.head_dim}),
             **({} if softcap is None else {"softcap": softcap}),
+            **({} if target.document_starts is None else {"documents": _hash_starts(target.document_starts)}),
             "length": target.length,
             "batch": target.batch,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -268,6 +275,10 @@ def describe_check(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         },
     }
+
+
+def _hash_starts(starts: torch.Tensor) -> str:
+    return hashlib.sha256(starts.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def list_calls(
@@ -284,6 +295,18 @@ def list_calls(
         # Ranks exchange heads for rows.
         segments, heads = select_chunks(segments, list_context_chunks(rows, mesh.tensor)), ALL_HEADS
     return tuple(segment.tokens for segment in segments), heads
+
+
+def _describe_documents(
+    position: PositionOptions, encoding: Encoding, backend: AttentionBackend, target: AttentionTarget
+) -> CheckedDocuments | None:
+    """The documents of a check's rows as `GPT` lays them out; every backend that is checked takes them alike."""
+    starts, limit = target.document_starts, position.randomized_positions
+    if starts is None:
+        return None
+    masked = can_mask_documents(encoding, backend, randomized=limit is not None)
+    sample: SampleFunction = no_sampling if limit is None else lambda length: sample_positions(length, limit, length)
+    return CheckedDocuments(starts, masked, sample)
 
 
 def _check(

@@ -29,6 +29,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages, find_longest_length, find_stage
 from megatron.data.dataloader import Batch, build_dataloader
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets
+from megatron.data.document_starts import draw_document_starts
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_tokenizer
 from megatron.data.stage_order import StageOrder, begin_order, continue_order
 from megatron.distributed import rng
@@ -306,6 +307,7 @@ def build_components(
         get_torch_dtype(training.compute_dtype),
         batch=training.train_micro_batch_size_per_gpu,
         length=max(datasets.lengths),
+        document_starts=_draw_documents(config, max(datasets.lengths), groups),
         resumed_run=None if resume.checkpoint is None else get_run_of_checkpoint(resume.checkpoint),
         kept_backend=kept_backend,
     )
@@ -448,6 +450,14 @@ def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
             order = begin_order(config.data, block, num_blocks, first_sample=state.consumed_samples)
             state = replace(state, train_samples=num_blocks)
     return replace(resume, trainer_state=replace(state, data_order=order.to_dict())), notes
+
+
+def _draw_documents(config: Config, length: int, groups: ProcessGroups) -> torch.Tensor | None:
+    """Rows like the run's, on which backends are checked that keep their documents apart; None where they do not."""
+    if config.position.attention_mask != "document" or config.data.task is not None or groups.device.type == "cpu":
+        return None
+    starts = draw_document_starts(config.data, config.training.train_micro_batch_size_per_gpu, length)
+    return torch.from_numpy(starts)
 
 
 def _build_datasets(

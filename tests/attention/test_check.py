@@ -22,7 +22,7 @@ from megatron.attention.check.evidence import (
     write_records,
 )
 from megatron.attention.check.machine import describe_card, describe_software
-from megatron.attention.check.problem import CheckProblem, build_problem
+from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, Judge, is_within_rounding, try_backends
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.facts import AttentionDims
@@ -31,6 +31,10 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=64)
 WHOLE = (TokenRange(0, 24),)
+
+
+APART = CheckedDocuments(torch.tensor([[0] * 24, [0] * 5 + [5] * 4 + [9] * 15]), masked=True)
+LONG_APART = CheckedDocuments(torch.tensor([[0] * 250, [0] * 70 + [70] * 61 + [131] * 119]), masked=True)
 
 
 def make_problem(
@@ -42,12 +46,13 @@ def make_problem(
     dtype: torch.dtype = torch.float32,
     batch: int = 2,
     softcap: float | None = None,
+    documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
     torch.manual_seed(1)
     encoding, processor = build(*method, SHAPE)
     return build_problem(
         encoding, processor, segments, batch=batch, window=window, heads=heads, dtype=dtype, device=DEVICE,
-        softcap=softcap,
+        softcap=softcap, documents=documents,
     )  # fmt: skip
 
 
@@ -87,6 +92,16 @@ def count_passes(run, device) -> float:
         (("kerple_log", "cdape"), (TokenRange(0, 40),), {}, 1),
         (("kerple_log", "cdape"), (TokenRange(10, 10), TokenRange(30, 10)), {"heads": slice(0, 2)}, 1 << 24),
         (("rotary", "none"), WHOLE, {}, 1 << 24),
+        (("kerple_log", "none"), WHOLE, {"documents": APART}, 1 << 24),
+        (("rotary", "none"), (TokenRange(0, 250),), {"documents": LONG_APART}, 1),
+        (("kerple_log", "cdape"), (TokenRange(6, 6), TokenRange(18, 6)), {"documents": APART, "window": 5}, 1 << 24),
+        (("fire", "none"), WHOLE, {"documents": replace(APART, masked=False)}, 1 << 24),
+        (
+            ("fire", "cdape"),
+            (TokenRange(6, 6), TokenRange(18, 6)),
+            {"documents": replace(APART, masked=False)},
+            1 << 24,
+        ),
     ],
 )
 def test_a_part_in_float64_is_that_part_of_the_whole(method, segments, options, exact_pairs, monkeypatch) -> None:
@@ -197,6 +212,62 @@ def test_a_wrong_kernel_is_named_and_left(spoil, result: str) -> None:
     assert wrong.excess[result] > 10
     assert wrong.milliseconds is None
     assert Evidence({}, {}, tuple(trials), 0.0).rank_backends() == [right]
+
+
+@pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "none")])
+@pytest.mark.parametrize("shift", [None, 1, -1])
+def test_a_kernel_that_takes_documents_for_others_is_left(method, shift: int | None) -> None:
+    """One that ignores them, and ones that let them begin a token too early or too late."""
+
+    class Ignoring(RowBlockBackend):
+        def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+            assert inputs.first_keys is not None
+            first_keys, rows = inputs.first_keys, inputs.query.indices(inputs.q.device)
+            moved = None if shift is None else torch.where(first_keys > 0, first_keys - shift, 0)
+            moved = None if moved is None else torch.minimum(moved, rows).to(torch.int32)
+            return super().__call__(replace(inputs, first_keys=moved))
+
+    right, wrong = try_backends(
+        make_problem(method, documents=APART, dtype=torch.float16),
+        {"row blocks": RowBlockBackend(8), "wrong": Ignoring(8)},
+        timer=count_passes,
+    )
+    assert right.refusal is None
+    assert wrong.refusal is not None
+    assert wrong.refusal.startswith("errs in ")
+    assert max(wrong.excess["output"], wrong.excess["dk"]) > 10
+    assert make_problem(method, documents=APART).describe()["documents"] == [1, 3]
+
+
+def test_rows_at_the_begin_of_a_document_are_compared(monkeypatch) -> None:
+    """Where not all are: some on either side of the border that is nearest to the middle."""
+    monkeypatch.setattr(problem_module, "MAX_EXACT_PAIRS", 1)
+    monkeypatch.setattr(problem_module, "ROWS_PER_SLAB", 9)
+    problem = make_problem(("kerple_log", "none"), (TokenRange(0, 250),), documents=LONG_APART)
+    assert [(slab.start, slab.stop) for slab in problem.slabs] == [(0, 9), (128, 137), (241, 250)]
+    problem = make_problem(("kerple_log", "cdape"), (TokenRange(0, 250),), documents=LONG_APART)
+    assert [(slab.start, slab.stop) for slab in problem.slabs] == [(0, 1), (131, 132), (249, 250)]
+
+
+def test_documents_have_one_mask_a_problem_and_fewer_sequences_keep_the_last(monkeypatch) -> None:
+    asked = []
+
+    class Masking(RowBlockBackend):
+        def compute_document_mask(self, query, key, first_keys, *rest, dropout):
+            asked.append(first_keys)
+            return "mask"
+
+        def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+            assert inputs.document_mask == "mask"
+            return super().__call__(inputs)
+
+    problem, backend = make_problem(("none", "none"), documents=APART), Masking(8)
+    problem.run(backend)
+    problem.run(backend)
+    assert len(asked) == 1
+    monkeypatch.setattr(problem_module, "MAX_PAIRS", 3 * 24 * 25 // 2)
+    problem = make_problem(("none", "none"), documents=APART)
+    assert (problem.batch, problem.describe()["documents"]) == (1, [3])
 
 
 def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:

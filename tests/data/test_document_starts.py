@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.attention.documents import check_document_starts
 from megatron.data.dataloader import build_dataloader
 from megatron.data.datasets import SampleOrder, build_datasets
-from megatron.data.document_starts import compute_crossing_share
+from megatron.data.document_starts import compute_crossing_share, draw_document_starts
 from megatron.data.stage_order import SourceOrder, StageOrder
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
@@ -96,3 +97,18 @@ def test_documents_that_cannot_be_told_apart_are_refused(dataset, words):
     with pytest.raises(UserError, match=r"documents of .*d do not end with the end-of-document token of .*\(1999\)"):
         build(data)
     assert build(data, apart=False).train is not None
+
+
+def test_rows_are_drawn_by_the_lengths_of_documents(dataset, words):
+    """As many documents begin in them as in the text itself; which a check of attention needs, a border is in one."""
+    data = DataOptions(train_data_paths=[dataset("d", documents())], **words)
+    starts = draw_document_starts(data, 2000, 16)
+    assert starts.dtype == np.int64
+    check_document_starts(torch.from_numpy(starts), 2000, 16)
+    counts = (starts == np.arange(16)).sum(1)
+    assert counts[:-1].max() <= counts[-1] == counts.max()
+    assert (counts.mean() - 1) / 15 == pytest.approx(len(LENGTHS) / sum(LENGTHS), rel=0.08)
+    assert np.array_equal(starts, draw_document_starts(data, 2000, 16))
+    long = DataOptions(train_data_paths=[dataset("long", documents([900]))], **words)
+    drawn = draw_document_starts(long, 2, 16)
+    assert [len(np.unique(row)) for row in drawn] == [1, 2]

@@ -6,7 +6,7 @@ from position_methods import build
 
 from megatron.attention.backends.registry import list_candidates
 from megatron.attention.check.evidence import Trial
-from megatron.attention.check.problem import build_problem
+from megatron.attention.check.problem import CheckedDocuments, build_problem
 from megatron.attention.check.trials import try_backends
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
@@ -15,13 +15,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 
 
-def try_candidates(method: tuple[str, str], *, dtype: torch.dtype = torch.float32) -> list[Trial]:
+def try_candidates(
+    method: tuple[str, str], *, dtype: torch.dtype = torch.float32, documents: CheckedDocuments | None = None
+) -> list[Trial]:
     torch.manual_seed(1)
     encoding, processor = build(*method, SHAPE)
     rows = (TokenRange(0, 13),)
     problem = build_problem(
-        encoding, processor, rows, batch=1, window=None, heads=ALL_HEADS, dtype=dtype, device=DEVICE
-    )
+        encoding, processor, rows, batch=1, window=None, heads=ALL_HEADS, dtype=dtype, device=DEVICE,
+        documents=documents,
+    )  # fmt: skip
     candidates = list_candidates(8, problem.encoding, problem.processor)
     trials = try_backends(problem, candidates, timer=lambda run, device: 1.0)
     assert [trial.backend for trial in trials] == list(candidates)
@@ -37,8 +40,12 @@ def try_candidates(method: tuple[str, str], *, dtype: torch.dtype = torch.float3
         (("kerple_log", "cdape"), torch.float16, {"triton", "row blocks"}),
     ],
 )
-def test_every_backend_is_right(method, dtype, names) -> None:
-    trials = {trial.backend: trial for trial in try_candidates(method, dtype=dtype)}
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_backend_is_right(method, dtype, names, apart: bool) -> None:
+    """Of rows of one document and of three."""
+    starts = torch.tensor([[0] * 4 + [4] * 2 + [6] * 7])
+    documents = CheckedDocuments(starts, masked=method[0] != "fire") if apart else None
+    trials = {trial.backend: trial for trial in try_candidates(method, dtype=dtype, documents=documents)}
     assert names <= trials.keys()
     assert {name: trial.refusal for name, trial in trials.items()} == dict.fromkeys(trials)
     assert all(0 < trial.largest_excess < 4 for trial in trials.values())

@@ -135,6 +135,27 @@ def test_an_earlier_check_of_the_same_is_taken_for_its_word(planted) -> None:
     assert len(planted["calls"]) == 5
 
 
+def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -> None:
+    """A candidate that ignores them is right of rows of one document, and left here."""
+
+    class Ignoring(RowBlockBackend):
+        def __call__(self, inputs):
+            return super().__call__(replace(inputs, first_keys=None))
+
+    planted["candidates"]["slow"] = Ignoring(4)
+    assert choose().record.evidence.get_trial("slow").is_right
+    starts = torch.tensor([[0] * 16, [0] * 5 + [5] * 11])
+    found = choose(target=replace(TARGET, document_starts=starts)).record.evidence
+    assert found.get_trial("slow").refusal.startswith("errs in ")
+    assert found.get_trial("fast").is_right
+    assert found.problem["documents"] == [1, 2]
+    planted["calls"].clear()
+    choose(target=replace(TARGET, document_starts=starts.clone()))
+    assert planted["calls"] == []
+    choose(target=replace(TARGET, document_starts=torch.tensor([[0] * 16, [0] * 6 + [6] * 10])))
+    assert len(planted["calls"]) == 5
+
+
 def test_what_time_did_not_suffice_for_is_tried_next_time_and_what_was_refused_is_not(planted, monkeypatch) -> None:
     real = backend_choice.try_backends
 

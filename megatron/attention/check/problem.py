@@ -9,18 +9,20 @@ B batch, h heads of a rank, R its rows of a segment, C columns, d head dimension
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.check.fused_reference import attend_as_fused
+from megatron.attention.documents import compute_document_masks, split_documents
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import precompute_terms
+from megatron.attention.segments import SampleFunction, Segment, attend_segments, no_sampling, select_chunks
 from megatron.position.base import ConvolutionParameters
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
@@ -53,6 +55,32 @@ class Slab:
 
 
 @dataclass(frozen=True)
+class CheckedDocuments:
+    """Documents that are kept apart."""
+
+    starts: Tensor
+    """int64 [B, T] on the CPU: of each token of the whole rows, the column at which its document begins."""
+    masked: bool
+    """Is attention computed for all of a row at once (`documents.can_mask_documents`), or document by document?"""
+    sample: SampleFunction = no_sampling
+    """Of randomized positions."""
+
+    def select_last(self, num_rows: int) -> "CheckedDocuments":
+        """Of the last sequences."""
+        return replace(self, starts=self.starts[-num_rows:])
+
+    def split_rows(self, start: int, length: int) -> tuple[Segment, ...]:
+        """Segments of the rows start … start + length − 1 of all sequences, a document each."""
+        segments = split_documents(self.starts, sample=self.sample)
+        return select_chunks(segments, [(start, length)], join_neighbours=False)
+
+    def find_borders(self, tokens: TokenRange) -> list[int]:
+        """The rows of a segment, from 0 on, at which a document of the last sequence begins after another."""
+        row = self.starts[-1, tokens.start : tokens.stop]
+        return ((row[1:] != row[:-1]).nonzero()[:, 0] + 1).tolist()
+
+
+@dataclass(frozen=True)
 class CheckProblem:
     """What one layer of a rank computes. Build it with `build_problem`."""
 
@@ -69,6 +97,8 @@ class CheckProblem:
     device: torch.device
     softcap: float | None = None
     """Bound of q·k/√d."""
+    documents: CheckedDocuments | None = None
+    """Each row then sees its own document's keys; None where each sequence is one."""
     seed: int = SEED
     """Of queries, keys, values and the output's gradient."""
 
@@ -90,7 +120,8 @@ class CheckProblem:
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:
         """The rows that are compared."""
-        return tuple(_choose_slabs(self.segments, self._rows_per_segment))
+        borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
+        return tuple(_choose_slabs(self.segments, self._rows_per_segment, borders))
 
     @property
     def _rows_per_segment(self) -> int:
@@ -116,6 +147,7 @@ class CheckProblem:
             "keys": self.num_columns,
             "compared_rows": [[slab.start, slab.stop] for slab in self.slabs],
             "compared_heads": [[heads.start, heads.stop] for heads in self.head_ranges],
+            **({} if self.documents is None else {"documents": _count_documents(self.documents.starts)}),
         }
 
     @cached_property
@@ -142,6 +174,10 @@ class CheckProblem:
     def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
         """What a backend is asked for, of a segment's queries and all keys and values."""
         query = self.segments[segment]
+        first_keys = None
+        if self.documents is not None:
+            starts = self.documents.starts[:, query.start : query.stop]
+            first_keys = starts.to(device=self.device, dtype=torch.int32)
         return AttentionInputs(
             q=q,
             k=k[:, :, : query.stop],
@@ -150,22 +186,89 @@ class CheckProblem:
             key=TokenRange(0, query.stop, query.sampled),
             encoding=self.encoding,
             processor=self.processor,
+            first_keys=first_keys,
             window=self.window,
             softcap=self.softcap,
             heads=self.heads,
         )
 
     def list_inputs(self) -> list[AttentionInputs]:
-        """What a backend is asked for, of each segment."""
+        """What a backend is asked for, of each segment, or of each of its documents."""
         queries, k, v, _ = self._drawn
-        return [self.build_inputs(segment, q, k, v) for segment, q in enumerate(queries)]
+        found: list[AttentionInputs] = []
+        for segment, q in enumerate(queries):
+            self._attend(lambda inputs: (found.append(inputs), inputs.q)[1], segment, q, k, v)
+        return found
+
+    def _attend(
+        self, compute: Callable[[AttentionInputs], Tensor], segment: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """The output of a segment's rows, in one call or document by document, as a model's layer makes it."""
+        if self.documents is None:
+            return compute(self.build_inputs(segment, q, k, v))
+        tokens = self.segments[segment]
+        if not self.documents.masked:
+            return self._attend_by_document(compute, self.documents, tokens, q, k, v)
+        inputs = self.build_inputs(segment, q, k, v)
+        return compute(replace(inputs, document_mask=self._get_document_mask(compute, inputs)))
+
+    def _get_document_mask(self, compute: Any, inputs: AttentionInputs) -> Any:
+        """What a backend makes of the documents before the layers: once, as for all layers of a model."""
+        key = (compute, inputs.query.start)
+        if key not in self._document_masks:
+            assert self.documents is not None
+            assert inputs.first_keys is not None
+            segment = Segment(inputs.query, first_keys=inputs.first_keys)
+            (segment,) = compute_document_masks(
+                [segment], self.documents.starts, compute, self.encoding, self.window, inputs.q, dropout=False
+            )
+            self._document_masks[key] = segment.document_mask
+        return self._document_masks[key]
+
+    @cached_property
+    def _document_masks(self) -> dict[tuple[Any, int], Any]:
+        return {}
+
+    def _attend_by_document(
+        self,
+        compute: Callable[[AttentionInputs], Tensor],
+        documents: CheckedDocuments,
+        rows: TokenRange,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        **changes: Any,
+    ) -> Tensor:
+        """The output of some rows, each document by itself.
+
+        Args:
+            rows: of all sequences of `documents`.
+            changes: to what a backend is asked for.
+        """
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+            inputs = AttentionInputs(
+                q=q,
+                k=k,
+                v=v,
+                query=segment.tokens,
+                key=segment.context,
+                encoding=self.encoding,
+                processor=self.processor,
+                window=self.window,
+                softcap=self.softcap,
+                heads=self.heads,
+            )
+            return compute(replace(inputs, **changes))
+
+        return attend_segments(q, k, v, documents.split_rows(rows.start, rows.length), attend)
 
     def run(self, backend: AttentionBackend) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Outputs of the segments, and the gradients of queries, keys, values and parameters, by name."""
         queries, k, v, gradients = self._drawn
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
-        outputs = [backend(self.build_inputs(i, q, k_leaf, v_leaf)) for i, q in enumerate(q_leaves)]
+        outputs = [self._attend(backend, i, q, k_leaf, v_leaf) for i, q in enumerate(q_leaves)]
         named = dict(_named_parameters(self.encoding, self.processor))
         leaves = [*q_leaves, k_leaf, v_leaf, *named.values()]
         found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
@@ -207,6 +310,21 @@ class CheckProblem:
                 rows = slice(slab.start, slab.stop)
                 q_leaves.append(queries[slab.segment][-1:, score_heads, rows].double().requires_grad_())
                 tokens = self.segments[slab.segment]
+                own_heads = own if self.processor is None else self.heads
+                upstream.append(gradients[slab.segment][-1:, heads, rows].double())
+                if self.documents is not None:  # each alone, whatever a backend makes of several
+                    compared = TokenRange(tokens.start + slab.start, slab.stop - slab.start)
+                    output = self._attend_by_document(
+                        lambda inputs: attend_as_fused(precompute_terms(inputs)),
+                        self.documents.select_last(1),
+                        compared,
+                        *(q_leaves[-1], k_leaves[-1], v_leaves[-1]),
+                        encoding=encoding,
+                        processor=processor,
+                        heads=own_heads,
+                    )
+                    outputs.append(output)
+                    continue
                 inputs = AttentionInputs(
                     q=q_leaves[-1],
                     k=k_leaves[-1],
@@ -217,12 +335,11 @@ class CheckProblem:
                     processor=processor,
                     window=self.window,
                     softcap=self.softcap,
-                    heads=own if self.processor is None else self.heads,
+                    heads=own_heads,
                 )
                 # Without the columns that none of its rows depends on.
                 block = inputs.select_rows(0, slab.stop - slab.start)
                 outputs.append(attend_as_fused(precompute_terms(block)))
-                upstream.append(gradients[slab.segment][-1:, heads, rows].double())
         named = dict(_named_parameters(encoding, processor))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
         found = list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, materialize_grads=True))
@@ -262,6 +379,7 @@ def build_problem(
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
+    documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
     """The attention of one layer on copies of its modules, with less of it where that would take long: fewer sequences
     first, then each segment's last rows.
@@ -275,19 +393,27 @@ def build_problem(
         dtype: what the run computes in, its parameters too.
         device: where.
         softcap: bound of q·k/√d; None for none.
+        documents: of the sequences, where they are kept apart; the last one is compared.
     """
     own = _copy_disturbed(encoding, dtype, device)
     own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
-    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, softcap)
+    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, softcap, documents)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
     if affordable >= batch:
         return problem
+    fewer = max(min(affordable, batch), 1)
+    problem = replace(problem, batch=fewer, documents=None if documents is None else documents.select_last(fewer))
     if affordable >= 1:
-        return replace(problem, batch=affordable)
+        return problem
     rows = max(MAX_PAIRS // (problem.num_heads * problem.num_columns * len(segments)), 1)
     last = [min(rows, tokens.length) for tokens in segments]
     cut = tuple(replace(s, start=s.stop - n, length=n) for s, n in zip(segments, last, strict=True))
-    return replace(problem, batch=1, segments=cut)
+    return replace(problem, segments=cut)
+
+
+def _count_documents(starts: Tensor) -> list[int]:
+    """Of each sequence."""
+    return (starts == torch.arange(starts.shape[1])).sum(1).tolist()
 
 
 def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
@@ -318,14 +444,20 @@ def _count_pairs(tokens: TokenRange, window: int | None) -> int:
     return tokens.length * window
 
 
-def _choose_slabs(segments: tuple[TokenRange, ...], rows_per_segment: int) -> Iterator[Slab]:
+def _choose_slabs(
+    segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
+) -> Iterator[Slab]:
     """All rows of a segment if they are no more than that, else the first ones, some that begin in the middle of a
-    tile, and the last ones."""
+    tile, and the last ones.
+
+    borders: the rows of each segment at which documents begin: those in the middle are then some on either side of one.
+    """
     for index, tokens in enumerate(segments):
         if tokens.length <= rows_per_segment:
             yield Slab(index, 0, tokens.length)
             continue
         size = max(min(rows_per_segment // 3, ROWS_PER_SLAB), 1)
-        middle = max(tokens.length // 2 - size // 3, size)
+        border = min(borders[index], key=lambda row: abs(row - tokens.length // 2), default=tokens.length // 2)
+        middle = max(border - size // 3, size)
         for start in sorted({0, min(middle, tokens.length - 2 * size), tokens.length - size}):
             yield Slab(index, start, start + size)
