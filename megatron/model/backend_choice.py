@@ -218,7 +218,7 @@ def _choose_by_check(
             heads=heads,
             dtype=target.dtype,
             device=target.device,
-            documents=_describe_documents(position, encoding, candidates[default], target),
+            documents=_describe_documents(position, kind.encoding, candidates[default], target),
         )
         evidence, error = _check(key, problem, candidates, evidence, begun)
     assert evidence is not None

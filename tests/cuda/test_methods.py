@@ -35,7 +35,6 @@ SAMPLE = [
     *list_feature_cases(["rotary"], ["fp32", "head_dim_96", "windowed"]),
     *list_zero_cases(["kerple_log"]),
     Case("rotary-sdpa-documents", "rotary", {"attention_backend": "sdpa", "attention_mask": "document"}),
-    Case("kerple_log-flex-documents", "kerple_log", {"attention_backend": "flex", "attention_mask": "document"}),
     *[Case(f"{name}-auto-capped", name, {"attn_logit_softcapping": 50.0}) for name in ("rotary", "kerple_log")],
 ]
 CASES = list({case.name: case for case in SAMPLE}.values())

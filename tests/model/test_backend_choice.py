@@ -143,9 +143,9 @@ def test_rows_of_documents_are_checked_where_the_run_keeps_them_apart(planted) -
             return super().__call__(replace(inputs, first_keys=None))
 
     planted["candidates"]["slow"] = Ignoring(4)
-    assert choose().record.evidence.get_trial("slow").is_right
+    assert choose().records[0].evidence.get_trial("slow").is_right
     starts = torch.tensor([[0] * 16, [0] * 5 + [5] * 11])
-    found = choose(target=replace(TARGET, document_starts=starts)).record.evidence
+    found = choose(target=replace(TARGET, document_starts=starts)).records[0].evidence
     assert found.get_trial("slow").refusal.startswith("errs in ")
     assert found.get_trial("fast").is_right
     assert found.problem["documents"] == [1, 2]
