@@ -32,8 +32,8 @@ Gradients come one after the other while activations go (a test sums the tensors
 "Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none, but a
 buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32 sums of bf16 gradients (ZeRO 2), and, where
 gradients accumulate, their sums and a bucket in the same type from one micro-batch to the next (ZeRO 1).
-At the loss ZeRO 3 has its bucket and the gathered weights that are used again within `stage3_max_reuse_distance`
-elements: nothing releases those, which are as many as half of it.
+ZeRO 3 has its part of the gradients at all times, and at the loss its bucket and the gathered weights that are used
+again within `stage3_max_reuse_distance` elements: nothing releases those, which are as many as half of it.
 Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
 """
 
@@ -402,7 +402,8 @@ class _ModelStates:
             self.accumulated = type_bytes * num_parameters if accumulates else 0
             self.reduce_gradients, self.reduce_step = type_bytes * num_parameters, self.partition
         else:
-            self.accumulated = self.summed if accumulates else 0
+            # ZeRO 3 has room for its part of the gradients at all times.
+            self.accumulated = self.summed if accumulates or zero.stage == 3 else 0
             self.reduce_gradients, self.reduce_step = b * self.bucket, self.summed
             if self.is_flat and self.keeps_fp32 and num_shards == 1:
                 self.reduce_buffers = 4 * min(CAST_ELEMENTS, self.bucket)

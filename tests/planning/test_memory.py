@@ -125,6 +125,7 @@ def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss(recompute: bool)
                    checkpoint_activations=recompute)  # fmt: skip
         parameters = count_parameters(settled(name, "rotary"), 50257)
         assert found.moments[0].buffers == 2 * min(parameters, 10**9 // 2) + 2 * min(parameters, 500_000_000)
+        assert found.moments[0].gradients == -(-parameters // 8) * 2  # its part, in one tensor for good
 
 
 def test_a_pipeline_stage_keeps_what_it_handed_on_until_its_backward_pass_is_over() -> None:
