@@ -73,10 +73,12 @@ lint: setup-dev
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
+# Tests outside tests/cuda that `make test` skips for want of a GPU or of the CUDA build, and that compute nothing.
+NEED_CUDA := tests/distributed/test_hardware.py tests/test_requirements.py::test_triton_is_the_one_that_torch_asks_for
 # pytest itself runs on the null device. A file's tests share what its fixtures made, so each file stays in one process.
 test-cuda: setup-cuda
 	@OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m megatron.rehearsal.null_device \
-		-m pytest tests/cuda -n 2 --dist loadfile --durations 5
+		-m pytest tests/cuda $(NEED_CUDA) -n 2 --dist loadfile --durations 5
 
 # What tests/cluster starts a SLURM of its own from. Nothing runs after the installation, and nothing is configured.
 SLURM_PACKAGES := slurmctld slurmd slurm-client munge

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_types import pair_with_types
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -171,7 +172,7 @@ def test_the_formulas_whose_rounding_is_allowed_are_the_reference(case: Case) ->
         torch.testing.assert_close(found[name], exact, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), pair_with_types(SMALL), ids=str)
 @pytest.mark.usefixtures("uninitialised_is_nan")
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _ours(case, dtype, device)

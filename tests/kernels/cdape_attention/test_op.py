@@ -22,6 +22,7 @@ from cdape_calls import (
     takes_fields,
     truth,
 )
+from kernel_types import pair_with_types
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import interpreter_builder
@@ -57,7 +58,7 @@ def _assert_rounding_alone(
 
 
 @pytest.mark.usefixtures("tall_tiles")
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), pair_with_types(SMALL), ids=str)
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _assert_rounding_alone(case, dtype, device)
     assert (found["b2"] == 0).all()
