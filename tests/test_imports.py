@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -214,14 +215,20 @@ def _files(part: str) -> list[Path]:
     return [path] if path.suffix == ".py" else sorted(path.rglob("*.py"))
 
 
+@cache
+def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Wherever in a file they are; several tests ask for those of all files."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _imports(path: Path) -> set[str]:
     """Absolute names of all modules a file imports, anywhere in it."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             names.add(".".join(part for part in (base, node.module or "") if part))
     return names
@@ -252,7 +259,7 @@ def _imported(path: Path, modules: dict[str, Path]) -> set[str]:
     """Our modules that a file imports, anywhere in it; `from package import module` names the module."""
     found = {name for name in _imports(path) if name in modules}
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_statements(path):
         if isinstance(node, ast.ImportFrom):
             base = (
                 ".".join((*package[: len(package) - node.level + 1], node.module or "")) if node.level else node.module
