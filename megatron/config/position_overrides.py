@@ -55,8 +55,8 @@ def override_position(
         return position
     if has_learned_temperature(model, position):
         raise UserError(
-            f"temperature {temperature}: the run was trained with {position.attention_temperature}, whose parameters "
-            "are learned; no other can take its place"
+            f"temperature {temperature}: the run was trained with {', '.join(position.temperatures)}, whose "
+            "parameters are learned; no other can take its place"
         )
     if has_learned_temperature(model, chosen):
         raise UserError(
@@ -83,7 +83,6 @@ def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
 
 def has_learned_temperature(model: ModelOptions, position: PositionOptions) -> bool:
     """Has the temperature of a configuration parameters, as far as its file says?"""
-    if position.attention_temperature == "none":
-        return False
-    facts = read_temperature_facts(position.attention_temperature)
-    return facts.has_parameters(position.attention_temperature_options, **get_attention_sizes(model))
+    options, sizes = position.attention_temperature_options, get_attention_sizes(model)
+    facts = (read_temperature_facts(name) for name in position.temperatures if name != "none")
+    return any(each.has_parameters(options, **sizes) for each in facts)

@@ -85,7 +85,7 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
     )
     yield from validate_methods(
         "attention_temperature",
-        [position.attention_temperature],
+        position.temperatures,
         method_names.list_temperature_values(),
         position.attention_temperature_options,
         method_names.list_temperature_options,

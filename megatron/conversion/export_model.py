@@ -125,7 +125,7 @@ def _write_code(run: TrainedRun, folder: Path) -> dict[str, str]:
     """The code of a model; returns where its classes are (`auto_map`)."""
     position = run.config.position
     files, suffix = add_content_digest(
-        bundle_modeling_code(position.encodings, position.processors, position.attention_temperature)
+        bundle_modeling_code(position.encodings, position.processors, position.temperatures)
     )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -74,18 +74,16 @@ def _find(known: dict[str, Any], name: str) -> Any:
 
 
 def bundle_modeling_code(
-    encodings: Sequence[str], processors: Sequence[str], temperature: str = "none"
+    encodings: Sequence[str], processors: Sequence[str], temperatures: Sequence[str] = ()
 ) -> dict[str, str]:
     """The files of a model's code, by name.
 
     Args:
-        encodings, processors: of the model's layers; `none` for no processor.
-        temperature: the model's; `none` for no temperature.
+        encodings, processors, temperatures: of the model's layers; `none` for no processor and no temperature.
     """
     methods: list[type[PositionModule]] = [registry.load_encoding_class(name) for name in encodings]
     methods += [registry.load_processor_class(name) for name in processors if name != "none"]
-    if temperature != "none":
-        methods.append(registry.load_temperature_class(temperature))
+    methods += [registry.load_temperature_class(name) for name in temperatures if name != "none"]
     files = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE.read_text(encoding="utf-8")}
     pending = [MODELING_FILE, *(_get_source_file(method) for method in methods)]
     while pending:

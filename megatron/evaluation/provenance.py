@@ -92,7 +92,7 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions) ->
 def _name_temperature(position: PositionOptions) -> str | None:
     from megatron.position.registry import load_temperature_class
 
-    name = position.attention_temperature
+    name = position.temperature
     if name == "none":
         return None
     options = _list_differing_options(position.attention_temperature_options, load_temperature_class(name))

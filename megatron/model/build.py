@@ -312,7 +312,7 @@ def _build_gpt(
             backend,
             multipliers.query,
             model.attn_logit_softcapping,
-            build_temperature_from_options(position, build_attention_dims(model)),
+            build_temperature_from_options(own, build_attention_dims(model)),
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
         own_encoding = None if shared else encoding

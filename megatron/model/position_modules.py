@@ -14,8 +14,10 @@ from megatron.position.catalog import (
     MethodFileError,
     list_encodings,
     list_processors,
+    list_temperatures,
     select_encoding_options,
     select_processor_options,
+    select_temperature_options,
 )
 from megatron.position.facts import AttentionDims, OptionError
 from megatron.utils.errors import UserError
@@ -48,7 +50,7 @@ def list_layer_positions(position: PositionOptions, num_layers: int) -> list[Pos
         if key not in kinds:
             kinds[key] = _select_options(position.for_layer(layer))
         positions.append(kinds[key])
-    for name in ("pos_emb_options", "score_processor_options"):
+    for name in ("pos_emb_options", "score_processor_options", "attention_temperature_options"):
         for option in getattr(position, name):
             if not any(option in getattr(own, name) for own in kinds.values()):
                 raise UserError(f"{name}.{option}: no layer's method has such an option", f"{name}.{option}")
@@ -68,6 +70,9 @@ def _select_options(own: PositionOptions) -> PositionOptions:
             values["pos_emb_options"] = select_encoding_options(own.encoding, own.pos_emb_options)
         if own.processor in ("none", *list_processors()):
             values["score_processor_options"] = select_processor_options(own.processor, own.score_processor_options)
+        if own.temperature in ("none", *list_temperatures()):
+            given = own.attention_temperature_options
+            values["attention_temperature_options"] = select_temperature_options(own.temperature, given)
     except MethodFileError as error:
         raise UserError(f"pos_emb: {error}", "pos_emb") from error
     return own.replace(**values)
@@ -100,10 +105,12 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
             if len(position.processors) > 1:
                 given = select_processor_options(name, given)
             options["score_processor_options"] |= canonical_options(load_processor_class(name), given)
-    name = position.attention_temperature
-    if name != "none":
-        given = position.attention_temperature_options
-        options["attention_temperature_options"] |= canonical_options(load_temperature_class(name), given)
+    for name in position.temperatures:
+        if name != "none":
+            given = position.attention_temperature_options
+            if len(position.temperatures) > 1:
+                given = select_temperature_options(name, given)
+            options["attention_temperature_options"] |= canonical_options(load_temperature_class(name), given)
     return options
 
 
@@ -138,7 +145,7 @@ def build_temperature_from_options(options: PositionOptions, dims: AttentionDims
     """A fresh temperature, or None where there is none. Raises UserError that names the key."""
     from megatron.position.registry import build_temperature
 
-    if options.attention_temperature == "none":
+    if options.temperature == "none":
         if options.attention_temperature_options:
             raise UserError(
                 "attention_temperature_options are given, but attention_temperature is none",
@@ -146,7 +153,7 @@ def build_temperature_from_options(options: PositionOptions, dims: AttentionDims
             )
         return None
     try:
-        return build_temperature(options.attention_temperature, dims, options.attention_temperature_options)
+        return build_temperature(options.temperature, dims, options.attention_temperature_options)
     except ValueError as error:
         raise UserError(f"attention_temperature: {error}", _find_key("attention_temperature", error)) from error
 

@@ -257,7 +257,7 @@ def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any
     return period[0] if len(period) == 1 else period
 
 
-LAYER_KEYS = ("pos_emb", "attention_window", "score_processor")
+LAYER_KEYS = ("pos_emb", "attention_window", "score_processor", "attention_temperature")
 """The keys that may differ from layer to layer: one value for all, or a list that repeats from the first to the last.
 """
 
@@ -309,14 +309,16 @@ class PositionOptions(ConfigSection):
         "options of that processor, see `./deepy.py positions`; of several, each takes those that it has",
         policy="architecture",
     )
-    attention_temperature: str = config_field(
+    attention_temperature: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
         "factor on each query, by which its scores grow with the keys that it sees: none, or a file of "
-        "megatron/position/temperatures",
+        "megatron/position/temperatures; a list is a pattern of layers",
         policy="architecture",
     )
     attention_temperature_options: dict[str, Any] = config_field(
-        dict, "options of that temperature, see `./deepy.py positions`", policy="architecture"
+        dict,
+        "options of that temperature, see `./deepy.py positions`; of several, each takes those that it has",
+        policy="architecture",
     )
 
     @property
@@ -331,6 +333,12 @@ class PositionOptions(ConfigSection):
         return list(dict.fromkeys(given if isinstance(given, list) else [given]))
 
     @property
+    def temperatures(self) -> list[str]:
+        """The temperatures of the layers, each once; `none` where layers have none."""
+        given = self.attention_temperature
+        return list(dict.fromkeys(given if isinstance(given, list) else [given]))
+
+    @property
     def encoding(self) -> str:
         """`pos_emb` of one layer; not for a pattern of layers, which has none."""
         return self._get_single("pos_emb")
@@ -339,6 +347,11 @@ class PositionOptions(ConfigSection):
     def processor(self) -> str:
         """`score_processor` of one layer."""
         return self._get_single("score_processor")
+
+    @property
+    def temperature(self) -> str:
+        """`attention_temperature` of one layer."""
+        return self._get_single("attention_temperature")
 
     @property
     def window(self) -> int | None:

@@ -115,7 +115,7 @@ class _LayerEstimator:
         model = config.model
         self.model, self.sizes = model, sizes
         self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
-        self.scales_queries = config.position.attention_temperature != "none"
+        self.scales_queries = config.position.temperature != "none"
         self.learns_scale = count_temperature_parameters(model, config.position) > 0
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]

@@ -144,7 +144,7 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
 
 def count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
     """Parameters of one layer's temperature. Raises UserError as `plan_encoding`."""
-    key, name = "attention_temperature", position.attention_temperature
+    key, name = "attention_temperature", position.temperature
     if name == "none":
         return 0
     facts = _read_facts(key, name, list_temperatures(), read_temperature_facts, TemperatureCost)

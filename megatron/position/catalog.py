@@ -132,6 +132,11 @@ def select_processor_options(name: str, options: Mapping[str, Any]) -> dict[str,
     return {} if name == "none" else _select_options(read_processor_facts(name), options)
 
 
+def select_temperature_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a temperature; `none` has no option."""
+    return {} if name == "none" else _select_options(read_temperature_facts(name), options)
+
+
 def _select_options(facts: MethodFacts, options: Mapping[str, Any]) -> dict[str, Any]:
     known = facts.defaults
     return {name: value for name, value in options.items() if known is None or name in known}

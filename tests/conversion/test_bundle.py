@@ -42,7 +42,7 @@ def check_bundle(files: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("temperature", list_temperatures())
 def test_a_bundle_has_its_temperature(temperature: str) -> None:
-    files = bundle_modeling_code(["rotary"], ["dape"], temperature)
+    files = bundle_modeling_code(["rotary"], ["dape"], [temperature, "none"])
     check_bundle(files)
     assert f'TEMPERATURES = {{"{temperature}": ' in files["registry.py"]
 

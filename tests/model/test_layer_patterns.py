@@ -30,6 +30,10 @@ MIXED: dict[str, dict[str, Any]] = {
         "pos_emb": ["kerple_log", "t5"], "score_processor": ["dape", "none"], "attention_window": [7, 3],
         "pos_emb_per_layer": True,
     },
+    "temperature in global layers": {
+        "pos_emb": ["none", "rotary"], "attention_window": [None, 6], "attention_temperature": ["logn", "none"],
+        "attention_temperature_options": {"length": 5},
+    },
 }  # fmt: skip
 
 
@@ -107,6 +111,8 @@ def test_each_layer_is_that_of_a_model_of_its_kind(name: str) -> None:
         single = {key: value[index % len(value)] if isinstance(value, list) else value for key, value in keys.items()}
         if single.get("score_processor", "none") == "none":
             single.pop("score_processor_options", None)
+        if single.get("attention_temperature", "none") == "none":
+            single.pop("attention_temperature_options", None)
         same = build(**single)
         attention, target = layer.self_attention.core_attention, same.decoder.layers[index]
         target.load_state_dict(layer.state_dict())

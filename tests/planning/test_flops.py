@@ -32,7 +32,7 @@ def test_every_method(processor: str) -> None:
         {"attention_window": 500},
         {"attention_temperature": "ssmax"},
         {"num_layers": 4, "pos_emb": ["rotary", "cope"], "attention_window": [None, 5, 3, 7],
-         "score_processor": ["cdape", "none"]},
+         "score_processor": ["cdape", "none"], "attention_temperature": ["ssmax", "none"]},
         {"num_kv_heads": 1, "head_dim": 24, "score_processor": "cdape"},
         {"head_dim": 24, "pos_emb": "transformer_xl"},
         {"num_attention_heads": 4, "num_kv_heads": 2, "activation": "gelu_tanh"},

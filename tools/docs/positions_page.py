@@ -110,10 +110,10 @@ Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layer
 LAYERS_THAT_DIFFER = """\
 ## Layers that differ
 
-`pos_emb`, `attention_window` and `score_processor` each take a list in the place of a value.
+`pos_emb`, `attention_window`, `score_processor` and `attention_temperature` take a list in the place of a value.
 The list is a pattern: its first entry is for the first layer, and it repeats from the first layer to the last.
 Its length must divide `num_layers`; a list of `num_layers` entries names every layer.
-The three lists may have different lengths, and one value beside them holds for all layers:
+The lists may have different lengths, and one value beside them holds for all layers:
 
 ```yaml
 pos_emb: [rotary, rotary, rotary, none]
@@ -123,15 +123,16 @@ score_processor: [none, none, none, cdape]
 
 These are 3 layers that turn queries and keys and see 512 tokens, then one that sees all and knows no positions,
 in which CDAPE reads the scores.
-`pos_emb_options` and `score_processor_options` hold for every method of the pattern that has the option.
+Options (`pos_emb_options` and the others) hold for every method of the pattern that has the option.
 Layers with the same encoding share its parameters and its table, unless `pos_emb_per_layer` is true.
 What is added to the token embeddings (`learned`, `sinusoidal`) belongs to no layer and can be in no pattern.
 A cache of keys and values keeps of a layer with a window the keys that later tokens can see, and no others.
 `evaluate --window W` gives every layer the window W.
 
-There are three overlays of this kind.
+There are four overlays of this kind.
 `rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) put layers with RoPE in a window beside layers that see
-all tokens without positions; `smollm3` leaves RoPE out of every fourth layer.
+all tokens without positions.
+`smollm3` leaves RoPE out of every fourth layer, and `irope` gives such a layer Llama 4's temperature.
 megatron-core's keys are understood: `no_rope_freq`, `window_size` and `window_attn_skip_freq`, with a number or a list.
 """
 

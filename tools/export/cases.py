@@ -91,7 +91,8 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     yield ExportCase("parallel residual", {**with_cdape, "gpt_j_residual": True})
     yield ExportCase("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
     yield ExportCase("grouped queries", {**with_cdape, "num_kv_heads": 1})
-    layers = {
+    layers: dict[str, Any] = {
+        "attention_temperature": ["none", "ssmax"],
         "pos_emb": ["rotary", "kerple_log"], "attention_window": [9, None], "score_processor": ["none", "cdape"],
         "pos_emb_options": {"base": 5000},
         "score_processor_options": {"kernel_size": 5},

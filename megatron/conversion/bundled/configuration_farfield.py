@@ -29,7 +29,8 @@ class FarfieldConfig(PretrainedConfig):
         train_length: tokens of a training sequence. Any length can be read, but the model was not trained on it.
         position_table: rows of a table of absolute positions, for encodings that have one.
         pos_emb, pos_emb_options: the position encoding. What follows may be a list, which repeats over the layers, as
-            may score_processor and attention_window; the options are then given by the methods' names.
+            may score_processor, attention_temperature and attention_window; options are then given by the methods'
+            names.
         pos_emb_per_layer: every layer has an encoding of its own.
         score_processor, score_processor_options: what makes logits of scores and bias; none for none.
         attention_temperature, attention_temperature_options: a factor on each query; none for none.
@@ -76,7 +77,7 @@ class FarfieldConfig(PretrainedConfig):
         pos_emb_per_layer: bool = False,
         score_processor: str | list[str] = "none",
         score_processor_options: dict[str, Any] | None = None,
-        attention_temperature: str = "none",
+        attention_temperature: str | list[str] = "none",
         attention_temperature_options: dict[str, Any] | None = None,
         attention_window: int | list[int | None] | None = None,
         randomized_positions: int | None = None,

@@ -122,9 +122,9 @@ class FarfieldAttention(nn.Module):
             has_bias = (shared or self.encoding).adds_bias  # type: ignore[union-attr]
             self.processor = build_processor(name, build_attention_dims(config), options, has_bias=has_bias)
         self.temperature: Temperature | None = None
-        if config.attention_temperature != "none":
-            options = config.attention_temperature_options
-            self.temperature = build_temperature(config.attention_temperature, build_attention_dims(config), options)
+        name, options = get_method(config.attention_temperature, config.attention_temperature_options, layer_idx)
+        if name != "none":
+            self.temperature = build_temperature(name, build_attention_dims(config), options)
 
     def forward(self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding

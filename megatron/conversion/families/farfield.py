@@ -89,7 +89,9 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
             hf_config.get("score_processor", "none"), hf_config.get("score_processor_options", {})
         ),
         "attention_temperature": hf_config.get("attention_temperature", "none"),
-        "attention_temperature_options": hf_config.get("attention_temperature_options", {}),
+        "attention_temperature_options": _join_options(
+            hf_config.get("attention_temperature", "none"), hf_config.get("attention_temperature_options", {})
+        ),
         "attention_window": hf_config.get("attention_window"),
         "randomized_positions": hf_config.get("randomized_positions"),
         **_read_multipliers(hf_config),
@@ -170,7 +172,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "score_processor": position.score_processor,
         "score_processor_options": _split_options(config, "score_processor"),
         "attention_temperature": position.attention_temperature,
-        "attention_temperature_options": position.attention_temperature_options,
+        "attention_temperature_options": _split_options(config, "attention_temperature"),
         "attention_window": position.attention_window,
         "randomized_positions": position.randomized_positions,
         "hidden_dropout": model.hidden_dropout,
