@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch._dynamo.utils import counters
 
 from megatron.attention.backends import triton
 from megatron.attention.backends.triton import KernelChoice
@@ -79,3 +80,12 @@ def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypat
     assert any("planted is left to PyTorch" in fault for fault in faults)
     monkeypatch.setattr(triton, "_warn_fallback", cache(lambda reason: None))
     assert disturb(lambda: None) == ["launched 0 kernels of Triton, and said nothing"]
+
+
+def test_flex_attention_is_compiled_once_for_all_documents(corpus: Path, tmp_path: Path) -> None:
+    """Every micro-batch has other ones, and none is compiled for; one whose rows are a document each has another mask."""
+    keys = {"attention_backend": "flex", "attention_mask": "document", "num_layers": 3, "train_iters": 6}
+    before = counters["stats"]["unique_graphs"]
+    outcome = run_case(Case("kerple_log-flex-documents", "kerple_log", keys), corpus, tmp_path / "run")
+    assert (outcome.error, outcome.fallbacks) == ("", ())
+    assert 1 <= counters["stats"]["unique_graphs"] - before <= 2
