@@ -78,7 +78,7 @@ def estimate_layer_activations(
     """What a layer keeps.
 
     Args:
-        config: settled, all of whose layers are alike (`model_costs.list_layer_configs`).
+        config: settled, all of whose layers are alike (`model_costs.count_layer_kinds`).
         sizes: the mesh.
         backend: instead of the configuration's.
         context_rank: which rank of those that share a sequence (they differ by a block).

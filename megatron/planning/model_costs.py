@@ -8,7 +8,6 @@ twice the forward pass, and scores only where a token may see another. What is c
 part of it, because it brings a run no further.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -74,25 +73,24 @@ class PlannedProcessor:
         return hidden + num_heads * self.width * self.kernel_size + num_heads
 
 
-def list_layer_configs(config: Config, pipeline_stage: Axis | None = None) -> list[Config]:
-    """For each layer, or each of a pipeline stage's, the configuration of a model all of whose layers are like it.
-
-    Layers that are alike have the same object, and without patterns all have `config`.
-    """
-    num_layers = config.model.num_layers
-    layers = range(num_layers) if pipeline_stage is None else pipeline_layer_range(num_layers, pipeline_stage)
-    if not config.position.list_patterns():
-        return [config] * len(layers)
-    positions = list_layer_positions(config.position, num_layers)
-    configs = {id(own): config.model_copy(update={"position": own}) for own in positions}
-    return [configs[id(positions[layer])] for layer in layers]
-
-
 def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
-    """The different ones of these, in the order of their first layers, and how many layers each has."""
-    configs = list_layer_configs(config, pipeline_stage)
-    counts = Counter(map(id, configs))
-    return [(own, counts[id(own)]) for own in {id(each): each for each in configs}.values()]
+    """The different layers of a model, or of a pipeline stage, in the order of their first ones: of each the
+    configuration of a model all of whose layers are like it, and how many there are.
+
+    Without patterns it is `config` itself. Of a million layers no more are looked at than until the patterns repeat.
+    """
+    position, num_layers = config.position, config.model.num_layers
+    layers = range(num_layers) if pipeline_stage is None else pipeline_layer_range(num_layers, pipeline_stage)
+    if not position.list_patterns():
+        return [(config, len(layers))]
+    period = min(position.period, num_layers)
+    positions = list_layer_positions(position, period)
+    counts: dict[int, int] = {}
+    for layer in layers[:period]:
+        key = id(positions[layer % period])
+        counts[key] = counts.get(key, 0) + len(range(layer, layers.stop, period))
+    kinds = {id(own): own for own in positions}
+    return [(config.model_copy(update={"position": kinds[key]}), count) for key, count in counts.items()]
 
 
 def plan_encoding(position: PositionOptions) -> PlannedEncoding:
@@ -187,7 +185,7 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
     their sum is not.
 
-    config: all of whose layers are alike (`list_layer_configs`).
+    config: all of whose layers are alike (`count_layer_kinds`).
     """
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
@@ -230,7 +228,7 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
         num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_kinds(config, stage)
     )
     # Every stage has all encodings that layers share, those of other stages' layers too.
-    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own in list_layer_configs(config)}
+    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own, _ in count_layer_kinds(config)}
     for own in shared.values():
         if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
             count += count_encoding_parameters(model, own.position)

@@ -4,17 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from models import build_model
 from tiny_runs import tiny_config
 
 from megatron.config import method_names
 from megatron.config.load import SHIPPED_CONFIGS, load_config
 from megatron.config.schema import Config
-from megatron.distributed.mesh import Mesh, ParallelSizes
+from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
-from megatron.planning.model_costs import count_parameters, count_rank_parameters
+from megatron.planning.model_costs import count_layer_kinds, count_parameters, count_rank_parameters
 from megatron.position import catalog
 
 VOCABULARY = 50257
@@ -35,6 +37,27 @@ def load_method(text: str) -> Config:
     """A model with an overlay, or with keys."""
     parts = text.split()
     return load_config(["125M"] if "=" in text else ["125M", *parts], parts if "=" in text else []).config
+
+
+ENCODINGS = st.lists(st.sampled_from(("kerple_log", "t5", "rotary")), min_size=1, max_size=4)
+WINDOWS = st.lists(st.sampled_from((None, 4, 8)), min_size=1, max_size=3)
+
+
+@given(encodings=ENCODINGS, windows=WINDOWS, num_layers=st.integers(1, 20), stages=st.integers(1, 5))
+def test_kinds_of_layers_are_those_that_are_counted_one_by_one(
+    encodings: list[str], windows: list[int | None], num_layers: int, stages: int
+) -> None:
+    config = tiny_config(Path(), pos_emb=encodings, attention_window=windows, num_layers=num_layers)
+    for stage in range(min(stages, num_layers)):
+        axis = Axis(stage, min(stages, num_layers))
+        counts: dict[tuple[str, int | None], int] = {}
+        for layer in pipeline_layer_range(num_layers, axis):
+            key = encodings[layer % len(encodings)], windows[layer % len(windows)]
+            counts[key] = counts.get(key, 0) + 1
+        kinds = [
+            ((own.position.encoding, own.position.window), count) for own, count in count_layer_kinds(config, axis)
+        ]
+        assert kinds == list(counts.items())
 
 
 @pytest.mark.parametrize("name", MODELS)
