@@ -104,8 +104,9 @@ def test_only_what_is_certain_is_refused(layers: int, batch: int, gib: float, st
 
 def test_a_certain_bound_is_below_every_peak_that_was_measured() -> None:
     rows = json.loads((ROOT / "docs/results/planner_memory.json").read_text(encoding="utf-8"))["rows"]
-    assert len(rows) > 40
-    assert all(check_resources.CERTAIN_FRACTION * row["planned"] < row["peak"] for row in rows)
+    measured = [row for row in rows if row["error"] is None]  # the others are refused before they are built
+    assert len(measured) > 40
+    assert all(check_resources.CERTAIN_FRACTION * row["planned"] < row["peak"] for row in measured)
 
 
 def test_without_maps_no_estimate_is_larger() -> None:
