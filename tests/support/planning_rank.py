@@ -4,6 +4,7 @@ FOLDER/0.json gets, for each precision, ZeRO stage and number of micro-batches: 
 micro-batch, and before the step.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -36,12 +37,17 @@ def main() -> None:
     batch = {name: torch.zeros(1, 16, dtype=torch.int64) for name in ("tokens", "labels")}
     batch["loss_mask"] = torch.ones(1, 16)
 
+    # An engine that is collected while another imports something ended in a KeyError of Python's import lock, where the
+    # collector happened to run. So they are collected between cases.
+    gc.disable()
+
     def measured(precision: str, stage: int, steps: int, algorithm: str) -> dict[str, float]:
         config = tiny_config(
             Path(), pos_emb="rotary", hidden_size=128, zero_optimization={"stage": stage, **SMALL},
             precision=precision, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=steps,
             train_batch_size=2 * steps, num_gpus=2, optimizer={"type": algorithm},
         )  # fmt: skip
+        gc.collect()
         sums = {}
         model = build_model(config.model, config.position, VOCABULARY, seed=1, groups=processes)
         parameters = model.num_parameters()
