@@ -83,7 +83,7 @@ def test_a_case_that_goes_wrong_is_found(corpus: Path, tmp_path: Path, monkeypat
 
 
 def test_flex_attention_is_compiled_once_for_all_documents(corpus: Path, tmp_path: Path) -> None:
-    """Every micro-batch has other ones, and none is compiled for; one whose rows are a document each has another mask."""
+    """Every micro-batch has other ones, and none is compiled for; where rows are one each there is another mask."""
     keys = {"attention_backend": "flex", "attention_mask": "document", "num_layers": 3, "train_iters": 6}
     before = counters["stats"]["unique_graphs"]
     outcome = run_case(Case("kerple_log-flex-documents", "kerple_log", keys), corpus, tmp_path / "run")

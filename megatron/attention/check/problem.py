@@ -196,8 +196,13 @@ class CheckProblem:
         """What a backend is asked for, of each segment, or of each of its documents."""
         queries, k, v, _ = self._drawn
         found: list[AttentionInputs] = []
+
+        def keep(inputs: AttentionInputs) -> Tensor:
+            found.append(inputs)
+            return inputs.v[:, :, -inputs.query.length :]
+
         for segment, q in enumerate(queries):
-            self._attend(lambda inputs: (found.append(inputs), inputs.q)[1], segment, q, k, v)
+            self._attend(keep, segment, q, k, v)
         return found
 
     def _attend(
