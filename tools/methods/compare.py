@@ -37,8 +37,8 @@ from tools.records import collect_provenance, format_provenance, list_package_ve
 
 LAYERS, WIDTH, HEADS, VOCABULARY, END = 3, 48, 4, 96, 95
 LENGTHS = (2, 33, 200)
-ALLOWED = 2e-5
-"""Of the largest logit: float32 rounds each of the dozens of sums of a layer by 6e-8, and here they add up."""
+ALLOWED = 5e-5
+"""Of the largest logit: float32 rounds each of the dozens of sums of a layer by 6e-8, and an angle of 200 by 1e-5."""
 LAYER_NAMES = {  # BAM's, after Meta's Llama; transformers'
     "bam": ("layers.{}.", "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w3 "
             "feed_forward.w2 attention_norm ffn_norm", "tok_embeddings norm output"),
