@@ -186,7 +186,7 @@ Its scales of scores start at 1, and can be kept there, as `ssmax` can.
 It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
 Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
 key is 1. So lengths begin at 2.
-Its `bam_ssmax.py` scales the prior too, which a temperature here does not: a bias stays as it is.
+With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is.
 `logn` is not in the table: Qwen's `use_logn_attn`, whose code is none of transformers' own, is the formula that
 `tests/position/test_temperatures.py` computes in float64.
 
