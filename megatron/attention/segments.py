@@ -82,7 +82,11 @@ def no_sampling(length: int) -> None:
 
 
 def build_segments(
-    length: int, mask: Tensor | None = None, past: int = 0, sample: SampleFunction = no_sampling
+    length: int,
+    mask: Tensor | None = None,
+    past: int = 0,
+    sample: SampleFunction = no_sampling,
+    capacity: int | None = None,
 ) -> tuple[Segment, ...]:
     """The segments of a batch.
 
@@ -92,6 +96,7 @@ def build_segments(
             begins after it; elsewhere it hides the key, whose index stays counted.
         past: tokens that came before those of the forward pass.
         sample: of randomized positions.
+        capacity: tokens that there will be at most, padding included; None for no more than these.
 
     Returns:
         One segment if no sequence is padded on the left, else one for each amount of padding; where positions are
@@ -99,8 +104,8 @@ def build_segments(
     """
     total = past + length
     if mask is None:
-        return (Segment(TokenRange(past, length, sample(total))),)
-    return tuple(_build_padded_segments(length, mask, past, sample))
+        return (Segment(TokenRange(past, length, sample(total), capacity)),)
+    return tuple(_build_padded_segments(length, mask, past, sample, capacity))
 
 
 def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
@@ -163,7 +168,9 @@ def select_chunks(
     return tuple(selected)
 
 
-def _build_padded_segments(length: int, mask: Tensor, past: int, sample: SampleFunction) -> Iterator[Segment]:
+def _build_padded_segments(
+    length: int, mask: Tensor, past: int, sample: SampleFunction, capacity: int | None
+) -> Iterator[Segment]:
     total = past + length
     left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
     # No token looks at padding that comes after it, so that may stay; but it must not count where positions are
@@ -179,7 +186,9 @@ def _build_padded_segments(length: int, mask: Tensor, past: int, sample: SampleF
         sequences = ALL_SEQUENCES if len(members) == len(mask) else members
         visible = mask[sequences, num_left : total - num_right]
         only_right_padding = bool((visible[:, 1:] <= visible[:, :-1]).all())
-        tokens = TokenRange(max(past - num_left, 0), end - first, sample(total - num_left - num_right))
+        sampled = sample(total - num_left - num_right)
+        reached = None if capacity is None else capacity - num_left
+        tokens = TokenRange(max(past - num_left, 0), end - first, sampled, reached)
         yield Segment(tokens, sequences, first, num_left, None if only_right_padding else visible)
 
 

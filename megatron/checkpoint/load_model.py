@@ -49,6 +49,7 @@ def load_model(
     window: int | None = None,
     attention_mask: Literal["causal", "document"] | None = None,
     temperature: str | None = None,
+    rope: str | None = None,
     end_of_document: int | None = None,
 ) -> LoadedModel:
     """Rebuild the model of a run (its newest checkpoint) or of one checkpoint.
@@ -58,7 +59,8 @@ def load_model(
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
         backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
             as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
-        window, attention_mask, temperature: override what the run has of these (`override_position`); None keeps it.
+        window, attention_mask, temperature, rope: override what the run has of these (`override_position`); None keeps
+            it.
         end_of_document: the token that ends documents, of a run that was not trained with documents apart and is to
             keep them so; the others know it.
 
@@ -73,7 +75,7 @@ def load_model(
     if trainer_state.vocabulary is None:
         raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
     position = override_position(
-        config.model, config.position, window=window, attention_mask=attention_mask, temperature=temperature
+        config.model, config.position, window=window, attention_mask=attention_mask, temperature=temperature, rope=rope
     )
     if backend is None and config.model.attention_backend == "auto" and config.model.attention_check:
         backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)

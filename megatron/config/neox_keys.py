@@ -148,8 +148,8 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
         "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
     },
     "pos_emb": {
-        **dict.fromkeys(("xpos", "ntk", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
-        "yarn": "use rotary with pos_emb_options.scaling: yarn",
+        **dict.fromkeys(("xpos", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
+        **{name: f"use rotary with pos_emb_options.scaling: {name}" for name in ("yarn", "ntk", "hope", "p_rope")},
         "kerple_power_original": "it is ALiBi whose slopes are at least 0.01; use alibi, which has no such bound",
     },
     "lr_decay_style": {

@@ -71,12 +71,15 @@ def export_model(
         overwrite: replace an export that is there.
 
     Raises:
-        UserError: there is no such run, `target` is something else already, or no native model computes the same.
+        UserError: there is no such run, `target` is something else already, or no native model, or none in
+            transformers at all, computes the same.
         RunError: the checkpoint is damaged, or the disk refuses.
     """
     torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
     run, target = open_run(source), Path(target)
     family = _find_native_family(run) if native else FARFIELD
+    if (reason := family.unsupported_reason(run.config)) is not None:
+        raise UserError(f"{run.name}: cannot be exported: {reason}")
     _check_target(target, overwrite)
     if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")

@@ -233,6 +233,13 @@ def read_rope_options(
     return options if not parameters else _raise_unknown_parameter(hf_config, section_key, parameters)
 
 
+def check_rope_scaling(options: Mapping[str, Any]) -> str | None:
+    """Why the classes of transformers have no such rotary positions, `pos_emb_options`; None if they do."""
+    scaling = options.get("scaling", "none")
+    known = ROPE_TYPES.values()
+    return None if scaling in known else f"pos_emb_options.scaling is {scaling}; the family has {' or '.join(known)}"
+
+
 def _raise_unknown_parameter(
     hf_config: HFConfigReader, section_key: str, parameters: Mapping[str, Any]
 ) -> dict[str, Any]:

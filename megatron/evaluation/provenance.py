@@ -10,6 +10,8 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(temperature=ssmax)           trained and evaluated with attention_temperature ssmax
     rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --temperature logn`
+    rotary(scaling=hope)                trained with slow pairs that have no position
+    rotary(rope=yarn:8 at evaluation)   trained with plain frequencies; `evaluate --rope yarn:8`
     rotary(randomized=2048)             trained at positions drawn from 2,048
     rotary(attention_mask=document)     trained and evaluated with documents kept apart
     rotary(attention_mask=document at evaluation)
@@ -33,7 +35,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.position_overrides import override_position
+from megatron.config.position_overrides import format_rope, override_position
 from megatron.options.model import PositionOptions, find_period
 from megatron.utils.atomic_io import get_farfield_version
 
@@ -78,6 +80,8 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions) ->
             options.append(f"{key}={now or 'none'} at evaluation")
         elif now is not None:
             options.append(f"{key}={now}")
+    if evaluated.pos_emb_options != position.pos_emb_options:
+        options.append(f"rope={format_rope(evaluated.pos_emb_options)} at evaluation")
     if evaluated.attention_mask != position.attention_mask:
         options.append(f"attention_mask={evaluated.attention_mask} at evaluation")
     elif position.attention_mask != "causal":

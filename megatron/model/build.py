@@ -106,7 +106,16 @@ def _build_methods(
         if len(shared) > 1 and type(encoding).overrides_hook("embed"):
             raise UserError(f"pos_emb: {name} adds to the token embeddings and can be no layer's alone", "pos_emb")
     methods = [_build_position_modules(model, own, dims, shared.get(own.encoding)) for own in layers]
-    _check_randomized(position, [encoding for encoding, _ in methods])
+    encodings = [encoding for encoding, _ in methods]
+    _check_randomized(position, encodings)
+    if any(encoding.depends_on_length for encoding in encodings):
+        for key, value in {"randomized_positions": None, "attention_mask": "causal"}.items():
+            if (given := getattr(position, key)) != value:
+                raise UserError(
+                    f"{key}: {given}, but the encoding (scaling {position.pos_emb_options.get('scaling')}) depends on "
+                    "the length of a sequence that begins at position 0",
+                    key,
+                )
     return shared, methods
 
 

@@ -197,9 +197,8 @@ class GPT(GPTModel):
         """Where `length` tokens of this rank stand in their sequences."""
         if kv_cache is not None:
             kv_cache.check_capacity(length)
-            return build_segments(
-                length, mask, kv_cache.length, no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
-            )
+            sample_cached = no_sampling if kv_cache.sampled is None else lambda _: kv_cache.sampled
+            return build_segments(length, mask, kv_cache.length, sample_cached, kv_cache.capacity)
         context = self.groups.mesh.context
         if context.size == 1:
             sample: SampleFunction = (
@@ -209,7 +208,7 @@ class GPT(GPTModel):
         total = length * context.size
         sampled = self._sample_positions(total, seed)
         return concatenate_ranges(
-            [TokenRange(start, size, sampled) for start, size in list_context_chunks(total, context)]
+            [TokenRange(start, size, sampled, total) for start, size in list_context_chunks(total, context)]
         )
 
     def _find_documents(

@@ -46,6 +46,11 @@ class AnalysisOptions(LengthOptions):
         "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
+    rope: str | None = config_field(
+        None,
+        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
+        "yarn:8",
+    )
     device: str = config_field("auto", "where models read, auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
@@ -79,6 +84,11 @@ class GenerationOptions(ConfigSection):
         None,
         "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
+    )
+    rope: str | None = config_field(
+        None,
+        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
+        "yarn:8",
     )
     device: str = config_field("auto", "where the model computes: auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(

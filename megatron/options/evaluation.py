@@ -126,6 +126,11 @@ class EvaluationOptions(LengthOptions):
         "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
+    rope: str | None = config_field(
+        None,
+        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
+        "yarn:8",
+    )
     device: str = config_field(
         "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
     )

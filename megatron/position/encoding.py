@@ -59,6 +59,9 @@ class Encoding(PositionModule):
     has_position_table: ClassVar[bool] = False
     """Has it a table of `dims.max_length` positions, and knows none beyond? Then `max_length` says how many."""
 
+    depends_on_length: bool = False
+    """Does what it answers of a token depend on the length that the sequence reaches (`TokenRange.reached`)?"""
+
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""
 

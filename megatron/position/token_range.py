@@ -62,6 +62,14 @@ class TokenRange:
     start: int
     length: int
     sampled: SampledPositions | None = None
+    sequence_length: int | None = None
+    """Tokens that the sequence will have, where the range may not be its end: in a step of decoding, or a rank's
+    chunk."""
+
+    @property
+    def reached(self) -> int:
+        """The length that the sequence reaches, as far as is known."""
+        return self.stop if self.sequence_length is None else self.sequence_length
 
     @property
     def stop(self) -> int:

@@ -123,6 +123,15 @@ def test_no_native_model(tmp_path: Path) -> None:
     run = write_run(tmp_path / "other", case.config(), build_gpt(case, 257))
     with pytest.raises(UserError, match=r"gpt_neox: norm is rmsnorm; .*, llama: activation is gelu"):
         export_model(run, tmp_path / "native", native=True)
+    for title, keys in {"neox": NATIVE["GPTNeoXForCausalLM"], "llama": LLAMA}.items():
+        case = ExportCase(title, {**keys, "pos_emb_options": {"scaling": "hope"}})
+        run = write_run(tmp_path / title, case.config(), build_gpt(case, 257))
+        with pytest.raises(UserError, match=r"pos_emb_options\.scaling is hope"):
+            export_model(run, tmp_path / "native", native=True)
+    case = ExportCase("dynamic", {"pos_emb": "rotary", "pos_emb_options": {"scaling": "dynamic", "factor": 1.0}})
+    run = write_run(tmp_path / "dynamic", case.config(), build_gpt(case, 257))
+    with pytest.raises(UserError, match=r"dynamic: cannot be exported: .* does not say how long a text will get"):
+        export_model(run, tmp_path / "native")
     keys = {**NATIVE["GPT2LMHeadModel"], "use_mup": True, "mup_base_hidden_size": 12, "mup_base_num_attention_heads": 3}
     case = ExportCase("muP", keys)
     run = write_run(tmp_path / "mup", case.config(), build_gpt(case, 257))

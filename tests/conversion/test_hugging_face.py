@@ -44,6 +44,29 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     assert_close_in_rounding(steps, reference, TERMS, SUMS + ANGLES)
 
 
+@pytest.mark.parametrize(("rope", "parameters"), [
+    ("pi:4", {"rope_type": "linear", "factor": 4.0}),
+    ("dynamic", {"rope_type": "dynamic", "factor": 1.0}),
+    ("dynamic:2", {"rope_type": "dynamic", "factor": 2.0}),
+    ("yarn:4", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}),
+])  # fmt: skip
+def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
+    rope: str, parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = written("llama", tmp_path / "source")
+    theirs.config.rope_parameters = {"rope_theta": 1e4, **parameters}
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+    plain, ours = (load_model(imported(tmp_path / "source"), rope=rope).model for rope in (None, rope))
+    tokens = torch.randint(ROWS, (2, 3 * LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for length in (LENGTH // 2, 3 * LENGTH):
+            reference = logits_of(theirs, tokens[:, :length])
+            # Angles in float32 are off by more at a larger place.
+            assert_close_in_rounding(ours(tokens[:, :length]), reference, TERMS, SUMS + 3 * ANGLES)
+        with pytest.raises(AssertionError, match="apart"):
+            assert_close_in_rounding(plain(tokens), reference, TERMS, SUMS + 3 * ANGLES)
+
+
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
     """Exact gelu instead of the approximation, and a norm's bias that is lost, are far beyond what is allowed."""
     theirs = written("gpt2", tmp_path / "source")

@@ -75,6 +75,20 @@ def test_a_temperature_of_the_evaluation_alone_is_not_one_of_the_training() -> N
     ]
 
 
+def test_frequencies_of_the_evaluation_alone_are_not_those_of_the_training() -> None:
+    plain, hope = config("pos_emb=rotary"), config("pos_emb=rotary", "pos_emb_options={scaling: hope}", "seed=2")
+    assert assign_distinct_names([plain, hope], ["a", "b"]) == ["rotary", "rotary(scaling=hope)"]
+    for rope, named in {
+        "pi:8": "pi:8", "linear:8": "pi:8", "ntk:2.5": "ntk:2.5", "dynamic": "dynamic", "dynamic:2": "dynamic:2",
+        "yarn:factor=4": "yarn:4", "yarn:4,attention_factor=1,beta_fast=16": "yarn:4,beta_fast=16,attention_factor=1",
+    }.items():  # fmt: skip
+        assert assign_distinct_names([plain], ["a"], rope=rope) == [f"rotary(rope={named} at evaluation)"]
+    layers = config("pos_emb=[rotary, none]")
+    assert assign_distinct_names([layers], ["a"], rope="pi:4", window=3) == [
+        "rotary(window=3 at evaluation, rope=pi:4 at evaluation) | none(window=3 at evaluation)"
+    ]
+
+
 def test_seeds_of_one_method_share_a_name() -> None:
     runs = [config("pos_emb=rotary", f"seed={seed}", f"save=runs/{seed}") for seed in (1, 2)]
     assert assign_distinct_names(runs, ["a", "b"]) == ["rotary", "rotary"]

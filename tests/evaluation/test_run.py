@@ -358,6 +358,19 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_frequencies_of_the_evaluation_alone(place: Path) -> None:
+    make_run("runs/rotary", "pos_emb=rotary", "hidden_size=32")
+    plain = evaluated(["runs/rotary"], [8, 32])
+    for rope, changes in {"pi:4": (True, True), "ntk:4": (True, True), "dynamic": (False, True),
+                          "yarn:4": (True, True)}.items():  # fmt: skip
+        found = evaluated(["runs/rotary"], [8, 32], rope=rope)
+        assert {record.method for record in found} == {f"rotary(rope={rope} at evaluation)"}
+        assert tuple(a.value != b.value for a, b in zip(found, plain, strict=True)) == changes
+    make_run("runs/alibi", "pos_emb=alibi")
+    with pytest.raises(UserError, match="rope pi:4: the run's pos_emb is alibi; it scales rotary alone"):
+        evaluated(["runs/rotary", "runs/alibi"], [8], rope="pi:4")
+
+
 def test_which_text_is_scored(place: Path) -> None:
     make_run("runs/valid", data=DATA[:2])
     (found,) = evaluated(["runs/valid"], [8])

@@ -298,11 +298,18 @@ def test_transformer_xl_against_a_loop() -> None:
                 assert_close_in_rounding(ours[0, h, i, j], exact, terms=8, sums=3, size=size)
 
 
-def _yarn_or_llama3(scaling: str, m: int, half: int, base: float, options: dict[str, float]) -> float:
-    """One frequency as the publications word it: by wavelengths, and by the pair that turns so often."""
-    plain, factor, length = base ** (-m / half), options["factor"], options.get("original_length", 0)
+def _scaled_frequency(scaling: str, m: int, half: int, base: float, options: dict[str, float], reached: int) -> float:
+    """One frequency as the publications word it: by wavelengths, by bases, and by the pair that turns so often."""
+    plain, factor, length = base ** (-m / half), options.get("factor", 1.0), options.get("original_length", 16)
     if scaling == "linear":
         return plain / factor
+    if scaling == "p_rope":
+        return plain if m + 1 <= options["share"] * half else 0.0
+    if scaling == "hope":
+        return plain if 2 * math.pi / plain <= length else 0.0
+    if scaling in ("ntk", "dynamic"):
+        stretch = factor if scaling == "ntk" else factor * max(reached, length) / length - (factor - 1)
+        return 1 / (base * stretch ** (2 * half / (2 * half - 2))) ** (2 * m / (2 * half))
     if scaling == "llama3":
         wavelength = 2 * math.pi / plain
         if wavelength < length / options.get("high_freq_factor", 4.0):
@@ -322,7 +329,15 @@ def _yarn_or_llama3(scaling: str, m: int, half: int, base: float, options: dict[
 
 
 SCALED = [
+    ("p_rope", {"share": 0.75}),
+    ("p_rope", {"share": 0.4}),
+    ("hope", {}),
+    ("hope", {"original_length": 512}),
     ("linear", {"factor": 4.0}),
+    ("ntk", {"factor": 8.0}),
+    ("dynamic", {"factor": 1.0, "original_length": 64}),
+    ("dynamic", {"factor": 2.0, "original_length": 400}),
+    ("dynamic", {"factor": 2.0, "original_length": 2000}),
     ("llama3", {"factor": 8.0, "original_length": 256}),
     ("llama3", {"factor": 32.0, "original_length": 512, "low_freq_factor": 2.0, "high_freq_factor": 6.0}),
     ("yarn", {"factor": 4.0, "original_length": 256}),
@@ -332,16 +347,16 @@ SCALED = [
 
 @pytest.mark.parametrize(("scaling", "options"), SCALED)
 def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
-    half, base = 16, 5000.0
+    half, base, place = 16, 5000.0, 1000
     encoding = registry.build_encoding(
         "rotary", AttentionDims(2, 32, 64, 16, 16), {"base": base, "scaling": scaling, **options}
     )
-    exact = [_yarn_or_llama3(scaling, m, half, base, options) for m in range(half)]
-    np.testing.assert_allclose(encoding.frequencies().numpy(), exact, rtol=1e-14)
-    assert len({round(f * base ** (m / half), 6) for m, f in enumerate(exact)}) > (1 if scaling != "linear" else 0)
+    exact = [_scaled_frequency(scaling, m, half, base, options, place + 5) for m in range(half)]
+    np.testing.assert_allclose(encoding.frequencies(length=place + 5).numpy(), exact, rtol=1e-14)
+    is_one = scaling == "linear" or options.get("original_length") == 2000
+    assert len({round(f * base ** (m / half), 6) for m, f in enumerate(exact)}) > (0 if is_one else 1)
     amplitude = options.get("attention_factor", 0.1 * math.log(options["factor"]) + 1) if scaling == "yarn" else 1.0
     x = torch.randn(1, 2, 5, 32)
-    place = 1000
     turned = encoding.rotate(x, TokenRange(place, 5)).double()
     angle = (place + np.arange(5))[:, None] * np.array(exact)
     a, b = x[..., :half].double().numpy(), x[..., half:].double().numpy()
@@ -355,7 +370,13 @@ def test_rotary_scaling(scaling: str, options: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scaling": "ntk"}, "choose from none, linear, llama3, yarn"),
+        ({"scaling": "xpos"}, "choose from none, p_rope, hope, linear, ntk, dynamic, llama3, yarn"),
+        ({"scaling": "p_rope"}, "option share of rotary is missing"),
+        ({"scaling": "p_rope", "share": 1.2}, "option share of rotary is 1.2; it must be at most 1"),
+        ({"scaling": "p_rope", "share": 0.2}, "option share of rotary is 0.2; none of 4 pairs would turn"),
+        ({"scaling": "hope", "original_length": 6}, "original_length of rotary is 6; none of 4 pairs would turn"),
+        ({"scaling": "hope", "factor": 2.0}, "factor of rotary is 2.0, but scaling hope takes original_length"),
+        ({"scaling": "ntk", "factor": 2.0, "fraction": 0.25}, "scaling ntk needs two pairs"),
         ({"factor": 2.0}, "option factor of rotary is 2.0, but scaling none takes no options"),
         ({"scaling": "linear"}, "option factor of rotary is missing"),
         ({"scaling": "linear", "factor": 0.5}, "must be at least 1"),

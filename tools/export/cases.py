@@ -91,6 +91,9 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     yield ExportCase("parallel residual", {**with_cdape, "gpt_j_residual": True})
     yield ExportCase("parallel residual, one norm", {**with_cdape, "gpt_j_residual": True, "gpt_j_tied": True})
     yield ExportCase("grouped queries", {**with_cdape, "num_kv_heads": 1})
+    yield ExportCase("hope", {"pos_emb": "rotary", "pos_emb_options": {"scaling": "hope", "original_length": 20}})
+    p_rope = {"scaling": "p_rope", "share": 0.5, "fraction": 0.5}
+    yield ExportCase("p_rope of half a head", {"pos_emb": "rotary", "pos_emb_options": p_rope})
     layers: dict[str, Any] = {
         "attention_temperature": ["none", "ssmax"],
         "pos_emb": ["rotary", "kerple_log"], "attention_window": [9, None], "score_processor": ["none", "cdape"],

@@ -282,6 +282,12 @@ def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[lis
     return list_names(encoding), list_names(processor), list_names(temperature)
 
 
+def _find_other_conflict(config: Config) -> str | None:
+    if config.position.pos_emb_options.get("scaling") != "dynamic":
+        return None
+    return "pos_emb_options.scaling is dynamic; the cache of transformers does not say how long a text will get"
+
+
 FARFIELD = ModelFamily(
     model_type="farfield",
     architecture="FarfieldForCausalLM",
@@ -296,5 +302,6 @@ FARFIELD = ModelFamily(
     to_hf_keys=_to_hf_keys,
     weight_mappings=_weight_mappings,
     auto_map=AUTO_MAP,
+    find_other_conflict=_find_other_conflict,
     multipliers=tuple(asdict(Multipliers())),
 )

@@ -8,6 +8,7 @@ from megatron.conversion.hf_config import (
     ROPE_DIFFERENCE,
     HFConfigReader,
     build_rope_keys,
+    check_rope_scaling,
     read_activation,
     read_rope_options,
 )
@@ -63,7 +64,7 @@ def _supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 def _find_other_conflict(config: Config) -> str | None:
     if has_grouped_queries(config):
         return f"num_kv_heads is {config.model.num_kv_heads}; GPTNeoXForCausalLM has keys and values for every head"
-    return check_equal_biases(config)
+    return check_rope_scaling(config.position.pos_emb_options) or check_equal_biases(config)
 
 
 def _to_hf_keys(config: Config) -> dict[str, Any]:

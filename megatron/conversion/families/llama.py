@@ -9,6 +9,7 @@ from megatron.conversion.hf_config import (
     ROPE_DIFFERENCE,
     HFConfigReader,
     build_rope_keys,
+    check_rope_scaling,
     read_activation,
     read_rope_options,
 )
@@ -161,7 +162,9 @@ def list_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_full_rotation(config: Config) -> str | None:
-    """For families that turn whole heads."""
+    """For families that turn whole heads, by frequencies that transformers knows."""
+    if reason := check_rope_scaling(config.position.pos_emb_options):
+        return reason
     fraction = config.position.pos_emb_options.get("fraction", 1.0)
     return None if fraction == 1 else f"pos_emb_options.fraction is {fraction}; this family turns whole heads"
 

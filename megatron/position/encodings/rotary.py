@@ -1,13 +1,19 @@
 """Rotary position embedding: queries and keys are rotated by angles proportional to their positions.
 
-Published models stretch the frequencies to read further than they were trained at (the option scaling):
+The option scaling changes the frequencies. Published models stretch them to read further than they were trained at, in
+training or when a trained model is read (`config/position_overrides.py`); p_rope and hope are for training alone and
+give pairs that turn slowly no position at all, θ'_m = 0.
 
 θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1; λ_m = 2π/θ_m their wavelengths in tokens, s the factor and L
 the length of the original training.
 
 | scaling | θ'_m                                                                                        | cos, sin ×   |
 |---------|---------------------------------------------------------------------------------------------|--------------|
+| p_rope  | θ_m for the first ⌊share·half⌋ pairs, which are the fastest, else 0                         | 1            |
+| hope    | θ_m where λ_m ≤ L, so that training sees the pair turn once at least, else 0                | 1            |
 | linear  | θ_m / s                                                                                     | 1            |
+| ntk     | θ_m·s^(−m/(half − 1)), as of the base base·s^(half/(half − 1)): the last is θ_m / s         | 1            |
+| dynamic | of ntk with s·N/L − (s − 1) in the place of s, N ≥ L tokens in the sequence; θ_m up to L    | 1            |
 | llama3  | θ_m·(g + (1 − g)/s), g = (L/λ_m − low)/(high − low) within [0, 1]                           | 1            |
 | yarn    | θ_m·(g + (1 − g)/s), g = 1 − (m − b(fast))/(b(slow) − b(fast)) within [0, 1]                | 1 + 0.1·ln s |
 
@@ -15,8 +21,13 @@ low, high are `low_freq_factor` and `high_freq_factor`; fast, slow are `beta_fas
 b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs and kept
 within [0, 2·half − 1].
 
-Sources: linear, Chen et al. 2023; llama3, the released code of Llama 3.1; yarn, Peng et al. 2023, section 3.2 and
-appendix A, with the rounding of its released code.
+N of dynamic is the length that a sequence reaches (`TokenRange.reached`): keys that are cached were turned once, so a
+text that is generated has the frequencies of its longest possible end from its beginning. transformers turns new tokens
+by other frequencies than the cached ones as a text grows.
+
+Sources: p_rope, Barbero et al. 2024 (2410.06205, section 6); hope, Chen et al. 2024 (2410.21216); linear, Chen et al.
+2023; ntk and dynamic, bloc97 and emozilla 2023, as transformers computes them; llama3, the released code of Llama 3.1;
+yarn, Peng et al. 2023, section 3.2 and appendix A, with the rounding of its released code.
 """
 
 import math
@@ -33,7 +44,11 @@ from megatron.position.token_range import TokenRange
 
 SCALINGS: dict[str, tuple[str, ...]] = {
     "none": (),
+    "p_rope": ("share",),
+    "hope": ("original_length",),
     "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "original_length"),
     "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor"),
 }
@@ -59,6 +74,7 @@ class RotaryScaling:
     beta_fast: float | None = None
     beta_slow: float | None = None
     attention_factor: float | None = None
+    share: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in SCALINGS:
@@ -76,6 +92,8 @@ class RotaryScaling:
                 raise OptionError(name, f"is missing; scaling {self.kind} needs it")
         if self.factor is not None and self.factor < 1:
             raise OptionError("factor", f"is {self.factor}; it must be at least 1")
+        if self.share is not None and self.share > 1:
+            raise OptionError("share", f"is {self.share}; it must be at most 1")
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if low in allowed and not self._get_value(low) < self._get_value(high):
                 raise OptionError(
@@ -86,13 +104,42 @@ class RotaryScaling:
         value = getattr(self, name)
         return float(_DEFAULTS[name] if value is None else value)
 
-    def frequencies(self, plain: Tensor, base: float) -> Tensor:
-        """The stretched frequencies of the plain ones, float64 [half]."""
+    def check_pairs(self, half: int, base: float) -> None:
+        """Raises ValueError if there are too few pairs of dimensions, of which there are `half`."""
+        if self.kind in ("ntk", "dynamic") and half < 2:
+            raise ValueError(f"scaling {self.kind} needs two pairs of dimensions that turn")
+        if self.kind in ("p_rope", "hope") and not self._count_kept_pairs(half, base):
+            name = "share" if self.kind == "p_rope" else "original_length"
+            raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would turn: that is pos_emb none")
+
+    def _count_kept_pairs(self, half: int, base: float) -> int:
+        if self.kind == "p_rope":
+            # 0.29 · 100 is 28.999999999999996 in float64.
+            return math.floor(self._get_value("share") * half + 1e-9)
+        return sum(base ** (-m / half) * self._get_value("original_length") >= 2 * math.pi for m in range(half))
+
+    def frequencies(self, plain: Tensor, base: float, length: int = 0) -> Tensor:
+        """The frequencies that are made of the plain ones, float64 [half].
+
+        Args:
+            plain: θ, float64 [half].
+            base: of these.
+            length: of the sequence, in tokens (dynamic).
+        """
         match self.kind:
             case "none":
                 return plain
+            case "p_rope" | "hope":
+                pairs = torch.arange(len(plain), device=plain.device)
+                return torch.where(pairs < self._count_kept_pairs(len(plain), base), plain, 0.0)
             case "linear":
                 return plain / self._get_value("factor")
+            case "ntk" | "dynamic":
+                stretch = self._get_value("factor")
+                if self.kind == "dynamic":
+                    stretch = stretch * max(length / self._get_value("original_length"), 1.0) - (stretch - 1)
+                pairs = torch.arange(len(plain), dtype=plain.dtype, device=plain.device)
+                return plain * stretch ** (-pairs / (len(plain) - 1))
             case "llama3":
                 turns = self._get_value("original_length") * plain / (2 * math.pi)
                 low, high = self._get_value("low_freq_factor"), self._get_value("high_freq_factor")
@@ -127,8 +174,10 @@ class Rotary(Encoding):
     formula = "(R_i q_i)·(R_j k_j)/√d, R_i turns the pair (m, m + r/2) by i/base^(2m/r), r = fraction·d"
     source = (
         "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, as GPT-NeoX lays them out). The option scaling "
-        "stretches the frequencies as published models do: linear (Chen et al. 2023), llama3 (Llama 3.1), yarn (Peng "
-        "et al. 2023)"
+        "stretches the frequencies as published models do: linear (Chen et al. 2023), ntk and dynamic (bloc97 and "
+        "emozilla 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023); or takes positions from slow pairs: p_rope "
+        "(Barbero et al. 2024) keeps the share of the fastest, hope (Chen et al. 2024) those that turn once within "
+        "original_length, the training length if absent"
     )
     advice = (
         "The usual choice within the training length, a baseline past it: perplexity rises from 4.07 to 86 at twice "
@@ -151,6 +200,7 @@ class Rotary(Encoding):
         beta_fast: float | None = None,
         beta_slow: float | None = None,
         attention_factor: float | None = None,
+        share: float | None = None,
     ) -> None:
         super().__init__(dims)
         if not 0 < fraction <= 1:
@@ -165,14 +215,19 @@ class Rotary(Encoding):
                 "that must be an even number"
             )
 
+        if scaling in ("hope", "dynamic") and original_length is None:
+            original_length = dims.train_length
         self.scaling = RotaryScaling(
-            scaling, factor, original_length, low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor
-        )
+            scaling, factor, original_length, low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor,
+            share,
+        )  # fmt: skip
+        self.scaling.check_pairs(self.rotated // 2, base)
+        self.depends_on_length = scaling == "dynamic"
         self._turns: dict[tuple[TokenRange, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
-    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """Radians per token of each pair, float64 [r/2]."""
-        return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base)
+    def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
+        """Radians per token of each pair, in a sequence that reaches a length (scaling dynamic): float64 [r/2]."""
+        return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base, length)
 
     def rotate(self, x: Tensor, tokens: TokenRange) -> Tensor:
         cos, sin = self._compute_turns(tokens, x.device, torch.promote_types(x.dtype, torch.float32))
@@ -187,7 +242,7 @@ class Rotary(Encoding):
             # What is kept may be asked for by training later: tensors of inference mode could not be.
             with torch.inference_mode(False), torch.no_grad():
                 # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
-                angle = tokens.positions(device).double()[:, None] * self.frequencies(device)
+                angle = tokens.positions(device).double()[:, None] * self.frequencies(device, tokens.reached)
                 cos, sin = ((self.scaling.amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
                 turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
             if len(self._turns) >= TURNS_KEPT:

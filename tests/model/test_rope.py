@@ -1,0 +1,160 @@
+"""Rotary's scalings in the model, as `--rope` puts them on: against transformers, and wherever tokens stand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import SUMS, TERMS, VOCABULARY, build_model
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron.config.position_overrides import override_position
+from megatron.generation.decoding import decode_tokens
+from megatron.model.gpt import GPT
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position.encodings.rotary import Rotary
+from megatron.position.facts import AttentionDims
+from megatron.utils.errors import UserError
+from tools.rounding import assert_close_in_rounding
+
+TRAINED, LENGTH = 10, 26
+ROPES = ["pi:4", "ntk:4", "dynamic", "dynamic:3", "yarn:4", "yarn:8,beta_fast=16,beta_slow=2,attention_factor=1.2"]
+SHAPE = ModelOptions(
+    num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=TRAINED, init_method_std=0.3,
+    attention_chunk_rows=8, make_vocab_size_divisible_by=8,
+)  # fmt: skip
+
+
+def rotary_gpt(rope: str | None, **keys: Any) -> GPT:
+    position = override_position(SHAPE, PositionOptions(**{"pos_emb": "rotary", **keys}), rope=rope)
+    return build_model(SHAPE, position, VOCABULARY, seed=5).eval()
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("rope", "parameters"),
+    [
+        ("pi:8", {"rope_type": "linear", "factor": 8.0}),
+        ("dynamic", {"rope_type": "dynamic", "factor": 1.0}),
+        ("dynamic:2.5", {"rope_type": "dynamic", "factor": 2.5}),
+        ("yarn:8", {"rope_type": "yarn", "factor": 8.0}),
+        (
+            "yarn:3,beta_fast=20,beta_slow=3,attention_factor=1.5",
+            {"rope_type": "yarn", "factor": 3.0, "beta_fast": 20.0, "beta_slow": 3.0, "attention_factor": 1.5},
+        ),
+        ({"scaling": "p_rope", "share": 0.75}, {"rope_type": "proportional", "partial_rotary_factor": 0.75}),
+        ({"scaling": "p_rope", "share": 0.3}, {"rope_type": "proportional", "partial_rotary_factor": 0.3}),
+    ],
+)
+def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], parameters: dict[str, Any]) -> None:
+    trained, base = 512, 20000.0
+    parameters = {"rope_theta": base, **parameters}
+    if parameters["rope_type"] == "yarn":
+        parameters["original_max_position_embeddings"] = trained
+    theirs = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=trained, rope_parameters=parameters
+    )
+    model, position = (
+        SHAPE.replace(seq_length=trained),
+        PositionOptions(pos_emb="rotary", pos_emb_options={"base": base}),
+    )
+    options = rope if isinstance(rope, dict) else override_position(model, position, rope=rope).pos_emb_options
+    ours = Rotary(AttentionDims(4, 64, 256, trained, trained), **{"base": base, **options})
+    for length in (100, trained, 2048, 5000):
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu", seq_len=length)
+        # Exponent, power, inverse and stretch, each rounded in float32; an exponent is of the size of ln base.
+        rtol = 2**-24 * (4 + 2 * math.log(base * 8))
+        torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=rtol, atol=0)
+        assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_decoding_padding_and_the_last_tokens_are_the_whole(rope: str) -> None:
+    gpt, x = rotary_gpt(rope), tokens()
+    whole = gpt(x)
+    assert (whole - rotary_gpt(None)(x)).abs().max() > 1e-3
+    cache, parts = gpt.new_kv_cache(LENGTH), []
+    for size in (7, 1, 6, 1, 1, 10):
+        parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
+    assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
+    assert_close_in_rounding(gpt(x, num_logits=9), whole[:, -9:], TERMS, SUMS)
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :6] = False
+    assert_close_in_rounding(gpt(x, attention_mask=mask)[:1, 6:], gpt(x[:1, 6:]), TERMS, SUMS)
+    changed = x.clone()
+    changed[:, 15:] = (changed[:, 15:] + 1) % VOCABULARY
+    assert torch.equal(gpt(changed)[:, :15], whole[:, :15]), "a later token is seen"
+
+
+@torch.no_grad()
+def test_dynamic_reads_a_text_that_grows_by_the_length_that_it_may_reach() -> None:
+    """Shorter than the training nothing is stretched; beyond it a prompt has the frequencies of the longest text, in a
+    batch those of its own."""
+    gpt, plain, x = rotary_gpt("dynamic"), rotary_gpt(None), tokens()
+    assert torch.equal(gpt(x[:, :TRAINED]), plain(x[:, :TRAINED]))
+    cache = gpt.new_kv_cache(20)
+    assert_close_in_rounding(gpt(x[:, :8], kv_cache=cache), rotary_gpt("ntk:2")(x[:, :8]), TERMS, SUMS)
+    prompts = [x[0, :14].tolist(), x[1, :9].tolist()]
+
+    def decode(model: GPT, prompts: list[list[int]]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        logits: list[torch.Tensor] = []
+
+        def choose(found: torch.Tensor) -> torch.Tensor:
+            logits.append(found)
+            return found[:, :VOCABULARY].argmax(-1)
+
+        chosen = torch.stack(list(decode_tokens(model, prompts, 7, choose)), dim=1)
+        return logits, chosen
+
+    together, chosen = decode(gpt, prompts)
+    for row, prompt in enumerate(prompts):
+        alone, own = decode(gpt, [prompt])
+        assert torch.equal(own[0], chosen[row])
+        # The last token is written and never read.
+        reached = len(prompt) + 6
+        stretched = rotary_gpt(f"ntk:{reached / TRAINED!r}")
+        final = stretched(torch.tensor([prompt + own[0, :-1].tolist()]))[:, -1]
+        for found in (together[-1][row : row + 1], alone[-1]):
+            assert_close_in_rounding(found, final, TERMS, SUMS)
+
+
+def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
+    gpt = rotary_gpt("pi:4", pos_emb=["rotary", "none"])
+    plain = rotary_gpt(None, pos_emb=["rotary", "none"])
+    turning = [model.local_layers[0].self_attention.core_attention.encoding for model in (gpt, plain)]
+    assert torch.equal(turning[0].frequencies() * 4, turning[1].frequencies())
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope", "problem"),
+    [
+        ({"pos_emb": "alibi"}, "pi:8", r"rope pi:8: the run's pos_emb is alibi; it scales rotary alone"),
+        (
+            {"pos_emb_options": {"scaling": "hope"}},
+            "yarn:2",
+            "the run was trained with scaling hope; no other can take",
+        ),
+        ({"randomized_positions": 64}, "pi:2", "the run's positions are drawn from 64"),
+        ({"attention_mask": "document"}, "dynamic", r"attention_mask: document, but the encoding \(scaling dynamic\)"),
+        (
+            {},
+            "longrope:8",
+            r"rope longrope:8: there is no 'longrope'; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn",
+        ),
+        ({}, "pi", "rope pi: the factor is missing; it must be at least 1, as in pi:8"),
+        ({}, "ntk:0.5", "rope ntk:0.5: factor is 0.5; it must be at least 1"),
+        ({}, "pi:x", "rope pi:x: factor is 'x'; it must be a positive number"),
+        ({}, "pi:8,beta_fast=2", "rope pi:8,beta_fast=2: pi has no option 'beta_fast'; it takes factor"),
+        ({}, "yarn:8,2", "rope yarn:8,2: '2' must be OPTION=VALUE"),
+        ({}, "yarn:8,beta_fast=1", "option beta_slow of rotary is 1; it must be less than beta_fast 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(keys: dict[str, Any], rope: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem) as refused:
+        rotary_gpt(rope, **keys)
+    assert "\n" not in str(refused.value)
