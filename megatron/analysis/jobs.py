@@ -275,7 +275,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     """Load a model, or build the encodings of a configuration. Raises RunError if a checkpoint is damaged."""
     options, config = request.options, job.config
     if isinstance(job, UntrainedJob):
-        encodings = _build_untrained_encodings(config, options.window)
+        encodings = _build_untrained_encodings(config, options)
         return AnalysisContext(job.name, config, encodings, options, request.lengths)
     from megatron.analysis.attention_capture import list_attention_layers
 
@@ -303,8 +303,8 @@ def _group_encodings(layers: Sequence[tuple[Encoding, int | None]], *, is_shared
     ]
 
 
-def _build_untrained_encodings(config: Config, window: int | None) -> list[LayerEncoding]:
-    """The encodings that training would begin with, every layer with a window, if one is given."""
+def _build_untrained_encodings(config: Config, options: AnalysisOptions) -> list[LayerEncoding]:
+    """The encodings that training would begin with, as the options have them read."""
     import torch
 
     from megatron.model.position_modules import (
@@ -314,7 +314,8 @@ def _build_untrained_encodings(config: Config, window: int | None) -> list[Layer
     )
 
     dims, per_layer = build_attention_dims(config.model), config.position.pos_emb_per_layer
-    layers = list_layer_positions(config.position, config.model.num_layers)
+    position = override_position(config.model, config.position, **list_overrides(options))
+    layers = list_layer_positions(position, config.model.num_layers)
     shared: dict[str, Encoding] = {}
     encodings = []
     with torch.random.fork_rng(devices=[]):
@@ -322,5 +323,5 @@ def _build_untrained_encodings(config: Config, window: int | None) -> list[Layer
         for own in layers:
             if per_layer or own.encoding not in shared:
                 shared[own.encoding] = build_encoding_from_options(own, dims)
-            encodings.append((shared[own.encoding], window or own.window))
+            encodings.append((shared[own.encoding], own.window))
     return _group_encodings(encodings, is_shared=not per_layer)

@@ -56,7 +56,8 @@ def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
     theirs = written("llama", tmp_path / "source")
     theirs.config.rope_parameters = {"rope_theta": 1e4, **parameters}
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
-    plain, ours = (load_model(imported(tmp_path / "source"), rope=rope).model for rope in (None, rope))
+    run = imported(tmp_path / "source")
+    plain, ours = load_model(run).model, load_model(run, rope=rope).model
     tokens = torch.randint(ROWS, (2, 3 * LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for length in (LENGTH // 2, 3 * LENGTH):
