@@ -19,8 +19,10 @@ from megatron.config import neox_keys
 from megatron.config.reference import describe_default, describe_type, format_table
 from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
+from megatron.options.section import read_docstring
 from megatron.position import registry
 from megatron.position.encoding import Encoding
+from megatron.position.encodings import rotary
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
     BASE_ENCODING,
@@ -183,6 +185,35 @@ Finetuning (`finetune: true`) may begin with another temperature: `attention_tem
 parameters.
 """
 
+ROTARY_SCALINGS = f"""\
+## Rotary frequencies
+
+The option `scaling` of rotary says how fast each pair of dimensions turns.
+Two scalings are chosen for training, and give pairs that turn slowly no position at all:
+`p_rope` (`configs/position/p_rope.yml`) and `hope` (`configs/position/hope.yml`).
+The pairs without a position compare what tokens are, at any distance alike.
+GPT-NeoX's `rotary_pct` is the option `fraction`, and something else:
+it spreads all frequencies, the slow ones too, over fewer dimensions.
+
+The others stretch frequencies to read further than a model was trained at.
+A trained model has one as its option, as published models do;
+`./deepy.py evaluate RUN --rope yarn:8` puts one on when a model is read:
+[RoPE at evaluation alone](evaluation.md#rope-at-evaluation-alone).
+
+θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1, and λ_m = 2π/θ_m their wavelengths in tokens.
+s is `factor`; L is `original_length`, the length of the original training;
+N is the length that the sequence reaches.
+
+{chr(10).join(line for line in read_docstring(rotary).splitlines() if line.startswith("|"))}
+
+p_rope takes `share`; hope takes `original_length`, which is the training length if absent:
+say it before you fine-tune at another length, so that the same pairs stay.
+llama3 has low = `low_freq_factor` and high = `high_freq_factor`, yarn has fast = `beta_fast` and slow = `beta_slow`,
+and b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs.
+No family of transformers offers hope, p_rope, ntk or dynamic as they are here, so `export --native` refuses them.
+An export with this project's code takes all but dynamic, because its cache does not say how long a text will get.
+"""
+
 PICTURES = f"""\
 ## How to read the pictures
 
@@ -230,6 +261,7 @@ def render_page() -> str:
             SHARING,
             _render_processor_options(processors),
             TEMPERATURES,
+            ROTARY_SCALINGS,
             _render_windows(encodings),
             LAYERS_THAT_DIFFER,
             _render_names(),
