@@ -49,6 +49,7 @@ from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.numerics import is_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
@@ -320,7 +321,9 @@ class PositionedAttention(MegatronModule):
         shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
-            q, segments, heads = exchange_heads_for_rows(q, self.groups), select_chunks(segments, chunks), ALL_HEADS
+            # Rank 0's chunks are apart and the last rank's are neighbours.
+            segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
+            q, heads = exchange_heads_for_rows(q, self.groups), ALL_HEADS
             k, v = (gather_heads(x, self.groups) for x in (k, v))
         elif self.processor is not None:
             q, k = (gather_heads(x, self.groups) for x in (q, k))
@@ -336,6 +339,11 @@ class PositionedAttention(MegatronModule):
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    @property
+    def _is_divided_by_zero_3(self) -> bool:
+        """Does ZeRO 3 divide the processor's parameters? All ranks must call it equally often then."""
+        return self.processor is not None and any(is_divided_by_zero_3(x) for x in self.processor.parameters())
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
         """Do tensor-parallel ranks exchange heads for rows?"""

@@ -25,8 +25,8 @@ SSMAX = "ssmax, cdape(kerple_log), window 20"
 TWO = [
     ParityCase(SSMAX, Layout(data=2, stage=3), steps=STEPS),
     ParityCase(SSMAX, Layout(context=2, stage=1), "bf16", STEPS),
-    ParityCase(CDAPE, Layout(tensor=2), steps=STEPS),
-    ParityCase("none", Layout(tensor=2, stage=3), steps=STEPS),
+    ParityCase("none", Layout(tensor=2), steps=STEPS),
+    ParityCase(CDAPE, Layout(tensor=2, stage=3), steps=STEPS),
     ParityCase("kerple_log, untied", Layout(tensor=2, stage=1), "bf16", STEPS),
     ParityCase("rotary, randomized", Layout(context=2), steps=STEPS),
     ParityCase("cdape(rotary), grouped", Layout(tensor=2, stage=1), steps=STEPS),
