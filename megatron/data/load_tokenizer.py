@@ -91,6 +91,16 @@ def vocabulary_from_tokenizer(tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary(tokenizer.vocab_size, tokenizer.name, tokenizer.eod, tokenizer.bos, tokenizer)
 
 
+def read_vocab_size(data: DataOptions) -> int:
+    """How many tokens the vocabulary of a run's data has, as the corpus.json beside them says, without reading the
+    tokenizer; where there is none, as `read_vocabulary` does. Raises what that would."""
+    if data.task is None:
+        for prefix in list_all_prefixes(data):
+            if find_corpus_metadata(prefix) is not None:
+                return read_tokenizer_folder(prefix.parent).metadata.vocab_size
+    return read_vocabulary(data).size
+
+
 def read_vocabulary(data: DataOptions) -> Vocabulary:
     """The vocabulary of a run's data: its task's, or from the corpus.json beside them, else from the tokenizer keys.
 

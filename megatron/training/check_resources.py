@@ -27,7 +27,7 @@ from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_che
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages
-from megatron.data.load_tokenizer import read_vocabulary
+from megatron.data.load_tokenizer import read_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.checkpoint import CheckpointOptions
@@ -203,7 +203,7 @@ def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int)
 def find_vocab_size(data: DataOptions) -> int:
     """Tokens of a run's data; 1, the fewest, where their tokenizer is not here."""
     try:
-        return read_vocabulary(data).size
+        return read_vocab_size(data)
     except FarfieldError:
         return 1
 

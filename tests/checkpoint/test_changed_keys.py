@@ -27,6 +27,8 @@ KNOWN = {
     "pos_emb_options": {"r1_start": 1.0},
     "score_processor": "cdape",
     "score_processor_options": {"width": 4},
+    "attention_temperature": "llama4",
+    "attention_temperature_options": {"length": 4},
     "optimizer.type": "AdamW",
     "train_iters": 7,
     "stages": [{"until": 1}, {"min_lr": 1e-3}],
@@ -39,7 +41,7 @@ COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compa
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("changed")
     run = folder / "run"
-    config = tiny_config(write_corpora(folder), run, train_iters=1, score_processor="dape")
+    config = tiny_config(write_corpora(folder), run, train_iters=1, score_processor="dape", attention_temperature="logn")
     train(config)
     return config.replace(load=str(run))
 

@@ -155,4 +155,4 @@ def test_every_encoding_and_processor_is_among_them() -> None:
     sections = [case.config().position for case in ROUND]
     assert {name for each in sections for name in each.encodings} == set(list_encodings())
     assert {name for each in sections for name in each.processors} >= {"none", *list_processors()}
-    assert {each.attention_temperature for each in sections} == {"none", *list_temperatures()}
+    assert {name for each in sections for name in each.temperatures} == {"none", *list_temperatures()}

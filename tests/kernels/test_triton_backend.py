@@ -1,5 +1,6 @@
 """The kernels as an attention backend: equal to eager for every method and processor of the registry, or refused."""
 
+import gc
 from dataclasses import replace
 from itertools import cycle
 
@@ -358,6 +359,7 @@ def test_a_layer_that_is_recomputed_lets_go_of_what_its_blocks_of_rows_read(devi
 
     with Peak() as tracked:
         output = checkpoint(attend, x, use_reentrant=False)
+    gc.collect()  # PyTorch's frames of checkpoints within checkpoints are cycles
     assert tracked.now < 1.5 * output.nbytes
     output.sum().backward()
     attend(y := x.detach().requires_grad_()).sum().backward()
