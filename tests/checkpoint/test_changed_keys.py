@@ -41,7 +41,9 @@ COMPARED = ("load", "save", "finetune", "rollback")  # they decide what is compa
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("changed")
     run = folder / "run"
-    config = tiny_config(write_corpora(folder), run, train_iters=1, score_processor="dape", attention_temperature="logn")
+    config = tiny_config(
+        write_corpora(folder), run, train_iters=1, score_processor="dape", attention_temperature="logn"
+    )
     train(config)
     return config.replace(load=str(run))
 
