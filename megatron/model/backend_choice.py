@@ -36,7 +36,7 @@ from megatron.attention.check.evidence import (
 )
 from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
-from megatron.attention.check.trials import DeviceLostError, try_backends
+from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
 from megatron.attention.documents import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
@@ -221,6 +221,8 @@ def _choose_by_check(
             documents=_describe_documents(position, kind.encoding, candidates[default], target),
         )
         evidence, error = _check(key, problem, candidates, evidence, begun)
+        del problem
+        free_memory(target.device)  # its tensors are in cycles
     assert evidence is not None
     found: list[tuple[Evidence, str | None]] = groups.gather_objects((evidence, error))
     if not was_checked_earlier and [other.key for other, _ in found].index(key) == groups.rank:

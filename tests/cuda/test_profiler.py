@@ -51,7 +51,7 @@ def test_the_memory_after_a_step(corpus: Path, tmp_path: Path, dumped: list[int]
     train_case(corpus, tmp_path / "run", memory_snapshot=2, train_iters=3)
     used, blocks, history = read_snapshot(tmp_path / "run" / PROFILE / "memory_step_2" / "rank_0.pickle")
     assert [used] == dumped
-    assert any(name.endswith("megatron/model/build.py") for name in list_lines(blocks))
+    assert any(name.endswith("megatron/training/engine.py") for name in list_lines(blocks))
     assert any(event["action"] == "alloc" for event in history)
     torch.cuda.empty_cache()
     kept = torch.empty(4096, device="cuda")
@@ -83,4 +83,4 @@ def test_memory_that_does_not_suffice(corpus: Path, tmp_path: Path, dumped: list
     assert used > 2 * weights[0]
     assert any(event["action"] == "oom" for event in history) == recorded
     if recorded:  # blocks that tests before left may have lines in any case
-        assert any(name.endswith("megatron/model/build.py") for name in list_lines(blocks))
+        assert any(name.endswith("megatron/training/engine.py") for name in list_lines(blocks))

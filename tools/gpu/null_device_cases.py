@@ -217,7 +217,9 @@ def build_config(case: Case, corpus: Path, run: Path, world_size: int = 1) -> An
     from megatron.config.schema import Config
 
     position = load_config(["125M", case.overlay]).config.position.model_dump()
-    keys = {**BASE, "num_gpus": world_size, **position}
+    # A pattern of layers needs as many, or a multiple.
+    layers = max((len(value) for value in position.values() if isinstance(value, list)), default=BASE["num_layers"])
+    keys = {**BASE, "num_gpus": world_size, **position, "num_layers": layers}
     paths = {f"{split}_data_paths": [str(corpus / f"{split}_text_document")] for split in ("train", "valid", "test")}
     keys |= {**paths, "data_cache": str(corpus / "samples"), **case.keys}
     keys |= {"save": str(run) if case.keys.get("checkpoint_factor") else None}

@@ -137,7 +137,7 @@ def try_backends(
             trials.append(_try_backend(judges, name, backend, clock))
         except Exception as failure:  # whatever a compiler, a driver or a library may raise
             trials.append(Trial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure)))
-        _free_memory(problem.device)
+        free_memory(problem.device)
         if not trials[-1].is_right and not is_device_usable(problem.device):
             raise DeviceLostError(trials)
     return _time_backends(problem, backends, trials, timer or time_pass, clock)
@@ -186,7 +186,7 @@ def _time_backends(
                 memory[name] = _read_peak_memory(problem.device, before)
             except Exception as failure:  # as in the first pass
                 failed[name] = Trial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure))
-    _free_memory(problem.device)
+    free_memory(problem.device)
     if failed and not is_device_usable(problem.device):
         raise DeviceLostError([*trials, *failed.values()])
     return [
@@ -223,7 +223,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _free_memory(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
     """What an error's traceback held and what the allocator keeps, so that each begins with an empty device, and the
     run after them too."""
     gc.collect()
