@@ -434,8 +434,11 @@ class GPT(GPTModel):
 
     @property
     def is_divided_by_zero_3(self) -> bool:
-        """Does ZeRO 3 divide the weights of this stage's layers?"""
-        return is_divided_by_zero_3(self.local_layers[0].self_attention.linear_proj.weight)
+        """Does ZeRO 3 divide the weights of this stage's layers?
+
+        A module's attribute must not be read for it: in a forward pass DeepSpeed gathers what is read from all ranks.
+        """
+        return is_divided_by_zero_3(next(self.local_layers[0].parameters()))
 
     def has_attention_parameters(self) -> bool:
         """Does attention itself learn anything, in its encoding or its processor?"""

@@ -46,6 +46,7 @@ TWO = [
     ParityCase(MUP, Layout(tensor=2, stage=2), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(tensor=2), steps=STEPS),
     ParityCase("rotary, documents", Layout(context=2, stage=1), steps=STEPS),
+    ParityCase("cdape(kerple_log), documents", Layout(data=2, stage=3), steps=STEPS),
 ]
 FOUR = [
     ParityCase(SSMAX, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),

@@ -25,7 +25,7 @@ from tools.parity.cases import BATCH, LENGTH, VOCABULARY, ParityCase  # noqa: E4
 
 class CountingDataset(torch.utils.data.Dataset):
     """Noisy counting; a mask leaves out a share of each sequence that differs from one to the next. Every row begins
-    documents elsewhere."""
+    documents elsewhere, and every third is one document."""
 
     def __init__(self, steps: int, *, has_documents: bool) -> None:
         generator = torch.Generator().manual_seed(8)
@@ -35,6 +35,7 @@ class CountingDataset(torch.utils.data.Dataset):
         shares = torch.tensor([0.95, 0.1, 0.6, 0.4]).repeat(steps)[:, None]
         self.masks = (torch.rand(steps * BATCH, LENGTH, generator=generator) < shares).float()
         begins = torch.rand(steps * BATCH, LENGTH, generator=generator) < 0.15
+        begins[::3] = False
         self.starts = torch.where(begins, torch.arange(LENGTH), 0).cummax(1).values if has_documents else None
 
     def __len__(self) -> int:
