@@ -268,9 +268,9 @@ class ConfigLayers:
         if new is None or old is None or new.value == old.value:
             return
         for path in [path for path in self.values if path[0] == options_key]:
-            dropped = self.values.pop(path)
+            dropped, owner = self.values.pop(path), format_value(old.value)
             self.notes.append(
-                f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {old.value}"
+                f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {owner}"
             )
 
     def _describe_unknown_key(self, path: KeyPath) -> str:

@@ -66,12 +66,12 @@ def override_position(
     chosen = position.replace(attention_temperature=name, attention_temperature_options=options)
     if chosen == position:
         return position
-    if has_learned_temperature(model, position):
+    if learned := list_learned_temperatures(model, position):
         raise UserError(
-            f"temperature {temperature}: the run was trained with {', '.join(position.temperatures)}, whose "
-            "parameters are learned; no other can take its place"
+            f"temperature {temperature}: the run was trained with {', '.join(learned)}, whose parameters are learned; "
+            "no other can take its place"
         )
-    if has_learned_temperature(model, chosen):
+    if list_learned_temperatures(model, chosen):
         raise UserError(
             f"temperature {temperature}: its parameters are learned, so it cannot be put on when a model is read; "
             f"train with attention_temperature={name}"
@@ -152,8 +152,8 @@ def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def has_learned_temperature(model: ModelOptions, position: PositionOptions) -> bool:
-    """Has the temperature of a configuration parameters, as far as its file says?"""
+def list_learned_temperatures(model: ModelOptions, position: PositionOptions) -> list[str]:
+    """Those of a configuration's temperatures that have parameters, as far as their files say."""
     options, sizes = position.attention_temperature_options, get_attention_sizes(model)
-    facts = (read_temperature_facts(name) for name in position.temperatures if name != "none")
-    return any(each.has_parameters(options, **sizes) for each in facts)
+    names = (name for name in position.temperatures if name != "none")
+    return [name for name in names if read_temperature_facts(name).has_parameters(options, **sizes)]

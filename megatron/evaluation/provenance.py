@@ -59,12 +59,21 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
     evaluated = evaluated or position
     period = lcm(position.period, evaluated.period)
     layers = zip(list_layer_positions(position, period), list_layer_positions(evaluated, period), strict=True)
-    names = [_format_layer_name(*pair) for pair in layers]
+    masks = _name_mask(position, evaluated)
+    is_pattern = period > 1  # what holds for all layers is said once then, at the end
+    names = [_format_layer_name(*pair, [] if is_pattern else masks) for pair in layers]
     groups = [(name, len(list(group))) for name, group in groupby(find_period(names))]
-    return " | ".join(name if count == 1 else f"{count} × {name}" for name, count in groups)
+    whole = " | ".join(name if count == 1 else f"{count} × {name}" for name, count in groups)
+    return f"{whole} ({', '.join(masks)})" if is_pattern and masks else whole
 
 
-def _format_layer_name(position: PositionOptions, evaluated: PositionOptions) -> str:
+def _name_mask(position: PositionOptions, evaluated: PositionOptions) -> list[str]:
+    if evaluated.attention_mask != position.attention_mask:
+        return [f"attention_mask={evaluated.attention_mask} at evaluation"]
+    return [] if position.attention_mask == "causal" else [f"attention_mask={position.attention_mask}"]
+
+
+def _format_layer_name(position: PositionOptions, evaluated: PositionOptions, masks: Sequence[str]) -> str:
     from megatron.position.registry import load_encoding_class, load_processor_class
 
     options = _list_differing_options(position.pos_emb_options, load_encoding_class(position.encoding))
@@ -82,10 +91,7 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions) ->
             options.append(f"{key}={now}")
     if evaluated.pos_emb_options != position.pos_emb_options:
         options.append(f"rope={format_rope(evaluated.pos_emb_options)} at evaluation")
-    if evaluated.attention_mask != position.attention_mask:
-        options.append(f"attention_mask={evaluated.attention_mask} at evaluation")
-    elif position.attention_mask != "causal":
-        options.append(f"attention_mask={position.attention_mask}")
+    options += masks
     name = _format_name(position.encoding, options)
     if position.processor == "none":
         return name

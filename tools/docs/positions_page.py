@@ -135,7 +135,8 @@ There are four overlays of this kind.
 `rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) put layers with RoPE in a window beside layers that see
 all tokens without positions.
 `smollm3` leaves RoPE out of every fourth layer, and `irope` gives such a layer Llama 4's temperature.
-megatron-core's keys are understood: `no_rope_freq`, `window_size` and `window_attn_skip_freq`, with a number or a list.
+megatron-core's keys are understood: `no_rope_freq` and `window_attn_skip_freq` with a number or a list, and
+`window_size`, a pair such as `[127, 0]`: the keys before a token, and after it.
 """
 
 ADDING = """\
