@@ -10,6 +10,7 @@ intervals of the same text overlap and areas or bars on top of each other could 
 
 import io
 import statistics
+import textwrap
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,8 @@ BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
 MAX_TICKS = 9
 LEGEND_ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
+LEGEND_CHARACTERS = 44
+"""Of a legend's line."""
 
 
 def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
@@ -52,8 +55,10 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
     if not tables:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
-    max_methods = max(len(table.methods) for table in tables)
-    size = (4.0, 3.6 + 0.19 * max_methods) if narrow else (6.4 + 2.2 * -(-max_methods // LEGEND_ROWS), 4.6)
+    legends = ["\n".join(map(_wrap_name, table.methods)).split("\n") for table in tables]
+    max_lines, longest = max(map(len, legends)), max(len(line) for lines in legends for line in lines)
+    column = max(2.2, 0.08 * longest)
+    size = (4.0, 3.6 + 0.19 * max_lines) if narrow else (6.4 + column * -(-max_lines // LEGEND_ROWS), 4.6)
     figure = Figure(figsize=(size[0], size[1] * len(tables)), dpi=200 if narrow else 160, layout="constrained")
     figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
@@ -62,6 +67,11 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
+
+
+def _wrap_name(name: str) -> str:
+    """In lines for the legend: that of a pattern of layers names several methods."""
+    return textwrap.fill(name, LEGEND_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def get_curve_style(index: int) -> dict[str, str]:
@@ -113,7 +123,7 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
         else {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "fontsize": 9, "ncols": -(-len(lines) // LEGEND_ROWS)}
     )
     names = [
-        name if x_values else f"{name} (failed)"
+        _wrap_name(name if x_values else f"{name} (failed)")
         for name, (x_values, _, _) in zip(table.methods, curve_data, strict=True)
     ]
     legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)

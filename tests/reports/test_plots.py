@@ -111,6 +111,20 @@ def test_a_narrow_plot_has_its_legend_below(story: list[Record]) -> None:
     assert narrow[1] > narrow[0]
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("narrow", [False, True])
+def test_the_name_of_a_pattern_of_layers_leaves_room_for_the_curves(narrow: bool) -> None:
+    """matplotlib warns where a legend leaves the axes none."""
+    name = " | ".join(
+        ["rotary(window=128, temperature=logn at evaluation)", "cdape(width=8)+kerple_log(per_layer)"] * 3
+    )
+    records = [record(name, length, 5.0) for length in (64, 128)]
+    assert plots.render_plots_png(records, narrow=narrow)
+    (text,) = axes_of(records).get_legend().get_texts()
+    assert max(map(len, text.get_text().split("\n"))) <= plots.LEGEND_CHARACTERS + 8  # no name is broken
+    assert text.get_text().replace("\n", " ") == name
+
+
 def test_many_methods_with_odd_names_stay_distinct() -> None:
     names = [f"_method {i} $\\frac" for i in range(11)]
     records = [record(name, length, 5 + i) for i, name in enumerate(names) for length in (64, 128)]
