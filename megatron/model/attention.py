@@ -49,7 +49,7 @@ from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import is_divided_by_zero_3
+from megatron.position.numerics import has_parameters_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
@@ -234,11 +234,11 @@ class AttentionContext:
     """What the backend made of processors and tables before the layers (`compute_processor_terms`)."""
     masked_segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     """By the layers' indices: the segments with what the backend made of documents before the layers
-    (`compute_masks`)."""
+    (`compute_layer_masks`)."""
     restarted: TokenRange | None = None
     """Where documents are kept apart: the positions of all sequences' tokens (`documents.restart_positions`)."""
     query_rows: Mapping[int | None, QueryRows] = field(default_factory=dict)
-    """By windows of layers that have a temperature: what that is told of the tokens (`describe_rows`)."""
+    """By windows of layers that have a temperature: what that is told of the tokens (`describe_layer_rows`)."""
 
 
 class PositionedAttention(MegatronModule):
@@ -309,7 +309,7 @@ class PositionedAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted)
         if self.temperature is not None:
-            rows = context.query_rows or describe_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
+            rows = context.query_rows or describe_layer_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
         if context.kv_cache is not None:
@@ -343,7 +343,7 @@ class PositionedAttention(MegatronModule):
     @property
     def _is_divided_by_zero_3(self) -> bool:
         """Does ZeRO 3 divide the processor's parameters? All ranks must call it equally often then."""
-        return self.processor is not None and any(is_divided_by_zero_3(x) for x in self.processor.parameters())
+        return self.processor is not None and has_parameters_divided_by_zero_3(self.processor)
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
         """Do tensor-parallel ranks exchange heads for rows?"""
@@ -413,7 +413,7 @@ def compute_tables(
     return {} if tables is None else {a.layer_index: t for a, t in zip(attentions, tables, strict=True)}
 
 
-def compute_masks(
+def compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
     """The segments of layers of one backend and window with what that makes of their documents, once for all of them
@@ -431,7 +431,7 @@ def compute_masks(
     return dict.fromkeys((each.layer_index for each in attentions), masked)
 
 
-def describe_rows(
+def describe_layer_rows(
     attentions: Sequence[PositionedAttention],
     segments: Sequence[Segment],
     batch: int,

@@ -38,10 +38,10 @@ from megatron.model.attention import (
     AttentionContext,
     KVCache,
     PositionedAttention,
-    compute_masks,
+    compute_layer_masks,
     compute_processor_terms,
     compute_tables,
-    describe_rows,
+    describe_layer_rows,
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
@@ -50,7 +50,7 @@ from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import is_divided_by_zero_3, soft_cap
+from megatron.position.numerics import has_parameters_divided_by_zero_3, soft_cap
 from megatron.position.token_range import SampledPositions, TokenRange, sample_positions
 from megatron.utils.errors import UserError
 
@@ -356,8 +356,8 @@ class GPT(GPTModel):
             terms |= compute_processor_terms([attentions[i] for i in group], segments, tables, hidden)
         if restarted is not None and document_starts is not None:
             for group in self._mask_groups:
-                masked |= compute_masks([attentions[i] for i in group], segments, document_starts, hidden)
-        rows = describe_rows(attentions, segments, batch, length, hidden.device)
+                masked |= compute_layer_masks([attentions[i] for i in group], segments, document_starts, hidden)
+        rows = describe_layer_rows(attentions, segments, batch, length, hidden.device)
         context = AttentionContext(segments, kv_cache, num_logits, tables, terms, masked, restarted, rows)
         hidden = self._run_layers(hidden, context)
         if kv_cache is not None:
@@ -434,11 +434,8 @@ class GPT(GPTModel):
 
     @property
     def is_divided_by_zero_3(self) -> bool:
-        """Does ZeRO 3 divide the weights of this stage's layers?
-
-        A module's attribute must not be read for it: in a forward pass DeepSpeed gathers what is read from all ranks.
-        """
-        return is_divided_by_zero_3(next(self.local_layers[0].parameters()))
+        """Does ZeRO 3 divide the weights of this stage's layers?"""
+        return has_parameters_divided_by_zero_3(self.local_layers[0])
 
     def has_attention_parameters(self) -> bool:
         """Does attention itself learn anything, in its encoding or its processor?"""

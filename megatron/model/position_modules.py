@@ -89,28 +89,19 @@ def canonical_position_options(position: PositionOptions) -> dict[str, Any]:
     """The options of an encoding, a processor and a temperature, so that equal models compare equal."""
     from megatron.position.registry import load_encoding_class, load_processor_class, load_temperature_class
 
-    options: dict[str, dict[str, Any]] = {
-        "pos_emb_options": {},
-        "score_processor_options": {},
-        "attention_temperature_options": {},
-    }
-    for name in position.encodings:
-        given = position.pos_emb_options
-        if len(position.encodings) > 1:
-            given = select_encoding_options(name, given)
-        options["pos_emb_options"] |= canonical_options(load_encoding_class(name), given)
-    for name in position.processors:
-        if name != "none":
-            given = position.score_processor_options
-            if len(position.processors) > 1:
-                given = select_processor_options(name, given)
-            options["score_processor_options"] |= canonical_options(load_processor_class(name), given)
-    for name in position.temperatures:
-        if name != "none":
-            given = position.attention_temperature_options
-            if len(position.temperatures) > 1:
-                given = select_temperature_options(name, given)
-            options["attention_temperature_options"] |= canonical_options(load_temperature_class(name), given)
+    kinds = (
+        ("pos_emb_options", position.encodings, select_encoding_options, load_encoding_class),
+        ("score_processor_options", position.processors, select_processor_options, load_processor_class),
+        ("attention_temperature_options", position.temperatures, select_temperature_options, load_temperature_class),
+    )
+    options: dict[str, dict[str, Any]] = {}
+    for key, names, select_options, load_class in kinds:
+        options[key] = {}
+        for name in names:
+            # `none` is an encoding, but neither a processor nor a temperature.
+            if name != "none" or key == "pos_emb_options":
+                given = getattr(position, key) if len(names) == 1 else select_options(name, getattr(position, key))
+                options[key] |= canonical_options(load_class(name), given)
     return options
 
 

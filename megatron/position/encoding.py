@@ -60,7 +60,7 @@ class Encoding(PositionModule):
     """Has it a table of `dims.max_length` positions, and knows none beyond? Then `max_length` says how many."""
 
     depends_on_length: bool = False
-    """Does what it answers of a token depend on the length that the sequence reaches (`TokenRange.reached`)?"""
+    """Does what it answers of a token depend on the length that the sequence reaches (`TokenRange.known_length`)?"""
 
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""

@@ -4,7 +4,7 @@ n = i − j spread into a matrix over rows and columns."""
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.position.token_range import TokenRange
 
@@ -12,6 +12,12 @@ from megatron.position.token_range import TokenRange
 def is_divided_by_zero_3(parameter: Tensor) -> bool:
     """Does DeepSpeed's ZeRO 3 divide a parameter, and gather it around each call of its module alone?"""
     return hasattr(parameter, "ds_id")
+
+
+def has_parameters_divided_by_zero_3(module: nn.Module) -> bool:
+    """The same of a module's parameters. They are not read as attributes, which DeepSpeed would gather from all ranks
+    in a forward pass: ranks may ask this where others do not."""
+    return any(is_divided_by_zero_3(parameter) for parameter in module.parameters())
 
 
 def promote_to_float32(x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class TokenRange:
     chunk."""
 
     @property
-    def reached(self) -> int:
+    def known_length(self) -> int:
         """The length that the sequence reaches, as far as is known."""
         return self.stop if self.sequence_length is None else self.sequence_length
 

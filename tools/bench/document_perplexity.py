@@ -43,7 +43,7 @@ DEFINITION = re.compile(r"(?<=\n\n)(?= *(?:@|def |class |async def ))")
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """A run's perplexities on a text."""
 
     method: str
@@ -112,7 +112,9 @@ def train_run(corpus: Path, folder: Path, method: str, mask: str, steps: int, se
     train(merge_documents([model], [f"{key}={value}" for key, value in values.items()]).config)
 
 
-def evaluate_run(corpus: Path, folder: Path, source: Path, method: str, trained: str, windows: int) -> list[Measured]:
+def evaluate_run(
+    corpus: Path, folder: Path, source: Path, method: str, trained: str, windows: int
+) -> list[Measurement]:
     """Perplexities of a run on both texts with both masks."""
     from megatron.evaluation.run import evaluate_runs
     from megatron.options.evaluation import EvaluationOptions
@@ -126,11 +128,11 @@ def evaluate_run(corpus: Path, folder: Path, source: Path, method: str, trained:
             )
             records = evaluate_runs([folder], options, output=folder / "evaluated")
             values = {str(r.length): [r.value, r.low, r.high] for r in records if r.metric == "perplexity"}
-            found.append(Measured(method, trained, mask, text, values))
+            found.append(Measurement(method, trained, mask, text, values))
     return found
 
 
-def format_page(measured: list[Measured], shares: dict[str, Any], origin: str) -> str:
+def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str) -> str:
     """The record's page."""
     lengths = [str(int(multiple * ROW_LENGTH)) for multiple in MULTIPLES]
     lines = [
@@ -172,7 +174,7 @@ def main() -> None:
 
     folder, corpus = arguments.folder, arguments.folder / "corpus"
     write_corpora(arguments.source, corpus, arguments.seed)
-    measured: list[Measured] = []
+    measured: list[Measurement] = []
     for method in METHODS:
         for mask in MASKS:
             run = folder / f"{method}_{mask}"

@@ -36,7 +36,7 @@ from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import is_divided_by_zero_3
+from megatron.position.numerics import has_parameters_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
 
@@ -133,7 +133,7 @@ class TritonBackend:
         if not are_convolutions or _describe_unfit(like) is not None:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
-        if any(is_divided_by_zero_3(x) for processor in processors for x in processor.parameters()):
+        if any(has_parameters_divided_by_zero_3(processor) for processor in processors):
             return None  # ZeRO 3 gathers a layer's weights for that layer
         return compute_layer_terms(
             biases,

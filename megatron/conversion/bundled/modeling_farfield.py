@@ -82,19 +82,19 @@ def build_attention_dims(config: FarfieldConfig) -> AttentionDims:
     )
 
 
-def get_of_layer(value: Any, layer_idx: int) -> Any:
+def get_layer_value(value: Any, layer_idx: int) -> Any:
     """One value for all layers, or a list of them that repeats from the first layer to the last."""
     return value[layer_idx % len(value)] if isinstance(value, list) else value
 
 
-def get_method(names: Any, options: dict[str, Any], layer_idx: int) -> tuple[str, dict[str, Any]]:
+def get_layer_method(names: Any, options: dict[str, Any], layer_idx: int) -> tuple[str, dict[str, Any]]:
     """The name of a layer's encoding or processor, and its options."""
-    name = get_of_layer(names, layer_idx)
+    name = get_layer_value(names, layer_idx)
     return name, options.get(name, {}) if isinstance(names, list) else options
 
 
 def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
-    name, options = get_method(config.pos_emb, config.pos_emb_options, layer_idx)
+    name, options = get_layer_method(config.pos_emb, config.pos_emb_options, layer_idx)
     return build_encoding(name, build_attention_dims(config), options)
 
 
@@ -115,14 +115,14 @@ class FarfieldAttention(nn.Module):
         # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
         self._shared: tuple[Encoding, ...] = () if shared is None else (shared,)
         self.encoding = build_encoding_for(config, layer_idx) if shared is None else None
-        self.window = get_of_layer(config.attention_window, layer_idx)
+        self.window = get_layer_value(config.attention_window, layer_idx)
         self.processor: Processor | None = None
-        name, options = get_method(config.score_processor, config.score_processor_options, layer_idx)
+        name, options = get_layer_method(config.score_processor, config.score_processor_options, layer_idx)
         if name != "none":
             has_bias = (shared or self.encoding).adds_bias  # type: ignore[union-attr]
             self.processor = build_processor(name, build_attention_dims(config), options, has_bias=has_bias)
         self.temperature: Temperature | None = None
-        name, options = get_method(config.attention_temperature, config.attention_temperature_options, layer_idx)
+        name, options = get_layer_method(config.attention_temperature, config.attention_temperature_options, layer_idx)
         if name != "none":
             self.temperature = build_temperature(name, build_attention_dims(config), options)
 
@@ -235,7 +235,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
-        names = [get_of_layer(config.pos_emb, layer_idx) for layer_idx in layers]
+        names = [get_layer_value(config.pos_emb, layer_idx) for layer_idx in layers]
         # The encodings that layers share, by their names.
         shared = {} if config.pos_emb_per_layer else {n: build_encoding_for(config, names.index(n)) for n in names}
         self.position = next(iter(shared.values())) if len(shared) == 1 else None

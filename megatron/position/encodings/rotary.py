@@ -21,9 +21,9 @@ low, high are `low_freq_factor` and `high_freq_factor`; fast, slow are `beta_fas
 b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs and kept
 within [0, 2·half − 1].
 
-N of dynamic is the length that a sequence reaches (`TokenRange.reached`): keys that are cached were turned once, so a
-text that is generated has the frequencies of its longest possible end from its beginning. transformers turns new tokens
-by other frequencies than the cached ones as a text grows.
+N of dynamic is the length that a sequence reaches (`TokenRange.known_length`): keys that are cached were turned once,
+so a text that is generated has the frequencies of its longest possible end from its beginning. transformers turns new
+tokens by other frequencies than the cached ones as a text grows.
 
 Sources: p_rope, Barbero et al. 2024 (2410.06205, section 6); hope, Chen et al. 2024 (2410.21216); linear, Chen et al.
 2023; ntk and dynamic, bloc97 and emozilla 2023, as transformers computes them; llama3, the released code of Llama 3.1;
@@ -242,7 +242,7 @@ class Rotary(Encoding):
             # What is kept may be asked for by training later: tensors of inference mode could not be.
             with torch.inference_mode(False), torch.no_grad():
                 # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
-                angle = tokens.positions(device).double()[:, None] * self.frequencies(device, tokens.reached)
+                angle = tokens.positions(device).double()[:, None] * self.frequencies(device, tokens.known_length)
                 cos, sin = ((self.scaling.amplitude * turn).to(dtype) for turn in (angle.cos(), angle.sin()))
                 turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
             if len(self._turns) >= TURNS_KEPT:
