@@ -43,6 +43,9 @@ class Task(ConfigSection):
     """What has to be known when results are compared with the paper's, in sentences."""
     scores_exact_match: ClassVar[bool] = False
     """Is the share of sequences of which every token is right reported too?"""
+    has_depth: ClassVar[bool] = False
+    """Can it be chosen at which depth of the input the answer stands? Then there is `sample_batch_at_depth`, and
+    `evaluate --depths` maps accuracy over depth and length."""
 
     @property
     def vocab_size(self) -> int:
@@ -64,6 +67,13 @@ class Task(ConfigSection):
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         """Draw `count` sequences whose input has a supported length."""
+        raise NotImplementedError
+
+    def sample_batch_at_depth(
+        self, generator: np.random.Generator, count: int, length: int, depth: float
+    ) -> TaskBatch:
+        """The same, of sequences whose answer stands at one depth: the share, 0 to 1, of what could stand before it in
+        the input that does. Of several answers it is the first that is asked for. For tasks that `has_depth`."""
         raise NotImplementedError
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
