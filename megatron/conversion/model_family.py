@@ -90,18 +90,26 @@ class SeparateQKV:
 
     num_heads: int
     num_kv_heads: int
+    turns_neighbours: bool = False
+    """Are neighbouring numbers of a query's or key's head turned together (Command), where ours turns its halves?"""
 
     def to_megatron(self, hf_tensors: Sequence[Tensor]) -> Tensor:
-        q, k, v = (part.reshape(self.num_kv_heads, -1, *part.shape[1:]) for part in hf_tensors)
+        q, k, v = hf_tensors
+        if self.turns_neighbours:
+            q, k = (
+                x.reshape(num_heads, -1, 2, *x.shape[1:]).transpose(1, 2)
+                for x, num_heads in ((q, self.num_heads), (k, self.num_kv_heads))
+            )
+        q, k, v = (part.reshape(self.num_kv_heads, -1, *v.shape[1:]) for part in (q, k, v))
         return _cat([q, k, v], 1).reshape(-1, *hf_tensors[0].shape[1:])
 
     def to_hf(self, tensor: Tensor) -> list[Tensor]:
         queries_per_group = self.num_heads // self.num_kv_heads
         parts = tensor.reshape(self.num_kv_heads, queries_per_group + 2, -1, *tensor.shape[1:])
-        return [
-            part.reshape(-1, *tensor.shape[1:]).contiguous()
-            for part in (parts[:, :queries_per_group], parts[:, queries_per_group], parts[:, queries_per_group + 1])
-        ]
+        q, k, v = parts[:, :queries_per_group], parts[:, queries_per_group : queries_per_group + 1], parts[:, -1:]
+        if self.turns_neighbours:  # [G, heads, 2, d/2, …] → [G, heads, d/2, 2, …]
+            q, k = (x.unflatten(2, (2, -1)).transpose(2, 3) for x in (q, k))
+        return [part.reshape(-1, *tensor.shape[1:]).contiguous() for part in (q, k, v)]
 
 
 @dataclass(frozen=True)
@@ -231,7 +239,7 @@ COMMON_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "score_processor": ("none",), "attention_window": (None,), "randomized_positions": (None,),
     "attention_temperature": ("none",),
     "use_qk_layernorm": (False,), "norm_placement": ("pre",), "head_dim": (None,),
-    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "layernorm_bias": (True,),
 }  # fmt: skip
 """What a family has that says nothing else (`supported_values`)."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron.config.schema import Config
+from megatron.conversion.families.cohere import COHERE, COHERE2
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.conversion.families.gemma import GEMMA, GEMMA2
 from megatron.conversion.families.gpt2 import GPT2
@@ -17,7 +18,8 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
 HF_FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, SMOLLM3, OPT)
+    family.model_type: family
+    for family in (GPT_NEOX, GPT2, LLAMA, QWEN2, QWEN3, OLMO2, GEMMA, GEMMA2, SMOLLM3, COHERE, COHERE2, OPT)
 }
 """The published ones, by `model_type`. Of several that can express a configuration, `find_exact_family` takes the
 first."""

@@ -25,6 +25,7 @@ from megatron.model.layer import (
     ColumnLinear,
     FeedForward,
     GPTLayer,
+    LayerNormWithoutBias,
     OffStageLayer,
     RowLinear,
     build_norm,
@@ -203,6 +204,14 @@ def _register_gradient_sums(
             register_grad_all_reduce(module, groups)
 
 
+def _select_norm(model: ModelOptions) -> type:
+    """The class that megatron-core builds a norm of the residual stream with."""
+    if model.norm == "layernorm" and not model.layernorm_bias:
+        return LayerNormWithoutBias
+    norm: type = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
+    return norm
+
+
 def _layer_spec(
     model: ModelOptions, layer_attention: LayerAttention, layer_index: int, groups: ProcessGroups
 ) -> ModuleSpec:
@@ -218,7 +227,9 @@ def _layer_spec(
     }
     if model.norm_placement != "pre":
         epsilon = norm_epsilon(model, model.norm)
-        spec.params["build_post_norm"] = partial(build_norm, model.norm, model.hidden_size, epsilon)
+        build_post_norm = partial(build_norm, model.norm, model.hidden_size, epsilon, bias=model.layernorm_bias)
+        spec.params["build_post_norm"] = build_post_norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = _select_norm(model)
     if model.norm_placement == "post":
         spec.submodules.input_layernorm = IdentityOp
     if model.norm_placement == "post" or (model.gpt_j_residual and model.gpt_j_tied):
@@ -235,7 +246,9 @@ def _layer_spec(
 
         def build_norm_of_heads(num_heads: int) -> nn.Module:
             epsilon, over_heads = norm_epsilon(model, kind), model.qk_layernorm_over_heads
-            return build_qk_norm(kind, num_heads, head_dim(model), epsilon, groups, over_heads=over_heads)
+            return build_qk_norm(
+                kind, num_heads, head_dim(model), epsilon, groups, bias=model.layernorm_bias, over_heads=over_heads
+            )
 
         attention.params["build_qk_norm"] = build_norm_of_heads
     attention.submodules.core_attention = core_attention
@@ -328,10 +341,9 @@ def _build_gpt(
         _register_gradient_sums(own_encoding, processor, layer_attention.temperature, groups)
     for encoding in shared.values():
         _register_gradient_sums(encoding, None, None, groups)
-    norm = LocalSpecProvider().layer_norm(rms_norm=model.norm == "rmsnorm", for_qk=False)
     gpt = GPT(
         config=transformer_config(model, dtype, groups.mesh.sizes),
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_select_norm(model)),
         vocab_size=padded_vocab_size(model, vocab_size),
         max_sequence_length=build_attention_dims(model).max_length,
         position_embedding_type="none",

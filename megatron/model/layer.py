@@ -49,9 +49,16 @@ def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draw
     return result
 
 
-def build_norm(kind: str, size: int, epsilon: float) -> nn.Module:
-    """PyTorch's layernorm or rmsnorm of the last dimension."""
-    return {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[kind](size, eps=epsilon)
+def build_norm(kind: str, size: int, epsilon: float, *, bias: bool = True) -> nn.Module:
+    """PyTorch's layernorm, which may have no bias, or rmsnorm, which never has one, of the last dimension."""
+    return nn.RMSNorm(size, eps=epsilon) if kind == "rmsnorm" else nn.LayerNorm(size, eps=epsilon, bias=bias)
+
+
+class LayerNormWithoutBias:
+    """PyTorch's layernorm, its weight alone, built with megatron-core's arguments."""
+
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.LayerNorm:  # type: ignore[misc]
+        return nn.LayerNorm(hidden_size, eps=eps, bias=False)
 
 
 class NormOverHeads(nn.Module):
@@ -60,23 +67,26 @@ class NormOverHeads(nn.Module):
     Where ranks divide the heads, each holds the weights of its own, and what they take means of they add up.
     """
 
-    def __init__(self, kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups) -> None:
+    def __init__(
+        self, kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, bias: bool
+    ) -> None:
         super().__init__()
         self.groups, self.epsilon, self.size = groups, epsilon, num_heads * head_dim
         size = self.size // groups.mesh.tensor.size
+        self.centers = kind == "layernorm"
         self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if kind == "layernorm" else None
+        self.bias = nn.Parameter(torch.zeros(size)) if self.centers and bias else None
         for parameter in self.parameters():  # as megatron-core marks what it divides
             parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(2)
         if self.groups.mesh.tensor.size == 1:
-            if self.bias is None:
+            if not self.centers:
                 return F.rms_norm(flat, (self.size,), self.weight, self.epsilon).view_as(x)
             return F.layer_norm(flat, (self.size,), self.weight, self.bias, self.epsilon).view_as(x)
         values = promote_to_float32(flat)
-        if self.bias is not None:
+        if self.centers:
             values = values - self._mean(values)
         values = values * torch.rsqrt(self._mean(values.square()) + self.epsilon)
         values = values.to(x.dtype) * self.weight
@@ -89,15 +99,15 @@ class NormOverHeads(nn.Module):
 
 
 def build_qk_norm(
-    kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, over_heads: bool
+    kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, bias: bool, over_heads: bool
 ) -> nn.Module:
     """The norm of queries or keys [T, B, h, d], of each head by itself or of all heads together.
 
     Of each head by itself all heads have the same weights. A rank's gradient is that of its own heads, and is summed.
     """
     if over_heads:
-        return NormOverHeads(kind, num_heads, head_dim, epsilon, groups)
-    norm = build_norm(kind, head_dim, epsilon)
+        return NormOverHeads(kind, num_heads, head_dim, epsilon, groups, bias=bias)
+    norm = build_norm(kind, head_dim, epsilon, bias=bias)
     register_grad_all_reduce(norm, groups)
     return norm
 

@@ -73,6 +73,9 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )
     layernorm_epsilon: float = config_field(1e-5, "epsilon of layernorm", gt=0, policy="architecture")
+    layernorm_bias: bool = config_field(
+        True, "has layernorm a bias beside its weight? Command has none; rmsnorm never has one", policy="architecture"
+    )
     rms_norm_epsilon: float = config_field(1e-8, "epsilon of rmsnorm", gt=0, policy="architecture")
     use_qk_layernorm: bool = config_field(
         False,
@@ -104,6 +107,10 @@ class ModelOptions(ConfigSection):
     )  # fmt: skip
     embedding_multiplier: float = config_field(
         1.0, "factor on token embeddings where they enter the first layer (Gemma: √hidden_size)", gt=0,
+        policy="architecture",
+    )  # fmt: skip
+    logit_scale: float = config_field(
+        1.0, "factor on the logits of the vocabulary, before their soft cap (Command: 0.0625)", gt=0,
         policy="architecture",
     )  # fmt: skip
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "geglu_tanh", "swiglu"] = config_field(
@@ -416,6 +423,13 @@ def qk_norm(model: ModelOptions) -> str | None:
     return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
 
 
+def list_norm_parts(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
+    """The names of the parameters of a kind of norm; none where nothing is normalised."""
+    if norm is None:
+        return ()
+    return ("weight", "bias") if norm == "layernorm" and model.layernorm_bias else ("weight",)
+
+
 def norm_epsilon(model: ModelOptions, norm: str) -> float:
     """The epsilon of a kind of norm."""
     return model.layernorm_epsilon if norm == "layernorm" else model.rms_norm_epsilon
@@ -495,6 +509,8 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
     for key in ("qk_norm", "qk_layernorm_over_heads"):
         if getattr(model, key) and not model.use_qk_layernorm:
             yield key, f"{key}: {_format_value(getattr(model, key))} needs use_qk_layernorm: true"
+    if not model.layernorm_bias and "layernorm" not in (model.norm, qk_norm(model)):
+        yield "layernorm_bias", "layernorm_bias: false is for layernorm; rmsnorm has no bias as it is"
     if model.checkpoint_num_layers > model.num_layers:
         yield (
             "checkpoint_num_layers",
@@ -524,7 +540,7 @@ def _find_mup_conflicts(model: ModelOptions) -> Iterator[tuple[str, str]]:
             if name.startswith("mup_") and (value := getattr(model, name)) != field.default:
                 yield name, f"{name} is {value}, which has no effect without use_mup: true"
         return
-    for name in ("head_dim", "embedding_multiplier", "query_pre_attn_scalar"):
+    for name in ("head_dim", "embedding_multiplier", "query_pre_attn_scalar", "logit_scale"):
         if (value := getattr(model, name)) != ModelOptions.model_fields[name].default:
             yield name, f"{name} {value:g} is not offered with use_mup: true, which has a rule of its own for it"
     if model.mup_base_hidden_size is None:

@@ -76,6 +76,8 @@ def test_the_configuration_there_and_back(name: str) -> None:
         "gemma2, as published",
         "smollm3",
         "smollm3, windows, biases",
+        "cohere",
+        "cohere2",
     ],
 )
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
@@ -112,6 +114,13 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
             "pos_emb is .rotary, alibi.; SmolLM3ForCausalLM has rotary or none",
         ),
         ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family has one size"),
+        (
+            "cohere2",
+            {"attention_window": [9, 5]},
+            "its layers have pos_emb rotary and a window, or pos_emb none and no",
+        ),
+        ("cohere", {"layernorm_bias": True}, "layernorm_bias is true; CohereForCausalLM has false"),
+        ("llama", {"logit_scale": 0.5}, r"multiplies by 0.5 \(logits\); LlamaForCausalLM cannot"),
         ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere"),
     ],
 )

@@ -28,6 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
         "activation": "geglu_tanh", "embedding_multiplier": 5.5, "rms_norm_epsilon": 1e-6,
     },
     "heads of their own size": {"head_dim": 12, "num_kv_heads": 2, "use_bias_in_attn_linear": False},
+    "layernorm over heads, no bias": {
+        **PER_HEAD, "qk_layernorm_over_heads": True, "layernorm_bias": False, "logit_scale": 0.3,
+        "norm_placement": "sandwich",
+    },
     "parallel": {**PER_HEAD, "gpt_j_residual": True, "head_dim": 6, "final_logit_softcapping": 3.0},
 }  # fmt: skip
 
@@ -99,7 +103,7 @@ def plain_gpt(state: dict[str, Tensor], x: Tensor, keys: dict[str, Any]) -> Tens
             read = entered if keys.get("gpt_j_residual") else hidden
             y = branch(f"{layer}.{name}", read if first is None else normalised(f"{layer}.{first}", read))
             hidden = hidden + (y if second is None else normalised(f"{layer}.{second}", y))
-    logits = normalised("decoder.final_layernorm", hidden) @ embedding.T
+    logits = normalised("decoder.final_layernorm", hidden) @ embedding.T * keys.get("logit_scale", 1.0)
     final_cap = keys.get("final_logit_softcapping")
     return logits if final_cap is None else final_cap * torch.tanh(logits / final_cap)
 

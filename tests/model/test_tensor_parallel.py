@@ -70,6 +70,17 @@ EXTRA: dict[str, dict[str, Any]] = {
         "position": {"pos_emb": "rotary"},
         "z_loss": 0.1,
     },
+    "layernorm over heads without biases, logits scaled": {
+        "model": {
+            "use_qk_layernorm": True,
+            "qk_layernorm_over_heads": True,
+            "layernorm_bias": False,
+            "logit_scale": 0.5,
+            "gpt_j_residual": True,
+            "gpt_j_tied": True,
+        },
+        "position": {"pos_emb": "rotary"},
+    },
     "no MLP bias": {"model": {"use_bias_in_mlp": False, "mlp_multiple_of": 24}, "position": {"pos_emb": "alibi"}},
 }
 CASES = {f"{e}+{p}": {"model": {}, "position": {"pos_emb": e, "score_processor": p}} for e, p in ALL} | EXTRA

@@ -71,6 +71,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "cohere": ("Cohere", {**OF_LLAMA, "logit_scale": 1.5}),
+    "cohere2": (
+        "Cohere2",
+        {
+            **OF_LLAMA, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9,
+            "attention_bias": True, "logit_scale": 2.5,
+        },
+    ),
     "gemma2, windows, no caps": (
         "Gemma2",
         {

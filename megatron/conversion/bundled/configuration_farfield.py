@@ -16,6 +16,7 @@ class FarfieldConfig(PretrainedConfig):
         hidden_act: gelu, gelu_tanh, relu, silu, geglu, geglu_tanh or swiglu.
         norm: layernorm or rmsnorm.
         norm_epsilon: added to the variance.
+        norm_bias: has layernorm a bias?
         norm_placement: pre, x + f(norm(x)); post, x + norm(f(x)); sandwich, x + norm(f(norm(x))).
         qk_norm, qk_norm_epsilon: the kind of norm of queries and keys before their rotation, none for none.
         qk_norm_over_heads: over all heads of a token together, not each by itself.
@@ -58,6 +59,7 @@ class FarfieldConfig(PretrainedConfig):
         hidden_act: str = "gelu",
         norm: str = "layernorm",
         norm_epsilon: float = 1e-5,
+        norm_bias: bool = True,
         norm_placement: str = "pre",
         qk_norm: str = "none",
         qk_norm_epsilon: float = 1e-5,
@@ -104,6 +106,7 @@ class FarfieldConfig(PretrainedConfig):
         self.hidden_act = hidden_act
         self.norm = norm
         self.norm_epsilon = norm_epsilon
+        self.norm_bias = norm_bias
         self.norm_placement = norm_placement
         self.qk_norm = qk_norm
         self.qk_norm_epsilon = qk_norm_epsilon

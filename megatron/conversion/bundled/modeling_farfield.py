@@ -50,11 +50,12 @@ PLAIN: dict[str, Activation] = {
 }
 
 
-NORMS: dict[str, Any] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
+def build_norm_of_size(kind: str, size: int, epsilon: float, bias: bool) -> nn.Module:
+    return nn.RMSNorm(size, eps=epsilon) if kind == "rmsnorm" else nn.LayerNorm(size, eps=epsilon, bias=bias)
 
 
 def build_norm(config: FarfieldConfig) -> nn.Module:
-    return NORMS[config.norm](config.hidden_size, eps=config.norm_epsilon)
+    return build_norm_of_size(config.norm, config.hidden_size, config.norm_epsilon, config.norm_bias)
 
 
 def build_norm_of_heads(config: FarfieldConfig, num_heads: int) -> nn.Module | None:
@@ -62,7 +63,7 @@ def build_norm_of_heads(config: FarfieldConfig, num_heads: int) -> nn.Module | N
     if config.qk_norm == "none":
         return None
     size = config.head_dim * (num_heads if config.qk_norm_over_heads else 1)
-    return NORMS[config.qk_norm](size, eps=config.qk_norm_epsilon)
+    return build_norm_of_size(config.qk_norm, size, config.qk_norm_epsilon, config.norm_bias)
 
 
 def normalize_heads(x: Tensor, norm: nn.Module | None) -> Tensor:

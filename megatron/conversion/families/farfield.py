@@ -30,6 +30,7 @@ from megatron.options.model import (
     has_qkv_bias,
     head_dim,
     intermediate_size_of,
+    list_norm_parts,
     norm_epsilon,
     num_kv_heads,
     qk_norm,
@@ -68,6 +69,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "max_position_embeddings": hf_config.get_positive_int("position_table", train_length),
         "norm": norm,
         epsilon_key: hf_config.get_positive_float("norm_epsilon", 1e-5),
+        "layernorm_bias": hf_config.get_bool("norm_bias", True),
         "norm_placement": _read_choice(hf_config, "norm_placement", "pre"),
         **_read_qk_norm(hf_config),
         **({} if size == hidden_size // num_heads and hidden_size % num_heads == 0 else {"head_dim": size}),
@@ -152,6 +154,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "norm": model.norm,
         "head_dim": head_dim(model),
         "norm_epsilon": norm_epsilon(model, model.norm),
+        "norm_bias": model.layernorm_bias,
         "norm_placement": model.norm_placement,
         "qk_norm": kind or "none",
         "qk_norm_epsilon": norm_epsilon(model, kind or model.norm),
@@ -198,15 +201,11 @@ def _read_multipliers(hf_config: HFConfigReader) -> dict[str, Any]:
     scalar, keys = _read_optional_float(hf_config, "query_pre_attn_scalar"), hf_config.get("mup", None)
     if keys is None:
         embedding = hf_config.get_positive_float("embedding_multiplier", 1.0)
-        return {"embedding_multiplier": embedding, "query_pre_attn_scalar": scalar}
+        logits = hf_config.get_positive_float("logits_multiplier", 1.0)
+        return {"embedding_multiplier": embedding, "query_pre_attn_scalar": scalar, "logit_scale": logits}
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
         raise hf_config.value_error("mup", f"it has the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}
-
-
-NORM_PARTS: dict[str | None, tuple[str, ...]] = {
-    None: (), "rmsnorm": ("weight",), "layernorm": ("weight", "bias")
-}  # fmt: skip
 
 
 def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
@@ -224,7 +223,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
     layers = list_layer_positions(config.position, model.num_layers)
     parameters = {id(own): _list_position_parameters(config, own) for own in layers}
-    norm_parts, qk_norm_parts = (NORM_PARTS[kind] for kind in (model.norm, qk_norm(model)))
+    norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"

@@ -204,7 +204,11 @@ def _llama_to_hf_keys(config: Config) -> dict[str, Any]:
 
 
 def map_llama_weights(
-    config: Config, norms: Mapping[str, str], norm_transform: Transform = IDENTITY
+    config: Config,
+    norms: Mapping[str, str],
+    norm_transform: Transform = IDENTITY,
+    *,
+    turns_neighbours: bool = False,
 ) -> Iterator[WeightMapping]:
     """Every weight of a family like Llama.
 
@@ -212,9 +216,10 @@ def map_llama_weights(
         config: ours.
         norms: our names of a layer's norms, and theirs; queries and keys have norms besides if ours have.
         norm_transform: of all norms.
+        turns_neighbours: are neighbouring numbers of a head turned together, and not its halves?
     """
     model = config.model
-    qkv_transform = SeparateQKV(model.num_attention_heads, num_kv_heads(model))
+    qkv_transform = SeparateQKV(model.num_attention_heads, num_kv_heads(model), turns_neighbours)
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, Any, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"

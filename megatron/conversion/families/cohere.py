@@ -1,0 +1,143 @@
+"""Command R and Command R7B (Cohere, Cohere 2) as transformers has them: both branches read one norm, which has no
+bias, neighbouring numbers of a head are turned together, and logits are multiplied by a number.
+
+In Cohere 2 the layers that turn queries and keys see a window, and the others turn nothing and see all earlier tokens.
+Ours turns the halves of a head together, so the rows of queries and keys are in another order here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.schema import Config
+from megatron.conversion.families.llama import (
+    ACTIVATION_TO_HF,
+    LAYER_TYPES,
+    check_full_rotation,
+    find_window_conflict,
+    map_llama_weights,
+    read_layer_windows,
+    read_llama_keys,
+    write_layer_types,
+    write_llama_keys,
+)
+from megatron.conversion.hf_config import ROPE_DIFFERENCE, HFConfigReader
+from megatron.conversion.model_family import ModelFamily, WeightMapping, check_equal_biases
+
+DEFAULT_SCALE, DEFAULT_LENGTH, DEFAULT_BASE, DEFAULT_PATTERN = 0.0625, 8192, 500_000.0, 4
+
+
+def _read_common_keys(hf_config: HFConfigReader, default_base: float) -> dict[str, Any]:
+    keys = read_llama_keys(hf_config, is_tied=True, default_base=default_base)
+    del keys["rms_norm_epsilon"]
+    if "head_dim" in keys:
+        raise hf_config.value_error("head_dim", "it must be hidden_size / num_attention_heads")
+    return {
+        **keys,
+        "seq_length": hf_config.get_positive_int("max_position_embeddings", DEFAULT_LENGTH),
+        "norm": "layernorm",
+        "layernorm_epsilon": hf_config.get_positive_float("layer_norm_eps", 1e-5),
+        "layernorm_bias": False,
+        "gpt_j_residual": True,
+        "gpt_j_tied": True,
+        "logit_scale": hf_config.get_positive_float("logit_scale", DEFAULT_SCALE),
+        "use_bias_in_attn_linear": hf_config.get_bool("attention_bias", False),
+        "use_bias_in_mlp": False,
+    }
+
+
+def _cohere_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    hf_config.require_one_of("use_qk_norm", (None, False), "norms of queries and keys have no weights of each head")
+    return _read_common_keys(hf_config, DEFAULT_BASE)
+
+
+def _cohere2_from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
+    keys = _read_common_keys(hf_config, default_base=10_000.0)
+    pattern = hf_config.get_positive_int("sliding_window_pattern", DEFAULT_PATTERN)
+    types = [LAYER_TYPES[(layer + 1) % pattern == 0] for layer in range(keys["num_layers"])]  # where nothing is said
+    types = hf_config.get("layer_types") or types
+    window = hf_config.get_positive_int("sliding_window", 4096)
+    windows = read_layer_windows(hf_config, types, window, keys["num_layers"])
+    encodings = ["rotary" if each == LAYER_TYPES[0] else "none" for each in types]
+    return {
+        **keys,
+        "pos_emb": encodings,
+        **({} if "rotary" in encodings else {"pos_emb_options": {}}),
+        **windows,
+    }
+
+
+def _cohere_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    return {
+        "pos_emb": ("rotary",),
+        "norm": ("layernorm",),
+        "layernorm_bias": (False,),
+        "activation": tuple(ACTIVATION_TO_HF),
+        "gpt_j_residual": (True,),
+        "gpt_j_tied": (True,),
+        "use_bias_in_mlp": (False,),
+    }
+
+
+def _cohere2_supported_values(config: Config) -> Mapping[str, tuple[Any, ...]]:
+    position = config.position
+    return {
+        **_cohere_supported_values(config),
+        "pos_emb": (position.pos_emb,),
+        "attention_window": (position.attention_window,),
+    }
+
+
+def _find_conflict(config: Config) -> str | None:
+    return check_full_rotation(config) or check_equal_biases(config)
+
+
+def _find_cohere2_conflict(config: Config) -> str | None:
+    layers = [config.position.for_layer(layer) for layer in range(config.model.num_layers)]
+    if any((own.encoding, own.window is None) not in (("rotary", False), ("none", True)) for own in layers):
+        return "its layers have pos_emb rotary and a window, or pos_emb none and no window"
+    return _find_conflict(config) or find_window_conflict(config)
+
+
+def _cohere_to_hf_keys(config: Config) -> dict[str, Any]:
+    model, keys = config.model, write_llama_keys(config)
+    del keys["rms_norm_eps"]
+    return {
+        **keys,
+        "layer_norm_eps": model.layernorm_epsilon,
+        "logit_scale": model.logit_scale,
+        "attention_bias": model.use_bias_in_attn_linear,
+    }
+
+
+def _cohere2_to_hf_keys(config: Config) -> dict[str, Any]:
+    types, window = write_layer_types(config)
+    return {**_cohere_to_hf_keys(config), "layer_types": types, "sliding_window": window or 4096}
+
+
+def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
+    return map_llama_weights(config, {"input_layernorm": "input_layernorm"}, turns_neighbours=True)
+
+
+COHERE = ModelFamily(
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    base_model_prefix="model.",
+    from_hf_config=_cohere_from_hf_config,
+    supported_values=_cohere_supported_values,
+    to_hf_keys=_cohere_to_hf_keys,
+    known_difference=ROPE_DIFFERENCE,
+    weight_mappings=_weight_mappings,
+    ignored_pattern=r".*\brotary_emb\.inv_freq",
+    find_other_conflict=_find_conflict,
+    multipliers=("logits",),
+)
+COHERE2 = replace(
+    COHERE,
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    from_hf_config=_cohere2_from_hf_config,
+    supported_values=_cohere2_supported_values,
+    to_hf_keys=_cohere2_to_hf_keys,
+    find_other_conflict=_find_cohere2_conflict,
+)
