@@ -22,8 +22,8 @@ def import_(
 
     SOURCE is a folder as Hugging Face's libraries write it (GPT-NeoX and Pythia, GPT-2, OPT, Llama 2 and 3, SmolLM2
     and 3, Qwen2 and Qwen3, OLMo 2, Gemma, Command R), an export of this project, or a checkpoint of GPT-NeoX, KERPLE
-    or DAPE. What it computes is computed here; what could not be is refused by name. The run is evaluated, generated from and finetuned
-    like any other.
+    or DAPE. What it computes is computed here; what could not be is refused by name. The run is evaluated, generated
+    from and finetuned like any other.
 
     [bold]Examples[/]
 
