@@ -157,6 +157,7 @@ MISTAKES = {
     ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: no such text; --data names a file (.txt",
     ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
+    ("train", "tiny", "save=tiny.yml/x", "--dry-run"): "save is tiny.yml/x, but tiny.yml is a file; name a folder",
     ("evaluate", "run", "--lengths", "16", "--precision", "fp8"): "precision is fp8; choose from auto, fp32, bf16",
     ("evaluate", "run", "--lengths", "16", "--device", "tpu"): "device = 'tpu': choose one of auto, cpu, cuda",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",

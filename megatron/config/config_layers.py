@@ -278,6 +278,9 @@ class ConfigLayers:
         name = ".".join(path)
         if path == ("sweep",):
             return "sweep: files that hold one are for `./deepy.py sweep`"
+        key, _, value = path[-1].partition(":")
+        if value:
+            return f"unknown key {name!r}; in YAML a space follows the colon: {{{key}: {value}}}"
         siblings = {key[-1]: ".".join(key) for key in list_config_keys() if key[:-1] == path[:-1]}
         if len(path) == 1:
             siblings |= {key: key for key, rule in self.key_rules.items() if rule.is_suggested}

@@ -30,7 +30,7 @@ from megatron.training.check_resources import check_disk
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import make_folder, remove_empty_folders
+from megatron.utils.atomic_io import make_folder, refuse_file_in_path, remove_empty_folders
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
@@ -100,6 +100,7 @@ def check_run_folder(config: Config) -> None:
             checkpoints.resolve_checkpoint_path(options.load)
     elif options.save is not None:
         with suppress(OSError):  # a folder that cannot be used is refused where it is made
+            refuse_file_in_path("save", Path(options.save))
             checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 

@@ -69,9 +69,7 @@ class Task(ConfigSection):
         """Draw `count` sequences whose input has a supported length."""
         raise NotImplementedError
 
-    def sample_batch_at_depth(
-        self, generator: np.random.Generator, count: int, length: int, depth: float
-    ) -> TaskBatch:
+    def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
         """The same, of sequences whose answer stands at one depth: the share, 0 to 1, of what could stand before it in
         the input that does. Of several answers it is the first that is asked for. For tasks that `has_depth`."""
         raise NotImplementedError

@@ -28,13 +28,11 @@ def make_folder(key: str, folder: Path) -> list[Path]:
     """
     created: list[Path] = []
     try:
+        refuse_file_in_path(key, folder)
         for path in (*reversed(folder.parents), folder):
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
-            elif not path.is_dir():
-                subject = "which" if path == folder else f"but {path}"
-                raise UserError(f"{key} is {folder}, {subject} is a file; name a folder")
         tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing and takes nothing
     except OSError as error:
         remove_empty_folders(created)
@@ -42,6 +40,15 @@ def make_folder(key: str, folder: Path) -> list[Path]:
             f"{key} is {folder}, which cannot be written to ({error.strerror}); name another folder"
         ) from error
     return created
+
+
+def refuse_file_in_path(key: str, folder: Path) -> None:
+    """Refuse what cannot become a folder, since it is a file or lies in one. Raises UserError, which begins with `key`,
+    and OSError where that cannot be seen."""
+    for path in (*reversed(folder.parents), folder):
+        if path.exists() and not path.is_dir():
+            subject = "which" if path == folder else f"but {path}"
+            raise UserError(f"{key} is {folder}, {subject} is a file; name a folder")
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
