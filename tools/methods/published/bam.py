@@ -1,0 +1,39 @@
+"""BAM's repository: scalable softmax over models that know no positions, and over rotary ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.methods.comparison import (
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    ModelComparison,
+    build_gpt,
+    load_module,
+    share_weights,
+)
+
+REPOSITORY = "ArthurSBianchessi/BAM"
+NOTES = """\
+BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
+It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
+Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
+key is 1. So lengths begin at 2.
+With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is.
+"""
+
+
+def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
+    """Of its models with scalable softmax."""
+    sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": VOCABULARY, "norm_eps": 1e-5}
+    for encoding, stem, name in (("none", "nope_ssmax", "NoPESSMax"), ("rotary", "rotary_ssmax", "RotarySSMax")):
+        module = load_module(clone / "models" / f"{stem}.py")
+        theta = {"rope_theta": 10_000.0} if encoding == "rotary" else {}
+        theirs = getattr(module, f"{name}Transformer")(getattr(module, f"{name}ModelArgs")(**sizes, **theta)).eval()
+        for documents in (False, True) if encoding == "none" else (False,):
+            mask = {"attention_mask": "document"} if documents else {}
+            ours = build_gpt(pos_emb=encoding, attention_temperature="ssmax", **mask)
+            share_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
+            title = f"ssmax, {encoding}{', documents' if documents else ''}: BAM's models/{stem}.py"
+            yield ModelComparison(title, ours, theirs, documents)
