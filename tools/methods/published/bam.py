@@ -1,7 +1,9 @@
-"""BAM's repository: scalable softmax over models that know no positions, and over rotary ones."""
+"""BAM's repository: its prior, and scalable softmax beside that, beside rotary positions and beside none."""
 
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from tools.methods.comparison import (
     HEADS,
@@ -20,7 +22,9 @@ BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
 It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
 Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
 key is 1. So lengths begin at 2.
-With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is.
+With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is, so the row
+is with false.
+BAM's prior may have a location, which its authors keep at 0, and `bam` has none.
 """
 
 
@@ -37,3 +41,18 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
             share_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
             title = f"ssmax, {encoding}{', documents' if documents else ''}: BAM's models/{stem}.py"
             yield ModelComparison(title, ours, theirs, documents)
+    for temperature, stem, name in (("none", "bam", "BA"), ("ssmax", "bam_ssmax", "SSMaxBA")):
+        module = load_module(clone / "models" / f"{stem}.py")
+        keys = {"ssmax_prior": False} if temperature == "ssmax" else {}
+        theirs = getattr(module, f"{name}Transformer")(getattr(module, f"{name}TModelArgs")(**sizes, **keys)).eval()
+        ours = build_gpt(pos_emb="bam", attention_temperature=temperature)
+        share_weights(ours, theirs, "bam")
+        with torch.no_grad():
+            # Exponents of either sign, and scales that leave far tokens visible.
+            theirs.prior.loc.zero_()
+            theirs.prior.shape.copy_(torch.linspace(-0.5, 1.5, HEADS).view(1, HEADS, 1, 1))
+            theirs.prior.scale.copy_(torch.linspace(-4.0, -1.0, HEADS).view(1, HEADS, 1, 1))
+            ours.position.exponent.value.copy_(theirs.prior.shape.flatten())
+            ours.position.log_scale.value.copy_(theirs.prior.scale.flatten())
+        title = f"bam{'' if temperature == 'none' else ', ' + temperature}: BAM's models/{stem}.py"
+        yield ModelComparison(title, ours, theirs)
