@@ -205,7 +205,12 @@ def find_ends_inside_documents(tokens: np.ndarray, eod: int, length: int, count:
 
 
 def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
-    """Fresh sequences of a task at each length of its input, placeholders and answers included."""
+    """Fresh sequences of a task at each length of its input, placeholders and answers included.
+
+    Raises UserError for a task that says positions of its own: analyses read tokens at their indices.
+    """
+    if task_eval.task_config.task.position_limit is not None:
+        raise UserError(f"{task_eval.task_config.label} says positions of its own, and analyses read tokens at indices")
     batches = {length: task_eval.sample_batch(length).tokens for length in task_eval.lengths}
     windows = {tokens.shape[1]: list(tokens) for tokens in batches.values()}
     description = (

@@ -317,12 +317,15 @@ def _resolve_task(layers: ConfigLayers) -> None:
     flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}
     flat |= {path[0]: layers.values[path].value for path in paths if not path[1:]}
     try:
-        longest = max(read_task_config(DataOptions(**flat)).sequence_lengths)
+        task_config = read_task_config(DataOptions(**flat))
+        longest, limit = max(task_config.sequence_lengths), task_config.task.position_limit
     except (UserError, ValidationError, ValueError):
         layers.values[("seq_length",)] = SourcedValue(2, task.where)  # what is wrong is told with the other problems
         return
     layers.values[("seq_length",)] = SourcedValue(longest, task.where)
     layers.notes.append(f"{task.where}: task {task.value} makes seq_length {longest}")
+    if limit is not None and ("max_position_embeddings",) not in layers.values:
+        layers.values[("max_position_embeddings",)] = SourcedValue(max(longest, limit), task.where)
 
 
 def _resolve_tokenizer(layers: ConfigLayers) -> None:

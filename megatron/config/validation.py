@@ -232,6 +232,33 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
                 f"seq_length is {config.model.seq_length}, but the longest sequence of {data.task} with task_length "
                 f"{data.task_length} has {longest} tokens; leave it out, or set it to {longest}",
             )
+        yield from _validate_task_positions(config, tasks.read_task_config(data).task.position_limit)
+
+
+def _validate_task_positions(config: Config, limit: int | None) -> Iterator[ConfigProblem]:
+    """What does not go with position ids that a task gives, all of them smaller than `limit`."""
+    if limit is None:
+        return
+    position, table = config.position, config.model.max_position_embeddings or config.model.seq_length
+    if not set(position.encodings) <= set(list_encodings()):
+        return  # told with the encodings
+    facts = {name: read_encoding_facts(name) for name in position.encodings}
+    if not any(each.takes_positions for each in facts.values()) or not all(
+        each.takes_any_positions for each in facts.values()
+    ):
+        yield (
+            "pos_emb",
+            f"pos_emb {', '.join(facts)}: {config.data.task} says positions of its own, several tokens at one; only "
+            "encodings that add to embeddings or turn queries and keys take such: learned, sinusoidal, rotary",
+        )
+    for name in (name for name, each in facts.items() if each.has_position_table and table < limit):
+        yield (
+            "max_position_embeddings",
+            f"max_position_embeddings is {table}, but {config.data.task} needs {limit} rows of the {name} table",
+        )
+    for key, value in (("randomized_positions", None), ("attention_mask", "causal")):
+        if (given := getattr(position, key)) != value:
+            yield key, f"{key} is {given}, but {config.data.task} says positions of its own"
 
 
 def _validate_training(config: Config) -> Iterator[ConfigProblem]:

@@ -40,7 +40,8 @@ def score_answers(
     """Let a model answer sequences.
 
     Args:
-        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V].
+        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V]; where the sequences have
+            position ids, with `position_ids` too, int64 [B, T] on the CPU.
         batch: the sequences.
         choices: ids that may be answered.
         batch_tokens: input tokens per forward pass; at least one sequence is always taken.
@@ -66,7 +67,8 @@ def score_answers(
     @torch.inference_mode()
     def forward(rows: slice) -> None:
         tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (batch.tokens, batch.labels))
-        logits = model(tokens, num_logits=num_logits)[:, :, choices.start : choices.stop].float()
+        placed = {} if batch.position_ids is None else {"position_ids": torch.from_numpy(batch.position_ids[rows])}
+        logits = model(tokens, num_logits=num_logits, **placed)[:, :, choices.start : choices.stop].float()
         indices = labels[:, -num_logits:] - choices.start
         log_probs = logits.log_softmax(dim=2).gather(2, indices[:, :, None])[:, :, 0]
         losses[rows, -num_logits:] = -log_probs.double().cpu().numpy()

@@ -36,7 +36,7 @@ from megatron.evaluation.jobs import (
 from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.evaluation.targets import build_meta_model, describe_length_limit
-from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text
+from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text, refuse_task_options
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
@@ -83,6 +83,7 @@ def evaluate_tasks(
     """
     options = options or EvaluationOptions()
     refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks bring their own")
+    refuse_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
     tokenizers = {

@@ -28,7 +28,7 @@ from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
 from megatron.model.device_dtype import check_backend
-from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
+from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text, refuse_task_options
 from megatron.reports.records import Record
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) ->
     configs = [run.config for run in runs]
     if is_task_run(runs):
         return build_task_eval(options, configs)
+    refuse_task_options(options)
     if options.protocol in PROBES:
         tokenizers = [load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name) for run in runs]
         for run, tokenizer in zip(runs, tokenizers, strict=True):
@@ -118,6 +119,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
     """The target of a model that is still to be trained. Raises as `build_eval_target`."""
     if config.data.task is not None:
         return build_task_eval(options, [config])
+    refuse_task_options(options)
     if options.protocol in PROBES:
         return _build_probe_for([config], options, load_data_tokenizer(config.data))
     return _build_text_eval(options, [config], load_text(name, config, options.data))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.config.yaml_files import parse_scalar
 from megatron.evaluation.accuracy import AccuracySample, aggregate_accuracies, compute_accuracies, score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.lengths import choose_lengths, count_forward_flops, limit_lengths
@@ -25,7 +26,7 @@ from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 from megatron.tasks.task import TaskBatch
-from megatron.tasks.task_config import TaskConfig, read_task_config
+from megatron.tasks.task_config import TaskConfig, build_task, read_task_config
 from megatron.tasks.trivial_baselines import measure_baseline_correctness
 from megatron.utils.errors import RunError, UserError
 
@@ -102,7 +103,9 @@ class TaskEval:
     def count_flops(self, model: GPT) -> dict[int, float]:
         """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
         tokens = dict(zip(self.lengths, self.sequence_lengths, strict=True))
-        supported = limit_lengths(tokens.values(), model.max_length)
+        # Where the task says positions, it knows how far they go.
+        max_length = model.max_length if self.task_config.task.position_limit is None else None
+        supported = limit_lengths(tokens.values(), max_length)
         return {
             length: count_forward_flops(model, tokens[length], self.num_sequences)
             for length in self.lengths
@@ -114,7 +117,9 @@ class TaskEval:
         model, task = loaded.model, self.task_config.task
         flops_by_length = self.count_flops(model)
         shared = {**describe_model(loaded), **self.record_fields, **scoring.record_fields}
-        if model.max_length is not None:
+        if task.position_limit is not None:
+            shared["max_length"] = None
+        elif model.max_length is not None:
             shared["max_length"] = max(
                 n for n in range(1, model.max_length) if task.sequence_length(n) <= model.max_length
             )
@@ -150,7 +155,8 @@ class TaskEval:
             fitting_batch = self.sample_batch(length, fitting=True)
             for name, correct in measure_baseline_correctness(task, fitting_batch, batch).items():
                 fields = shared | {"method": f"{TRIVIAL_BASELINE_PREFIX}{name}"}
-                samples.setdefault(name, []).extend(compute_accuracies(correct, batch, fields))
+                exact_match = task.scores_exact_match
+                samples.setdefault(name, []).extend(compute_accuracies(correct, batch, fields, exact_match=exact_match))
             for name, value in task.baseline_accuracies(length).items():
                 fields = shared | {
                     "method": f"{TRIVIAL_BASELINE_PREFIX}{name}",
@@ -175,6 +181,29 @@ def is_task_run(runs: Sequence[TrainedRun]) -> bool:
     return tasks[0] is not None
 
 
+def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
+    """The task with some of its options as `OPTION=VALUE,…` says; the vocabulary has to stay what was learned."""
+    if text is None:
+        return task_config
+    changes: dict[str, Any] = {}
+    for part in text.split(","):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise UserError(f"task_options {text}: {part!r} must be OPTION=VALUE")
+        changes[option.strip()] = parse_scalar(value, f"task_options {text}")
+    learned = task_config.task
+    task = build_task(task_config.name, learned.model_dump() | changes)
+    if (task.vocab_size, task.answer_ids, task.position_limit) != (
+        learned.vocab_size,
+        learned.answer_ids,
+        learned.position_limit,
+    ):
+        raise UserError(
+            f"task_options {text}: the runs have learned other symbols or positions; train another for these"
+        )
+    return replace(task_config, task=task)
+
+
 def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> TaskEval:
     """The evaluation of models of one task.
 
@@ -186,7 +215,7 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     if options.lengths is None and options.multiples is None:
         options = options.replace(multiples=DEFAULT_TASK_MULTIPLES)
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
-    task_config = task_configs[0]
+    task_config = _change_options(task_configs[0], options.task_options)
     for length in lengths:
         if (reason := task_config.task.unsupported_length_reason(length)) is not None:
             raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")

@@ -255,6 +255,15 @@ class GPT(GPTModel):
             )
         return segments, restarted
 
+    def _place_tokens(self, position_ids: Tensor, device: torch.device) -> TokenRange:
+        """Position ids [B, T] on the CPU as `documents.restart_positions` gives them: T · B."""
+        for layer in self.local_layers:
+            encoding = layer.self_attention.core_attention.encoding
+            if not encoding.takes_any_positions() or encoding.depends_on_length:
+                raise UserError(f"position ids: {type(encoding).__name__} knows only those of tokens in their order")
+        values = position_ids.t().flatten().to(device, non_blocking=True)
+        return TokenRange(0, len(values), SampledPositions(values, int(position_ids.max()) + 1))
+
     def _embed(self, tokens: Tensor, segments: tuple[Segment, ...], restarted: TokenRange | None) -> Tensor:
         """The token embeddings, and what the encoding adds to them: [B, T] → [T, B, D]."""
         hidden = self.embedding(input_ids=tokens, position_ids=None)
@@ -278,6 +287,7 @@ class GPT(GPTModel):
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
         document_starts: Tensor | None = None,
+        position_ids: Tensor | None = None,
         with_log_z: bool = False,
     ) -> Tensor:
         """Logits, or the loss of each token.
@@ -298,6 +308,9 @@ class GPT(GPTModel):
             document_starts: int64 [B, all tokens of a row so far] on the CPU, the column at which each token's document
                 begins: documents are kept apart, each giving what it gives alone. None for one document a row, or for
                 what `end_of_document` says, if that is set.
+            position_ids: int64 [B, T] on the CPU, what the encoding is told of each token instead of its index, in any
+                order and as often as they come; who sees whom follows from indices as ever. For encodings that answer
+                `embed` or `rotate` and nothing else: distances may be negative, which no bias knows.
             with_log_z: with labels: also log Z of each token, Z being the sum of the softmax over the vocabulary.
 
         Returns:
@@ -308,12 +321,14 @@ class GPT(GPTModel):
             UserError: the sequence is longer than the position encoding knows.
         """
         if self.groups.mesh.context.size > 1 and not (
-            num_logits is None and kv_cache is None and attention_mask is None
+            num_logits is None and kv_cache is None and attention_mask is None and position_ids is None
         ):
             raise RuntimeError("ranks that share a sequence score all of it, from its start and without padding")
         if num_logits is not None and num_logits < 1:
             raise UserError(f"num_logits is {num_logits}; it must be at least 1")
-        hidden = self.hidden_states(tokens, num_logits, attention_mask, kv_cache, position_seed, document_starts)
+        hidden = self.hidden_states(
+            tokens, num_logits, attention_mask, kv_cache, position_seed, document_starts, position_ids
+        )
         if not self.is_last_stage:
             return hidden
         scored = labels if labels is None or num_logits is None else labels[:, -num_logits:]
@@ -327,12 +342,17 @@ class GPT(GPTModel):
         kv_cache: KVCache | None = None,
         position_seed: int | None = None,
         document_starts: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> Tensor:
         """Hidden states after the layers [T or num_logits, B, D]; arguments as in `forward`."""
         if document_starts is None and self.end_of_document is not None:
             document_starts, attention_mask = self._find_documents(tokens, attention_mask, kv_cache)
         length, batch = (tokens.shape[i] for i in ((1, 0) if self.is_first_stage else (0, 1)))
         restarted = None
+        if position_ids is not None:
+            if kv_cache is not None or document_starts is not None or self.randomized is not None:
+                raise RuntimeError("position ids are given of whole sequences that are one document, and not drawn")
+            restarted = self._place_tokens(position_ids, tokens.device)
         # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.
         if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
             if attention_mask is not None:

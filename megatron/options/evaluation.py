@@ -131,6 +131,11 @@ class EvaluationOptions(LengthOptions):
         "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
         "yarn:8",
     )
+    task_options: str | None = config_field(
+        None,
+        "of runs that learned a task: options to ask it with that are others than in training, ignore=0.98,…",
+        metavar="OPTION=VALUE,…",
+    )
     device: str = config_field(
         "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
     )
@@ -157,3 +162,9 @@ def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
             raise UserError(f"--{name.replace('_', '-')} is about texts, and {why}: leave it out")
+
+
+def refuse_task_options(options: EvaluationOptions) -> None:
+    """Refuse options of a task where none is asked. Raises UserError."""
+    if options.task_options is not None:
+        raise UserError("--task-options is for runs that learned a task, and none of these did: leave it out")

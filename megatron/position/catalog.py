@@ -17,6 +17,7 @@ from typing import Any
 from megatron.position.facts import (
     HOOKS,
     MODEL_ARGUMENTS,
+    ORDER_FREE_HOOKS,
     OVERRIDABLE,
     AttentionDims,
     EncodingCost,
@@ -64,6 +65,11 @@ class MethodFacts:
     def changes_scores(self) -> bool:
         """Is anything added to the scores, or multiplied into them? If not, PyTorch's fused attention can do it."""
         return bool(self.hooks & SCORE_HOOKS)
+
+    @property
+    def takes_any_positions(self) -> bool:
+        """See `Encoding.takes_any_positions`."""
+        return self.hooks <= set(ORDER_FREE_HOOKS)
 
     @property
     def rotates_qk(self) -> bool:

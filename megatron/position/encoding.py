@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.position.base import PositionModule
 from megatron.position.bounded_parameter import JoinedParameter
-from megatron.position.facts import HOOKS, EncodingCost
+from megatron.position.facts import HOOKS, ORDER_FREE_HOOKS, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail, unknown_tail
 from megatron.position.token_range import TokenRange
 
@@ -76,6 +76,12 @@ class Encoding(PositionModule):
     def only_adds_embeddings(cls) -> bool:
         """Is all that it does to add something to the token embeddings?"""
         return cls.overrides_hook("embed") and not any(cls.overrides_hook(hook) for hook in HOOKS if hook != "embed")
+
+    @classmethod
+    def takes_any_positions(cls) -> bool:
+        """May positions come in any order, and more than once? So they may where they only add something to the token
+        embeddings, or turn queries and keys: a bias is a function of distances to keys that came before."""
+        return not any(cls.overrides_hook(hook) for hook in HOOKS if hook not in ORDER_FREE_HOOKS)
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:

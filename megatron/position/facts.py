@@ -12,6 +12,8 @@ from typing import Any
 
 HOOKS = ("embed", "rotate", "table", "dense", "contextual")
 """The questions that an encoding may answer (`encoding.py`)."""
+ORDER_FREE_HOOKS = ("embed", "rotate")
+"""Those that take positions in any order, and several tokens at one."""
 OVERRIDABLE = (*HOOKS, "bias_tails", "contextual_flops", "kernel_parameters", "traits")
 """All that an encoding may override. A function whose name is almost one of these is a misspelt one."""
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")

@@ -1,6 +1,4 @@
-"""Tasks of strings of letters that are answered letter by letter, each letter given the right ones before it."""
-
-from typing import ClassVar
+"""Tasks that are answered by a text, letter by letter, each letter given the right ones before it."""
 
 import numpy as np
 
@@ -15,29 +13,31 @@ class AutoregressiveTask(Task):
     the same as that the whole text, written one likeliest letter after the other, is right.
     """
 
-    paper = "Jelassi et al. (2024), Repeat After Me"
-    scores_exact_match: ClassVar[bool] = True
+    scores_exact_match = True
 
-    letters: int = config_field(26, "letters of the alphabet", ge=2, le=10**6)
+    @property
+    def num_letters(self) -> int:
+        """Letters, whose ids are 0, 1, …: all tokens but three."""
+        raise NotImplementedError
 
     @property
     def begin_token(self) -> int:
         """Begins a sequence."""
-        return self.letters
+        return self.num_letters
 
     @property
     def separator_token(self) -> int:
         """Stands between the string and what follows it."""
-        return self.letters + 1
+        return self.num_letters + 1
 
     @property
     def stop_token(self) -> int:
         """Ends an answer."""
-        return self.letters + 2
+        return self.num_letters + 2
 
     @property
     def vocab_size(self) -> int:
-        return self.letters + 3
+        return self.num_letters + 3
 
     @property
     def answer_ids(self) -> range:
@@ -53,3 +53,20 @@ class AutoregressiveTask(Task):
         mask = np.zeros((count, tokens.shape[1]), dtype=bool)
         mask[:, first:] = True
         return TaskBatch(tokens, labels, mask, mask)
+
+
+class StringTask(AutoregressiveTask):
+    """Base of those whose question is a string of letters."""
+
+    paper = "Jelassi et al. (2024), Repeat After Me"
+
+    letters: int = config_field(26, "letters of the alphabet", ge=2, le=10**6)
+
+    @property
+    def num_letters(self) -> int:
+        return self.letters
+
+    def ask_string(self, string: Array, answer: Array) -> TaskBatch:
+        """`$ string | answer .`, from the letters of both, [B, n] and [B, r]."""
+        begin, separator = (np.full((len(string), 1), token) for token in (self.begin_token, self.separator_token))
+        return self.build_batch(np.concatenate([begin, string, separator], axis=1), answer)

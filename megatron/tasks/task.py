@@ -26,6 +26,8 @@ class TaskBatch(NamedTuple):
     """bool [B, T], the positions that have a loss."""
     accuracy_mask: Array
     """bool [B, T], those of them that count for accuracy."""
+    position_ids: Array | None = None
+    """int64 [B, T], what encodings are told of each token, in any order; None for the indices 0, 1, …"""
 
 
 class Task(ConfigSection):
@@ -57,6 +59,11 @@ class Task(ConfigSection):
         """The ids that labels may have: of these an answer is chosen, and over these the loss is taken in scoring."""
         raise NotImplementedError
 
+    @property
+    def position_limit(self) -> int | None:
+        """All positions that its batches say are smaller; None for a task whose tokens stand at their indices."""
+        return None
+
     def unsupported_length_reason(self, length: int) -> str | None:
         """Why there is no input of a length, else None: a clause that follows it."""
         return None if length >= 1 else "inputs have at least 1 token"
@@ -73,6 +80,15 @@ class Task(ConfigSection):
         """The same, of sequences whose answer stands at one depth: the share, 0 to 1, of what could stand before it in
         the input that does. Of several answers it is the first that is asked for. For tasks that `has_depth`."""
         raise NotImplementedError
+
+    def length_weight(self, length: int) -> float:
+        """How often training draws a supported length, in proportion to the others."""
+        return 1.0
+
+    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+        """Answers [B, T] of predictors that read the tokens and do not solve the task, by what they are called; without
+        meaning outside the accuracy mask."""
+        return {}
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
         """Accuracies that are reached without solving the task, at a length, by the predictor in words."""

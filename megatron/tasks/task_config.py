@@ -98,6 +98,12 @@ class TaskConfig:
         candidates = range(self.min_length, self.max_length + 1)
         return tuple(length for length in candidates if self.task.unsupported_length_reason(length) is None)
 
+    @cached_property
+    def length_weights(self) -> tuple[float, ...] | None:
+        """The probabilities of these lengths; None if each is as likely."""
+        weights = [self.task.length_weight(length) for length in self.lengths]
+        return None if len(set(weights)) == 1 else tuple(weight / sum(weights) for weight in weights)
+
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Tokens of the whole sequence at each of these lengths."""

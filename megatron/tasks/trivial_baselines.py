@@ -5,6 +5,8 @@ chance that made them.
 
     constant        the same answer everywhere, the most frequent one
     position        at each position the most frequent answer: it knows position and length, and no token
+
+Others read tokens and still do not solve the task: what they are, the task says (`Task.predict_trivially`).
 """
 
 import numpy as np
@@ -31,6 +33,10 @@ def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatc
     return {
         CONSTANT: (labels == constant) & scored.accuracy_mask,
         POSITION: (labels == by_position) & scored.accuracy_mask,
+        **{
+            name: (answers == scored.labels) & scored.accuracy_mask
+            for name, answers in task.predict_trivially(scored).items()
+        },
     }
 
 

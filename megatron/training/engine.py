@@ -192,8 +192,8 @@ class Engine:
         device = self.groups.device
         tokens, labels, mask = (batch[n].to(device, non_blocking=True) for n in ("tokens", "labels", "loss_mask"))
         options: dict[str, Any] = {"position_seed": position_seed, "with_log_z": with_log_z}
-        if "document_starts" in batch:  # stays on the CPU, which lays documents out
-            options["document_starts"] = batch["document_starts"]
+        # These stay on the CPU, which lays tokens out.
+        options |= {name: batch[name] for name in ("document_starts", "position_ids") if name in batch}
         losses: Tensor = self.deepspeed(tokens, labels=labels, **options)
         return losses * mask
 

@@ -15,6 +15,9 @@ def loaded(tmp_path: Path, text: str, *overrides: str):
     return load_config([tmp_path / "task.yml"], overrides)
 
 
+COUPLED = "task: addition\ntask_length: 4\ntask_options: {positions: coupled, max_digits: 40}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -52,6 +55,16 @@ def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -
             "task: even_pairs\ntask_length: 4\ncontext_parallel_size: 2\n",
             "context_parallel_size 2: .* differ in length",
         ),
+        (COUPLED + "pos_emb: [rotary, alibi]\n", "pos_emb rotary, alibi: addition says positions of its own"),
+        (COUPLED + "pos_emb: none\n", "pos_emb none: addition says positions of its own"),
+        (
+            COUPLED + "pos_emb: learned\nmax_position_embeddings: 20\n",
+            "max_position_embeddings is 20, but addition needs 43 rows of the learned table",
+        ),
+        (
+            COUPLED + "pos_emb: rotary\nrandomized_positions: 90\n",
+            "randomized_positions is 90, but addition says positions of its own",
+        ),
         ("task: even_pairs\ntask_length: 4\npipe_parallel_size: 2\n", "pipe_parallel_size 2: .* differ in length"),
     ],
 )
@@ -65,3 +78,12 @@ def test_another_task_drops_the_options_of_the_first(tmp_path: Path) -> None:
     found = loaded(tmp_path, text, "task=copy_string")
     assert found.config.data.task_options == {}
     assert found.config.model.seq_length == 130
+
+
+def test_a_task_that_says_positions_sizes_their_table(tmp_path: Path) -> None:
+    def table_size(text: str) -> int | None:
+        return loaded(tmp_path, text + "pos_emb: learned\n").config.model.max_position_embeddings
+
+    assert table_size(COUPLED) == 43
+    assert table_size(COUPLED.replace("max_digits: 40", "max_digits: 4")) == 16  # of seq_length tokens at least
+    assert table_size("task: addition\ntask_length: 4\n") is None

@@ -49,6 +49,27 @@ def test_any_layout_and_any_resumption_reads_the_same(shape: tuple[int, int, int
         assert sorted(step) == sorted(expected[12 * i : 12 * i + 12])
 
 
+def test_lengths_come_as_often_as_the_task_weighs_them() -> None:
+    """SCAN's commands by how many actions they mean: 6, 88 and 398 of them mean 1, 2 and 3."""
+    found = samples(12 * 3000, data=DataOptions(task="scan", task_length=3))
+    lengths = [len(found[first]["tokens"]) - 11 for first in range(0, len(found), 12)]
+    for length, commands in ((1, 6), (2, 88), (3, 398)):
+        share = commands / 492
+        assert abs(lengths.count(length) / 3000 - share) < 5 * (share * (1 - share) / 3000) ** 0.5
+
+
+def test_position_ids_travel_with_their_tokens() -> None:
+    options = {"positions": "coupled", "max_digits": 9}
+    data = samples(data=DataOptions(task="addition", task_length=4, task_options=options))
+    mesh = Mesh(0, ParallelSizes(data=1))
+    for number, batch in enumerate(build_dataloader(data, micro_batch_size=4, mesh=mesh)):
+        assert batch["position_ids"].shape == batch["tokens"].shape
+        for row, ids in enumerate(batch["position_ids"]):
+            assert torch.equal(ids, data[4 * number + row]["position_ids"])
+            assert ids[0] == 0
+    assert "position_ids" not in samples()[0]
+
+
 def test_a_step_has_one_length_and_lengths_are_uniform() -> None:
     found = samples(12 * 3000)
     lengths = []

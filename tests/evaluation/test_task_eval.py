@@ -75,15 +75,30 @@ class Oracle(nn.Module):
         return 1
 
 
-@pytest.mark.parametrize("task", ["binary_addition", "reverse_string", "mqar", "copy_string"])
-def test_answers_equal_a_loop_over_single_tokens(task: str) -> None:
-    of = config(task, 8, **({"pairs": 2, "vocabulary": 20} if task == "mqar" else {}))
-    task_eval, model = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of]), gpt(of)
+COUPLED = {"positions": "coupled", "max_digits": 30}
+
+
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [
+        ("binary_addition", {}),
+        ("reverse_string", {}),
+        ("mqar", {"pairs": 2, "vocabulary": 20}),
+        ("copy_string", {}),
+        ("addition", COUPLED),
+    ],
+)
+def test_answers_equal_a_loop_over_single_tokens(task: str, options: dict[str, object]) -> None:
+    of = config(task, 8, **options)
+    task_eval = build_task_eval(EvaluationOptions(lengths=[8, 12], windows=7), [of])
+    model = gpt(of, pos_emb="rotary") if options is COUPLED else gpt(of)
     for length in task_eval.lengths:
         drawn, choices = task_eval.sample_batch(length), task_eval.task_config.task.answer_ids
         losses, correct = score_answers(model, drawn, choices, batch_tokens=3 * drawn.tokens.shape[1])
         for row in range(7):
-            logits = model(torch.from_numpy(drawn.tokens[row : row + 1]))[0].detach().double().numpy()
+            ids = None if drawn.position_ids is None else torch.from_numpy(drawn.position_ids[row : row + 1])
+            tokens = torch.from_numpy(drawn.tokens[row : row + 1])
+            logits = model(tokens, position_ids=ids)[0].detach().double().numpy()
             for place, label in enumerate(drawn.labels[row]):
                 values = logits[place, choices.start : choices.stop]
                 loss = math.log(np.exp(values).sum()) - logits[place, label] if drawn.loss_mask[row, place] else 0.0
@@ -195,6 +210,28 @@ def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
         build_task_eval(EvaluationOptions(**options), [config("mqar", 64)])
 
 
+def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
+    of = config("flip_flop", 8, ignore=0.5)
+    asked = build_task_eval(EvaluationOptions(lengths=[64], windows=300, task_options="ignore=0.98"), [of])
+    assert asked.task_config.label == "flip_flop(ignore=0.98)"
+    reads = asked.sample_batch(64).loss_mask.sum() / 300
+    assert reads == pytest.approx(1 + 30 * 0.01, abs=5 * (30 * 0.01 / 300) ** 0.5)
+    (record, *_) = asked.build_baseline_records()
+    assert record.dataset == "task flip_flop(ignore=0.98)"
+    learned = build_task_eval(EvaluationOptions(lengths=[64], windows=300), [of])
+    assert asked.digest != learned.digest
+    for text, why in (
+        ("ignore", "'ignore' must be OPTION=VALUE"),
+        ("ignor=1.0", "has no option 'ignor'; did you mean ignore"),
+        ("ignore=2.0", "task_options.ignore is 2.0"),
+    ):
+        with pytest.raises(UserError, match=why):
+            build_task_eval(EvaluationOptions(lengths=[64], task_options=text), [of])
+    recall = config("mqar", 16, pairs=4, vocabulary=64)
+    with pytest.raises(UserError, match="learned other symbols"):
+        build_task_eval(EvaluationOptions(lengths=[16], task_options="vocabulary=128"), [recall])
+
+
 def test_runs_of_different_tasks_are_apart() -> None:
     def run(name: str, of: Config) -> TrainedRun:
         return SimpleNamespace(name=name, config=of)  # type: ignore[return-value]
@@ -250,3 +287,32 @@ def test_a_trained_run_from_the_command_line_on(tmp_path: Path, monkeypatch: pyt
     assert records.read_records("runs/a/results.json") == again  # the same is replaced
     same = {(r.method, r.metric, r.length): r.value for r in found}
     assert all(r.value == same[r.method, r.metric, r.length] for r in again if r.metric == "accuracy")
+
+
+def test_positions_of_a_task_are_learned_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is told of the ids that were drawn, in training and beyond its length: 43 tokens, 16 positions."""
+    from megatron.data.task_dataset import TaskDataset
+    from megatron.evaluation.run import evaluate_runs
+    from megatron.model.gpt import GPT
+    from megatron.training.trainer import train
+
+    told: list[Tensor] = []
+    place_tokens = GPT._place_tokens
+    monkeypatch.setattr(
+        GPT, "_place_tokens", lambda self, ids, device: (told.append(ids), place_tokens(self, ids, device))[1]
+    )
+    monkeypatch.chdir(tmp_path)
+    more = {"train_micro_batch_size_per_gpu": 4, "device": "cpu", "num_gpus": 1, "nodes": 1, "eval_interval": 0}
+    tiny = config("addition", 2, positions="coupled", max_digits=13).replace(
+        **more, save="runs/a", pos_emb="learned", distributed_backend="gloo", use_tensorboard=False,
+        train_batch_size=4, max_position_embeddings=16, train_iters=2,
+    )  # fmt: skip
+    train(tiny)
+    task_config = read_task_config(tiny.data)
+    drawn = TaskDataset(task_config, "train", 8, seed=tiny.training.seed, batch_size=4)
+    for step in range(2):
+        ids = torch.stack([drawn[index]["position_ids"] for index in range(4 * step, 4 * step + 4)])
+        assert torch.equal(told[step], ids)
+    found = evaluate_runs(["runs/a"], EvaluationOptions(windows=16, lengths=[2, 13]))
+    assert [r.length for r in found if r.method == "learned" and r.metric == "accuracy"] == [2, 13]
+    assert {r.max_length for r in found} == {None}

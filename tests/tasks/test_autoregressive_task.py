@@ -1,10 +1,11 @@
-"""Copying and n-gram lookup, read as the strings that they are."""
+"""Copying, reversing and n-gram lookup, read as the strings that they are."""
 
 import numpy as np
 import pytest
 
 from megatron.tasks import task_config
-from megatron.tasks.autoregressive_task import AutoregressiveTask
+from megatron.tasks.autoregressive_task import StringTask
+from megatron.utils.errors import UserError
 
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
 
@@ -12,7 +13,7 @@ SYMBOLS = "abcdefghijklmnopqrstuvwxyz$|."
 def written(name: str, count: int, length: int, **options: object) -> list[tuple[str, str]]:
     """What each sequence reads, and what it is asked for where."""
     task = task_config.build_task(name, options)
-    assert isinstance(task, AutoregressiveTask)
+    assert isinstance(task, StringTask)
     drawn = task.sample_batch(np.random.default_rng(length), count, length)
     assert drawn.tokens.shape == (count, task.sequence_length(length))
     assert (drawn.loss_mask == drawn.accuracy_mask).all()
@@ -61,3 +62,35 @@ def test_lengths_without_an_input() -> None:
     lookup = task_config.build_task("ngram_lookup", {"letters": 2, "ngram": 2, "answer": 1})
     assert [length for length in range(40) if lookup.unsupported_length_reason(length) is None] == list(range(3, 17))
     assert task_config.build_task("copy_string").unsupported_length_reason(0) is not None
+
+
+@pytest.mark.parametrize("length", [1, 2, 12, 61])
+def test_strings_that_repeat_themselves(length: int) -> None:
+    for name, order in (("copy_repeats", 1), ("reverse_repeats", -1)):
+        for read, wanted in written(name, 200, length):
+            string, copy = read[1:].split("|")
+            assert wanted == string[::order] + "."
+            assert copy == string[::order]
+            pieces = {string[start : start + 3] for start in range(0, length - 2, 3)}
+            assert len(pieces) <= 4
+            if length == 61:  # of four pieces one is left out of twenty with probability 0.013
+                assert len(pieces) >= 3
+
+
+def test_a_lookup_does_not_copy_what_repeats_itself() -> None:
+    """What first follows the last letters is found by Python's own search, and hardly ever writes a whole copy."""
+    for name in ("copy_repeats", "reverse_repeats"):
+        task = task_config.build_task(name)
+        drawn = task.sample_batch(np.random.default_rng(3), 200, 40)
+        (guesses,) = task.predict_trivially(drawn).values()
+        whole = 0
+        for tokens, labels, guess, counted in zip(*drawn[:2], guesses, drawn.accuracy_mask, strict=True):
+            read = "".join(SYMBOLS[token] for token in tokens)
+            source = read[1:41] if name == "copy_repeats" else read[40:0:-1]
+            for place in np.flatnonzero(counted)[1:-1]:
+                last = read[max(42, place - 2) : place + 1]
+                assert SYMBOLS[guess[place]] == source[source.index(last) + len(last)]
+            whole += (guess == labels)[counted].all()
+        assert whole <= 4
+    with pytest.raises(UserError, match="4 pieces are more than half of the 4 that there can be"):
+        task_config.build_task("copy_repeats", {"letters": 2, "piece_length": 2})

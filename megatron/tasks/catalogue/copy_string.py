@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from megatron.tasks.autoregressive_task import AutoregressiveTask
+from megatron.tasks.autoregressive_task import StringTask
 from megatron.tasks.task import TaskBatch
 
 
-class CopyString(AutoregressiveTask):
+class CopyString(StringTask):
     """`$ string | string .`: n uniform letters; after the bar the same letters and a full stop are asked for."""
 
     title = "n letters again, and a full stop"
@@ -16,5 +16,4 @@ class CopyString(AutoregressiveTask):
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         string = generator.integers(self.letters, size=(count, length))
-        begin, separator = np.full((count, 1), self.begin_token), np.full((count, 1), self.separator_token)
-        return self.build_batch(np.concatenate([begin, string, separator], axis=1), string)
+        return self.ask_string(string, string)

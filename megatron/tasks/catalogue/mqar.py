@@ -6,7 +6,8 @@ import numpy as np
 from pydantic import model_validator
 
 from megatron.options.section import config_field
-from megatron.tasks.task import Array, Task, TaskBatch
+from megatron.tasks.sampling import sample_distinct
+from megatron.tasks.task import Task, TaskBatch
 
 
 class MQAR(Task):
@@ -74,11 +75,3 @@ class MQAR(Task):
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
         return {"one of the sequence's values": 1 / self.pairs}
-
-
-def sample_distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
-    """`size` different numbers below `below` in a random order, int64 [count, size]."""
-    scores = generator.random((count, below))
-    indices = np.argpartition(scores, size - 1, axis=1)[:, :size]
-    order = np.argsort(np.take_along_axis(scores, indices, axis=1), axis=1)
-    return np.take_along_axis(indices, order, axis=1)

@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 
 from megatron.options.section import config_field
-from megatron.tasks.autoregressive_task import AutoregressiveTask
+from megatron.tasks.autoregressive_task import StringTask
 from megatron.tasks.task import Array, TaskBatch
 
 MAX_STARTS_PER_NGRAM = 4
@@ -13,7 +13,7 @@ MAX_STARTS_PER_NGRAM = 4
 """
 
 
-class NgramLookup(AutoregressiveTask):
+class NgramLookup(StringTask):
     """A string of n uniform letters, and `ngram` of them that stand there only once; the `answer` letters after them.
 
         query: suffix      $ string | ngram answer .

@@ -1,0 +1,12 @@
+"""Needles in a haystack: all values of a key."""
+
+from megatron.options.section import config_field
+from megatron.tasks.needle_task import NeedleTask
+
+
+class NiahMultivalue(NeedleTask):
+    """One key with several values, all of them asked for (RULER's niah_multivalue, where their order is free)."""
+
+    title = "all values of a key in a haystack of n words, in their order"
+
+    num_needle_v: int = config_field(4, "values of each key, a needle for each", ge=1, le=10**4)

@@ -1,0 +1,119 @@
+"""Needles in a haystack: values that belong to keys, among noise that says nothing (RULER's four forms of it)."""
+
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import model_validator
+
+from megatron.options.section import config_field
+from megatron.tasks.sampling import hide_statements, sample_distinct
+from megatron.tasks.task import Array, Task, TaskBatch
+
+
+class NeedleTask(Task):
+    """Needles are keys, each followed by a value; behind the haystack some of the keys are asked for.
+
+        · · k₂ v · · · k₁ v · k₁ v · ·   ? k₁ v v   ? k₂ v …
+
+    RULER's generator has the same three numbers: keys, values of each key, and keys that are asked for; its four tasks
+    are four settings of it. A key's values are asked for in the order in which they stand. The model reads the right
+    values before each that is asked for, so `exact_match` is what it would have written itself. The haystack has the
+    length of the input; the question is the same at every length.
+
+    Vocabulary: noise words, keys, values, the question mark. Keys are different, and so are all values of a sequence.
+    """
+
+    paper = "Hsieh et al. (2024), RULER"
+    scores_exact_match = True
+    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
+
+    num_needle_k: int = config_field(1, "keys that have needles", ge=1, le=10**4)
+    num_needle_v: int = config_field(1, "values of each key, a needle for each", ge=1, le=10**4)
+    num_needle_q: int = config_field(1, "keys that are asked for", ge=1, le=10**4)
+    haystack: Literal["noise", "needles"] = config_field(
+        "noise", "what is between the needles: words that say nothing, or needles of other keys, as many as fit"
+    )
+    noise_words: int = config_field(32, "different words of noise", ge=1, le=10**6)
+    keys: int = config_field(64, "different keys", ge=1, le=10**6)
+    values: int = config_field(64, "different values", ge=2, le=10**6)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        if self.num_needle_q > self.num_needle_k:
+            raise ValueError(f"num_needle_q is {self.num_needle_q}, but {self.num_needle_k} keys have needles")
+        if self.num_needle_k > self.keys:
+            raise ValueError(f"num_needle_k is {self.num_needle_k}, but there are {self.keys} keys")
+        if self.num_needles > self.values:
+            raise ValueError(f"{self.num_needles} needles need as many values, but there are {self.values}")
+        return self
+
+    @property
+    def num_needles(self) -> int:
+        """Needles of the keys that may be asked for."""
+        return self.num_needle_k * self.num_needle_v
+
+    @property
+    def question_token(self) -> int:
+        """Stands before each key that is asked for."""
+        return self.noise_words + self.keys + self.values
+
+    @property
+    def vocab_size(self) -> int:
+        return self.question_token + 1
+
+    @property
+    def answer_ids(self) -> range:
+        return range(self.noise_words + self.keys, self.question_token)
+
+    def unsupported_length_reason(self, length: int) -> str | None:
+        if length < 2 * self.num_needles:
+            return f"{self.num_needles} needles need a haystack of at least {2 * self.num_needles} tokens"
+        if self._count_distractors(length) > self.keys - self.num_needle_k:
+            return f"it has room for {length // 2} needles, but there are {self.keys} keys (task_options.keys)"
+        return None
+
+    def sequence_length(self, length: int) -> int:
+        return length + self.num_needle_q * (2 + self.num_needle_v) - 1
+
+    def _count_distractors(self, length: int) -> int:
+        return length // 2 - self.num_needles if self.haystack == "needles" else 0
+
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
+        num_keys, num_values, num_asked = self.num_needle_k, self.num_needle_v, self.num_needle_q
+        distractors = self._count_distractors(length)
+        keys = self.noise_words + sample_distinct(generator, count, num_keys + distractors, self.keys)
+        values = self.answer_ids.start + sample_distinct(generator, count, self.num_needles, self.values)
+        others = self.answer_ids.start + generator.integers(self.values, size=(count, distractors))
+        # Each key comes as often as it has values, in any order; the first values to come are its values in order.
+        owners = np.concatenate([np.repeat(np.arange(num_keys), num_values), num_keys + np.arange(distractors)])
+        owners = generator.permuted(np.tile(owners, (count, 1)), axis=1)
+        by_owner = np.argsort(owners, axis=1, kind="stable")
+        placed = np.zeros_like(owners)
+        np.put_along_axis(placed, by_owner, np.concatenate([values, others], axis=1), axis=1)
+        needles = np.stack([np.take_along_axis(keys, owners, axis=1), placed], axis=2)
+        haystack = hide_statements(generator, needles, length, self.noise_words)
+        asked = sample_distinct(generator, count, num_asked, num_keys)[:, :, None]
+        question = np.concatenate(
+            [
+                np.full((count, num_asked, 1), self.question_token),
+                np.take_along_axis(keys[:, :num_keys, None], asked, axis=1),
+                np.take_along_axis(values.reshape(count, num_keys, num_values), asked, axis=1),
+            ],
+            axis=2,
+        )
+        return build_question_batch(haystack, question)
+
+    def baseline_accuracies(self, length: int) -> dict[str, float]:
+        return {"one of the needles' values": 1 / self.num_needles}
+
+
+def build_question_batch(haystack: Array, questions: Array, given: int = 2) -> TaskBatch:
+    """Sequences of a haystack [B, n] and of questions [B, q, given + answers]: what is given of each (a mark, what is
+    asked for), and its answers, each expected after the token before it. The last one is not read."""
+    count, length = haystack.shape
+    tokens = np.concatenate([haystack, questions.reshape(count, -1)], axis=1)
+    mask = np.zeros(tokens.shape, dtype=bool)
+    mask[:, length:].reshape(questions.shape)[:, :, given - 1 : -1] = True
+    # Where nothing is asked for, any answer will do.
+    labels = np.where(mask, np.roll(tokens, -1, axis=1), questions[:, :1, -1])
+    return TaskBatch(tokens[:, :-1], labels[:, :-1], mask[:, :-1], mask[:, :-1])

@@ -1,0 +1,59 @@
+"""Tasks of strings that repeat themselves, whose next letter does not follow from the last ones."""
+
+from typing import Self
+
+import numpy as np
+from pydantic import model_validator
+
+from megatron.options.section import config_field
+from megatron.tasks.autoregressive_task import StringTask
+from megatron.tasks.sampling import sample_repetitive_strings
+from megatron.tasks.task import Array, TaskBatch
+
+
+class RepetitiveStringTask(StringTask):
+    """Base of the tasks of this form: `$ string | answer .`, the string made of pieces that come again and again.
+
+    A string of different letters is copied by looking for the letter before: induction, at any distance and without
+    any position. In a string of `pieces` pieces, each as likely at every place, the same letters go on in different
+    ways, and only the place says in which. What a lookup of as many letters as a piece has reaches stands beside the
+    models.
+    """
+
+    paper = "Zhou et al. (2023), What Algorithms can Transformers Learn? A Study in Length Generalization"
+    note = "Zhou et al. repeat single letters of a small alphabet; here pieces of several letters are repeated."
+
+    pieces: int = config_field(4, "different pieces of each string", ge=1, le=10**4)
+    piece_length: int = config_field(3, "letters of a piece", ge=1, le=10**4)
+
+    @model_validator(mode="after")
+    def _check_pieces(self) -> Self:
+        if self.letters**self.piece_length < 2 * self.pieces:
+            possible = self.letters**self.piece_length
+            raise ValueError(f"{self.pieces} pieces are more than half of the {possible} that there can be")
+        return self
+
+    def order_answer(self, string: Array) -> Array:
+        """The answer [B, n] to strings [B, n]."""
+        raise NotImplementedError
+
+    def sequence_length(self, length: int) -> int:
+        return 2 * length + 2
+
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
+        string = sample_repetitive_strings(
+            generator, count, length, letters=self.letters, pieces=self.pieces, piece_length=self.piece_length
+        )
+        return self.ask_string(string, self.order_answer(string))
+
+    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+        length = batch.tokens.shape[1] // 2 - 1
+        source, written = self.order_answer(batch.tokens[:, 1 : length + 1]), batch.tokens[:, length + 1 :]
+        answers = np.full(batch.tokens.shape, self.stop_token)
+        answers[:, length + 1] = source[:, 0]
+        for place in range(1, length):
+            known = min(place, self.piece_length)
+            windows = np.lib.stride_tricks.sliding_window_view(source[:, :-1], known, axis=1)
+            found = (windows == written[:, None, place - known + 1 : place + 1]).all(axis=2)
+            answers[:, length + 1 + place] = np.take_along_axis(source, found.argmax(axis=1)[:, None] + known, 1)[:, 0]
+        return {f"what first follows the last {self.piece_length} letters": answers}
