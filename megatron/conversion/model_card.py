@@ -8,6 +8,7 @@ from megatron.conversion.model_family import ModelFamily
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import ffn_hidden_size
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import render_template
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.reports.table_formats import render_comparison_markdown
@@ -29,6 +30,7 @@ def render_model_card(
         title: the model's name.
     """
     records = _read_results(run)
+    tables, depth_maps = split_depth_maps(build_comparison_tables(records))
     page = render_template(
         TEMPLATE,
         license=license,
@@ -37,7 +39,10 @@ def render_model_card(
         position=run.config.position,
         train_length=run.config.model.seq_length,
         family=family,
-        tables=[render_comparison_markdown(table) for table in build_comparison_tables(records)],
+        tables=[
+            *map(render_comparison_markdown, tables),
+            *(depth_map.build_text_table().to_markdown() for depth_map in depth_maps),
+        ],
         plot_file=PLOT_FILE,
         settings=_list_settings(run, tokenizer),
     )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def score_answers(
     model: nn.Module,
     batch: TaskBatch,
-    choices: range,
+    choices: range | None,
     *,
     batch_tokens: int | None = None,
     after_batch: Callable[[float], None] = lambda fraction: None,
@@ -43,7 +43,7 @@ def score_answers(
         model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V]; where the sequences have
             position ids, with `position_ids` too, int64 [B, T] on the CPU.
         batch: the sequences.
-        choices: ids that may be answered.
+        choices: ids that may be answered; all of the model's if None.
         batch_tokens: input tokens per forward pass; at least one sequence is always taken.
         after_batch: called with the fraction of the sequences that is done.
 
@@ -62,14 +62,15 @@ def score_answers(
     num_sequences, length = batch.tokens.shape
     num_logits = length - int(batch.loss_mask.any(axis=0).argmax())  # there is no loss before
     losses, correct = np.zeros(batch.labels.shape), np.zeros(batch.labels.shape, dtype=bool)
-    num_done = 0
+    num_done, first_choice = 0, choices.start if choices else 0
 
     @torch.inference_mode()
     def forward(rows: slice) -> None:
         tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (batch.tokens, batch.labels))
         placed = {} if batch.position_ids is None else {"position_ids": torch.from_numpy(batch.position_ids[rows])}
-        logits = model(tokens, num_logits=num_logits, **placed)[:, :, choices.start : choices.stop].float()
-        indices = labels[:, -num_logits:] - choices.start
+        logits = model(tokens, num_logits=num_logits, **placed)
+        logits = logits[:, :, first_choice : choices.stop if choices else None].float()
+        indices = labels[:, -num_logits:] - first_choice
         log_probs = logits.log_softmax(dim=2).gather(2, indices[:, :, None])[:, :, 0]
         losses[rows, -num_logits:] = -log_probs.double().cpu().numpy()
         correct[rows, -num_logits:] = (logits.argmax(dim=2) == indices).cpu().numpy()

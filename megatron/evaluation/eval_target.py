@@ -20,6 +20,10 @@ ProgressCallback = Callable[[int, float, float], None]
 """Called after every batch with the length, the work done and the whole work (both in FLOPs)."""
 
 
+KeepRecords = Callable[[Sequence[Record]], None]
+"""Called with the records of the model that are whole, from the first on, to be found again after an interruption."""
+
+
 @dataclass(frozen=True)
 class ScoringContext:
     """What goes with the scoring of a model, whatever it is asked."""
@@ -29,6 +33,9 @@ class ScoringContext:
     batch_tokens: int | None = None
     """Input tokens per forward pass; what is usual on the device if None."""
     progress: ProgressCallback = lambda length, done, total: None
+    finished_records: Sequence[Record] = ()
+    """Those that an interrupted evaluation left, of any model: what is among them need not be measured again."""
+    keep_records: KeepRecords = lambda records: None
 
 
 class EvalTarget(Protocol):

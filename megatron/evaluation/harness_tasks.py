@@ -23,12 +23,11 @@ from rich.console import Console
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
-from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
+from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.jobs import (
     LogFunction,
     RunJob,
     build_eval_jobs,
-    describe_run,
     make_log_function,
     read_eval_request,
     run_eval_jobs,
@@ -47,7 +46,9 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.harness import RequestCounts
 
-OPTIONS_UNUSED_BY_HARNESS = ("data", "protocol", "windows", "targets", "stride", "measures")
+OPTIONS_UNUSED_BY_HARNESS = (
+    "data", "protocol", "windows", "targets", "stride", "measures", "depths", "effective_score",
+)  # fmt: skip
 """Options that have no meaning for tasks."""
 
 OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
@@ -101,8 +102,7 @@ def evaluate_tasks(
     ]
     jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
 
-    def score(job: RunJob, loaded: LoadedModel, report: ProgressCallback) -> list[Record]:
-        scoring = ScoringContext(describe_run(job, options), options.batch_tokens, report)
+    def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         return harness_eval.score(loaded, tokenizers[job.run.checkpoint], scoring)
 
     return run_eval_jobs(request, jobs, score, console)

@@ -17,7 +17,7 @@ from rich.console import Console
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
-from megatron.evaluation.eval_target import ProgressCallback
+from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
 from megatron.evaluation.provenance import assign_distinct_names, describe_machine, list_software_versions
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
@@ -37,6 +37,42 @@ if TYPE_CHECKING:
 # What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
 
 LogFunction = Callable[[str], None]
+
+UNFINISHED_FILE = "results.unfinished.json"
+"""In the folder of the results: parts of models' records while an evaluation runs, and after it was interrupted."""
+
+
+@dataclass(frozen=True)
+class PartialRecords:
+    """What an evaluation keeps of models that are not whole yet, for the next one to go on from.
+
+    Args:
+        path: the file; None keeps nothing.
+    """
+
+    path: Path | None
+    found: tuple[Record, ...]
+    """What an interrupted evaluation left there."""
+
+    @classmethod
+    def open(cls, folder: Path | None) -> PartialRecords:
+        """Raises UserError if the file is there and not understood."""
+        path = None if folder is None else folder / UNFINISHED_FILE
+        return cls(path, tuple(record_files.read_records(path)) if path is not None and path.exists() else ())
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """Write records beside those of other models."""
+        if self.path is None or not records:
+            return
+        runs = {record.run for record in records}
+        others = record_files.read_records(self.path) if self.path.exists() else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        record_files.write_records(self.path, [*(each for each in others if each.run not in runs), *records])
+
+    def remove(self) -> None:
+        """The evaluation is whole."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -196,7 +232,7 @@ def build_eval_jobs(
 def run_eval_jobs(
     request: EvalRequest,
     jobs: Sequence[RunJob],
-    score: Callable[[RunJob, LoadedModel, ProgressCallback], list[Record]],
+    score: Callable[[RunJob, LoadedModel, ScoringContext], list[Record]],
     console: Console | None,
     progress: ProgressCallback | None = None,
 ) -> list[Record]:
@@ -210,6 +246,9 @@ def run_eval_jobs(
     """
     log = make_log_function(console)
     log(_describe_output(request))
+    partial_records = PartialRecords.open(request.folder)
+    if partial_records.found:
+        log(f"an evaluation was interrupted here: what is whole of it in {partial_records.path} is taken over")
     for job in jobs:
         if job.note is not None:
             log(f"{job.run.name}: {job.note}")
@@ -222,7 +261,14 @@ def run_eval_jobs(
             report = progress or (lambda length, done, total: meter.update(done, f"length {length:,}"))
             loaded = job.load(request.options.backend, **list_overrides(request.options))
             meter.log(_describe_verification(job, loaded))
-            records += score(job, loaded, report)
+            scoring = ScoringContext(
+                describe_run(job, request.options),
+                request.options.batch_tokens,
+                report,
+                partial_records.found,
+                partial_records.keep,
+            )
+            records += score(job, loaded, scoring)
             del loaded
             if job.device.type == "cuda":
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
@@ -233,6 +279,7 @@ def run_eval_jobs(
         print_comparison_tables(console, records)
     if request.folder is not None:
         written = write_results(request.folder, _merge_saved_records(request, records))
+        partial_records.remove()
         log(f"written: {', '.join(map(str, written))}")
     return records
 

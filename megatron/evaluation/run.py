@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
-from megatron.evaluation.jobs import RunJob, build_eval_jobs, describe_run, read_eval_request, run_eval_jobs
+from megatron.evaluation.jobs import RunJob, build_eval_jobs, read_eval_request, run_eval_jobs
 from megatron.evaluation.targets import build_eval_target, estimate_evaluation
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import Record
@@ -57,8 +57,7 @@ def evaluate_runs(
     estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
     jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)
 
-    def score(job: RunJob, loaded: LoadedModel, report: ProgressCallback) -> list[Record]:
-        scoring = ScoringContext(describe_run(job, request.options), request.options.batch_tokens, report)
+    def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         records = target.score(loaded, scoring)
         return [*records, *(target.build_baseline_records() if job is jobs[-1] else ())]
 

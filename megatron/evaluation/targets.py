@@ -30,6 +30,7 @@ from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_tex
 from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text, refuse_task_options
 from megatron.reports.records import Record
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -126,6 +127,9 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
 
 
 def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
+    for name in ("depths", "effective_score"):
+        if getattr(options, name) is not None:
+            raise UserError(f"{name}: a needle map is of protocol passkey, or of a task that was learned; leave it out")
     plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
     check_measures(options, plan)
     return TextEval(text, plan, options.measures or ("perplexity",))

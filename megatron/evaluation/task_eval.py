@@ -22,6 +22,13 @@ from megatron.config.yaml_files import parse_scalar
 from megatron.evaluation.accuracy import AccuracySample, aggregate_accuracies, compute_accuracies, score_answers
 from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.lengths import choose_lengths, count_forward_flops, limit_lengths
+from megatron.evaluation.needle_map import (
+    DEFAULT_EFFECTIVE_SCORE,
+    DEFAULT_NEEDLE_SEQUENCES,
+    NeedleMap,
+    hash_depths,
+    score_needle_map,
+)
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
@@ -63,12 +70,15 @@ class TaskEval:
     lengths: tuple[int, ...]  # of inputs, ascending
     num_sequences: int  # at each length
 
+    def _seed_generator(self, *numbers: int) -> np.random.Generator:
+        """The same for every run of the task."""
+        name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
+        return np.random.Generator(np.random.PCG64([TASK_SEED, int.from_bytes(name, "big"), *numbers]))
+
     def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
         """The sequences of a length; or, for trivial predictors to be fitted, others of that length."""
         task = self.task_config.task
-        name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
-        seed = [TASK_SEED, int.from_bytes(name, "big"), length, int(fitting)]
-        generator = np.random.Generator(np.random.PCG64(seed))
+        generator = self._seed_generator(length, int(fitting))
         count = self.num_sequences
         if fitting:
             count = max(1, min(NUM_FITTING_SEQUENCES, MAX_FITTING_TOKENS // task.sequence_length(length)))
@@ -96,6 +106,16 @@ class TaskEval:
             "remark": " ".join(filter(None, [description, order if task.permutation_invariant else "", task.note])),
         }
 
+    def describe_records(self, model: GPT) -> dict[str, Any]:
+        """`record_fields`, with the longest input that a model has positions for, if there is one."""
+        task = self.task_config.task
+        if task.position_limit is not None:
+            return {**self.record_fields, "max_length": None}
+        if model.max_length is None:
+            return self.record_fields
+        longest = max(n for n in range(1, model.max_length) if task.sequence_length(n) <= model.max_length)
+        return {**self.record_fields, "max_length": longest}
+
     @property
     def sequence_lengths(self) -> Sequence[int]:
         return [self.task_config.task.sequence_length(length) for length in self.lengths]
@@ -116,13 +136,7 @@ class TaskEval:
         """Accuracy at each length that the model has positions for. Raises as every target's."""
         model, task = loaded.model, self.task_config.task
         flops_by_length = self.count_flops(model)
-        shared = {**describe_model(loaded), **self.record_fields, **scoring.record_fields}
-        if task.position_limit is not None:
-            shared["max_length"] = None
-        elif model.max_length is not None:
-            shared["max_length"] = max(
-                n for n in range(1, model.max_length) if task.sequence_length(n) <= model.max_length
-            )
+        shared = {**describe_model(loaded), **self.describe_records(model), **scoring.record_fields}
         samples: list[AccuracySample] = []
         done, total = 0.0, sum(flops_by_length.values())
         for length, flops in flops_by_length.items():
@@ -165,6 +179,50 @@ class TaskEval:
                 }
                 samples.setdefault(name, []).append(AccuracySample(Record(**fields, value=value)))
         return [record for of_baseline in samples.values() for record in aggregate_accuracies(of_baseline)]
+
+
+@dataclass(frozen=True)
+class TaskDepthEval(TaskEval):
+    """The same of a task whose answers stand at chosen depths: a needle map (`needle_map.py`)."""
+
+    depths: tuple[float, ...] = ()
+    effective_score: float = DEFAULT_EFFECTIVE_SCORE
+
+    @property
+    def record_fields(self) -> dict[str, Any]:
+        fields = super().record_fields
+        remark = f"{fields['remark']} The answer stands in the input, so much of what can is before it."
+        digest = hash_depths(fields["target_digest"], self.depths)
+        return {**fields, "protocol": "depths", "remark": remark, "target_digest": digest}
+
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        return {length: len(self.depths) * flops for length, flops in super().count_flops(model).items()}
+
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """The needle map up to the length that the model has positions for. Raises as every target's."""
+        task = self.task_config.task
+        needle_map = NeedleMap(
+            lengths=self.lengths,
+            depths=self.depths,
+            score_metric="accuracy",
+            metrics=("loss", "accuracy", "exact_match") if task.scores_exact_match else ("loss", "accuracy"),
+            guess_score=max(record.value for record in self._measure_guesses()),
+            is_paired=False,
+            choices=task.answer_ids,
+            build_batch=self._sample_batch_at_depth,
+            record_fields=self.describe_records(loaded.model),
+            effective_score=self.effective_score,
+        )
+        return score_needle_map(needle_map, loaded, self.count_flops(loaded.model), scoring)
+
+    def _sample_batch_at_depth(self, length: int, depth: float) -> TaskBatch:
+        generator = self._seed_generator(length, 2, round(depth * 1e9))
+        return self.task_config.task.sample_batch_at_depth(generator, self.num_sequences, length, depth)
+
+    def _measure_guesses(self) -> list[Record]:
+        """What predictors that learned nothing reach at the shortest length, whatever the depth."""
+        records = replace(self, lengths=self.lengths[:1]).build_baseline_records()
+        return [record for record in records if record.metric == "accuracy"]
 
 
 def _hash_text(text: str) -> str:
@@ -215,8 +273,16 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     if options.lengths is None and options.multiples is None:
         options = options.replace(multiples=DEFAULT_TASK_MULTIPLES)
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
-    task_config = _change_options(task_configs[0], options.task_options)
+    task_config, depths = _change_options(task_configs[0], options.task_options), options.depths
+    if depths is not None and not task_config.task.has_depth:
+        raise UserError(f"depths: the task {task_config.label} has none at which its answer stands; leave it out")
+    if depths is None and options.effective_score is not None:
+        raise UserError("effective_score: it is of a needle map; give depths too")
     for length in lengths:
         if (reason := task_config.task.unsupported_length_reason(length)) is not None:
             raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")
-    return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)
+    if depths is None:
+        return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)
+    num_sequences = options.windows or DEFAULT_NEEDLE_SEQUENCES
+    effective_score = options.effective_score or DEFAULT_EFFECTIVE_SCORE
+    return TaskDepthEval(task_config, lengths, num_sequences, tuple(depths), effective_score)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
@@ -80,6 +80,27 @@ class TaskOptions(ConfigSection):
     )
 
 
+MAX_DEPTHS = 1001
+
+
+def _parse_depths(parts: Any) -> Any:
+    """Depths, ascending: shares, or a single whole number above 1 for so many from 0 to 1 evenly."""
+    if not isinstance(parts, list):
+        return parts
+    if len(parts) == 1 and isinstance(parts[0], int) and parts[0] > 1:
+        if parts[0] > MAX_DEPTHS:
+            raise ValueError(f"{parts[0]:,} depths; there are at most {MAX_DEPTHS:,}")
+        return [index / (parts[0] - 1) for index in range(parts[0])]
+    try:
+        return sorted({float(part) for part in parts})
+    except (TypeError, ValueError):
+        raise ValueError("depths are shares (0,0.5,1), or how many (11)") from None
+
+
+Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_parse_depths)]
+"""Shares of what can stand before an answer, ascending."""
+
+
 class EvaluationOptions(LengthOptions):
     """How models are scored, declared once: the command line, sweep files and Python callers all choose these."""
 
@@ -104,6 +125,20 @@ class EvaluationOptions(LengthOptions):
         None,
         "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",
         min_length=1,
+    )
+    depths: Annotated[Depths | None, CommaSeparated] = config_field(
+        None,
+        "depths of a needle map: of the key of passkey, 5 if absent, or of the answer of a learned task that has one; "
+        "so many evenly from 0 to 1, or shares",
+        min_length=1,
+        metavar="11 | 0,0.5,1",
+    )
+    effective_score: float | None = config_field(
+        None,
+        "of a needle map: a length is effective whose score is at least this share of the shortest length's; 0.85 if "
+        "absent",
+        gt=0,
+        le=1,
     )
     stride: int | None = config_field(None, "tokens from one window of strided to the next, all of them scored", ge=1)
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megatron.reports import failures, paper_experiment, records, report, results_output
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import is_generated_page
 from megatron.reports.paper_experiment import Experiment
@@ -119,7 +120,9 @@ def _build_sections(
             ReportSection(
                 None,
                 other_records,
-                build_verdict_tables(build_comparison_tables(other_records, other_failures), against, delta),
+                build_verdict_tables(
+                    split_depth_maps(build_comparison_tables(other_records, other_failures))[0], against, delta
+                ),
                 other_failures,
             )
         )

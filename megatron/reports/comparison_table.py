@@ -160,14 +160,14 @@ class ComparisonTable:
         """What was counted and how to read the cells, a sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         token_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
-        column_phrase = "in all" if self.metric.is_mean_over_lengths else self.axis.column_phrase
+        column_phrase = "in all" if self.metric.length_summary else self.axis.column_phrase
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())
             exception = ", those with an n of so many" if has_partial_cells else ""
             notes.append(f"Cells are mean ± standard deviation of {self.max_seeds} seeds{exception}.")
             if self.metric.shows_best_seed:
-                at_last = "" if self.metric.is_mean_over_lengths else f" at {self.axis.format_value(self.x_values[-1])}"
+                at_last = "" if self.metric.length_summary else f" at {self.axis.format_value(self.x_values[-1])}"
                 notes.append(f"The best of them{at_last}: {', '.join(self._format_best_seeds())}.")
         if any(cell.is_best for cell in self.cells.values()):
             notes.append("* best of its column.")
@@ -210,8 +210,8 @@ class ComparisonTable:
 
     def get_column_headers(self) -> list[tuple[str, str]]:
         """The two heads of every column: multiple of the training length, tokens."""
-        if self.metric.is_mean_over_lengths:
-            return [("mean", "beyond training")] * len(self.x_values)
+        if self.metric.length_summary:
+            return [self.metric.length_summary] * len(self.x_values)
         return [self.axis.get_column_headers(x, self.train_length) for x in self.x_values]
 
     def get_change_header(self) -> tuple[str, str]:
@@ -283,6 +283,11 @@ def build_comparison_tables(records: Sequence[Record], failures: Sequence[RunFai
         )
         for table_records in records_by_key.values()
     ]
+
+
+def select_curve_tables(tables: Sequence[ComparisonTable]) -> list[ComparisonTable]:
+    """Those that make a curve: not one number that sums up lengths, unless there is nothing else."""
+    return [table for table in tables if table.metric.length_summary is None] or list(tables)
 
 
 def _belongs_to_table(failure: RunFailure, table_records: Sequence[Record], measured_methods: set[str]) -> bool:

@@ -54,8 +54,10 @@ class Metric:
     """What is shown is the value times this: 100 for shares that are shown in percent."""
     shows_best_seed: bool = False
     """Is the best of several seeds told beside their mean, because that is what is published?"""
-    is_mean_over_lengths: bool = False
-    """Is a value the mean over several lengths, of which its record names the largest?"""
+    length_summary: tuple[str, str] | None = None
+    """The two heads of its column, if a value sums up several lengths, of which its record names the largest."""
+    is_count: bool = False
+    """Are values whole numbers?"""
     plot_scale: Literal["linear", "logarithmic"] = "linear"
     """Of a plot's axis. A logarithmic one is used only where values differ by more than a factor of 4."""
 
@@ -146,6 +148,8 @@ class Metric:
 
     def format_value(self, value: float, half_width: float | None = None) -> str:
         """A value in a table's cell, with digits enough for what is said of its uncertainty (see `number`)."""
+        if self.is_count:
+            return f"{value:,.0f}"
         return format_number(
             value * self.display_factor, None if half_width is None else half_width * self.display_factor
         )
@@ -270,6 +274,19 @@ METRICS = {
             negligible_change=0.005,
             min_value=0.0,
         ),
+        Metric(
+            name="effective_length",
+            title="Effective length",
+            unit="in tokens",
+            definition="The effective length is the largest at which a model scores at least a share of what it scores "
+            "at the shortest.",
+            better="higher",
+            comparison="difference",
+            negligible_change=0.5,
+            min_value=0.0,
+            length_summary=("effective", "length"),
+            is_count=True,
+        ),
         *(
             Metric(
                 name=name,
@@ -283,7 +300,7 @@ METRICS = {
                 max_value=1.0,
                 display_factor=100.0,
                 shows_best_seed=name == "mean_accuracy",
-                is_mean_over_lengths=name == "mean_accuracy",
+                length_summary=("mean", "beyond training") if name == "mean_accuracy" else None,
             )
             for name, title, share in (
                 ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),

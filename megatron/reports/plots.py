@@ -15,13 +15,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
+from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import Record
 from megatron.reports.x_axes import format_multiple
@@ -34,6 +38,12 @@ MAX_CURVES_WITH_BARS = len(COLORS)
 BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
 """How far apart bars of a length stand, and all of them together at most: shares of the way to the next length."""
 MAX_TICKS = 9
+MAX_WRITTEN_CELLS = 80
+"""A map with more has no numbers in its cells."""
+MAP_COLUMNS = 3
+"""Maps side by side."""
+MAP_HEIGHT = 2.4
+"""Inches of a map."""
 LEGEND_ROWS = 24
 """Lines of a legend's column that fit beside a panel."""
 LEGEND_CHARACTERS = 44
@@ -51,19 +61,31 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
     Raises:
         UserError: there is nothing to draw.
     """
-    tables = build_comparison_tables(records, failures)
-    if not tables:
+    tables, depth_maps = split_depth_maps(build_comparison_tables(records, failures))
+    tables = select_curve_tables(tables)
+    if not tables and not depth_maps:
         raise UserError("no records to plot")
     # Figure instead of pyplot: no window system, no global state.
     legends = ["\n".join(map(_wrap_name, table.methods)).split("\n") for table in tables]
-    max_lines, longest = max(map(len, legends)), max(len(line) for lines in legends for line in lines)
+    max_lines = max(map(len, legends), default=0)
+    longest = max((len(line) for lines in legends for line in lines), default=0)
     column = max(2.2, 0.08 * longest)
     size = (4.0, 3.6 + 0.19 * max_lines) if narrow else (6.4 + column * -(-max_lines // LEGEND_ROWS), 4.6)
-    figure = Figure(figsize=(size[0], size[1] * len(tables)), dpi=200 if narrow else 160, layout="constrained")
+    map_columns = 1 if narrow else MAP_COLUMNS
+    heights = [size[1]] * len(tables)
+    heights += [0.9 + MAP_HEIGHT * -(-len(depth_map.methods) // map_columns) for depth_map in depth_maps]
+    figure = Figure(figsize=(size[0], sum(heights)), dpi=200 if narrow else 160, layout="constrained")
     figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
-    for row, table in enumerate(tables, start=1):
-        _draw_panel(figure.add_subplot(len(tables), 1, row), table, narrow=narrow)
+    if depth_maps:
+        parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+        panels = [part.add_subplot() for part in parts[: len(tables)]]
+        for part, depth_map in zip(parts[len(tables) :], depth_maps, strict=True):
+            _draw_depth_maps(part, depth_map, min(map_columns, len(depth_map.methods)), narrow=narrow)
+    else:
+        panels = [figure.add_subplot(len(tables), 1, row) for row in range(1, len(tables) + 1)]
+    for panel, table in zip(panels, tables, strict=True):
+        _draw_panel(panel, table, narrow=narrow)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
@@ -128,6 +150,47 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     ]
     legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)
     legend.get_title().set_fontsize(8)
+
+
+def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, narrow: bool) -> None:
+    """A panel for each method, with one scale of colours."""
+    rows, panels = -(-len(depth_map.methods) // columns), []
+    for number, method in enumerate(depth_map.methods, start=1):
+        panels.append(figure.add_subplot(rows, columns, number))
+        image = _draw_depth_map(panels[-1], depth_map, method)
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: depth_map.metric.format_tick(value)))
+    bar.ax.tick_params(labelsize=7)
+    panels[0].set_ylabel("depth", fontsize=8)
+    title = textwrap.fill(depth_map.title, 52) if narrow else depth_map.title
+    figure.suptitle(title, x=0.01, ha="left", fontsize=8.5 if narrow else 11)
+    figure.supxlabel("length: tokens; dashed: the training length", fontsize=8)
+
+
+def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str) -> AxesImage:
+    """The map of a method: lengths from left to right, depths from the beginning of the text downwards."""
+    values, lengths, depths = depth_map.get_values(method), depth_map.lengths, depth_map.depths
+    low, high = depth_map.scale
+    cmap = "viridis" if depth_map.metric.better == "higher" else "viridis_r"
+    axes.set_facecolor("0.93")
+    image = axes.imshow(values, cmap=cmap, norm=Normalize(low, high), aspect="auto", interpolation="nearest")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7, rotation=45)
+    stride = -(-len(depths) // 6)
+    axes.set_yticks(range(0, len(depths), stride), [f"{depth:.0%}" for depth in depths[::stride]], fontsize=7)
+    train_length = depth_map.tables[0].train_length
+    if lengths[0] <= train_length < lengths[-1]:
+        last_seen = max(index for index, length in enumerate(lengths) if length <= train_length)
+        axes.axvline(last_seen + 0.5, color="white", linewidth=1.2, linestyle=(0, (3, 2)))
+    if values.size <= MAX_WRITTEN_CELLS:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                is_light = depth_map.get_shade(value, 2) == 1
+                axes.text(
+                    column, row, depth_map.metric.format_tick(value), ha="center", va="center", fontsize=6,
+                    color="black" if is_light else "white",
+                )  # fmt: skip
+    axes.set_title(method, loc="left", fontsize=8)
+    return image
 
 
 def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> None:

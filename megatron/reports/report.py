@@ -11,7 +11,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
+from megatron.reports.comparison_table import (
+    ComparisonTable,
+    build_comparison_tables,
+    format_partial_seeds,
+    select_curve_tables,
+)
+from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import (
     TEMPLATES_FOLDER,
@@ -48,6 +54,11 @@ _PROTOCOL_DESCRIPTIONS = {
         "One span of the text is cut into windows that do not overlap, and every token is scored. The span is a "
         "multiple of every length, so every length predicts the same $tokens tokens; early ones in a window have "
         "little context."
+    ),
+    "depths": (
+        "At each depth of each length all methods are asked the same ${windows}sequences of the task, whose answer "
+        "stands at that depth. Intervals are percentile bootstraps over sequences; those of a length are of its mean "
+        "over depths."
     ),
     "task": (
         "At each length of the input all methods are asked the same ${windows}fresh sequences, from a fixed seed; "
@@ -133,16 +144,22 @@ def _describe_section(section: ReportSection) -> dict[str, Any]:
     """A section's title, summary, picture and tables, as the template names them."""
     from megatron.reports import plots  # matplotlib takes a while
 
-    tables = build_comparison_tables(section.records, section.failures)
-    missing_table = build_missing_table(tables)
+    all_tables = build_comparison_tables(section.records, section.failures)
+    missing_table = build_missing_table(all_tables)
+    tables, depth_maps = split_depth_maps(all_tables)
     return {
         "title": _get_section_title(section),
         "summary": " ".join(_summarize_table(table) for table in tables),
         "picture": encode_picture(
             lambda is_narrow: plots.render_plots_png(section.records, narrow=is_narrow, failures=section.failures),
-            describe_plots(tables),
+            " ".join(
+                [describe_plots(select_curve_tables(tables)), *(depth_map.describe() for depth_map in depth_maps)]
+            ).strip(),
         ),
-        "tables": [build_html_table(table) for table in tables],
+        "tables": [
+            *(build_html_table(table) for table in tables),
+            *(depth_map.build_html_table() for depth_map in depth_maps),
+        ],
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
     }
@@ -228,8 +245,9 @@ def _summarize_table(table: ComparisonTable) -> str:
         else f"{axis.name} {axis.format_value_with_unit(last_x)}"
     )
     multiple_text = f"{format_multiple(last_x / table.train_length)}, " if axis.in_tokens else ""
+    at_text = "over the lengths" if metric.length_summary else f"at {x_text}"
     return (
-        f"Trained at {table.train_length:,} tokens; {metric.axis_label} at {x_text} "
+        f"Trained at {table.train_length:,} tokens; {metric.axis_label} {at_text} "
         f"({multiple_text}{table.protocol_description}): "
         f"{', '.join(parts)}."
     )

@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron.reports import failures, table_formats
 from megatron.reports import records as record_files
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
@@ -34,13 +35,16 @@ def print_comparison_tables(console: Console, records: Sequence[Record], failure
     What they lack is listed below them, runs that failed among it.
     """
     tables = build_comparison_tables(records, failures)
-    for table in tables:
+    plain_tables, depth_maps = split_depth_maps(tables)
+    for table in plain_tables:
         rendered = build_rich_table(table)
         unlimited = console.options.update(max_width=1 << 20)
         if console.is_terminal and console.measure(rendered, options=unlimited).maximum <= console.width:
             console.print(rendered)
         else:
             console.print(Text(render_comparison_text(table)), soft_wrap=True, end="")
+    for depth_map in depth_maps:
+        console.print(Text(f"\n{depth_map.build_text_table().to_text()}"), soft_wrap=True, end="")
     missing_table = build_missing_table(tables)
     if missing_table is not None:
         console.print(Text(f"\n{missing_table.to_text()}"), soft_wrap=True, end="")
@@ -64,6 +68,7 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
     failures.write_failures(folder / RESULTS_FILE, run_failures)
     comparison_tables = build_comparison_tables(records, run_failures)
     missing_table = build_missing_table(comparison_tables)
+    plain_tables, depth_maps = split_depth_maps(comparison_tables)
     return [
         record_files.write_records(folder / RESULTS_FILE, records),
         record_files.write_records_csv(folder / DERIVED_FILES[0], records),
@@ -71,7 +76,8 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
             folder / DERIVED_FILES[1],
             "\n".join(
                 [
-                    *map(table_formats.render_comparison_markdown, comparison_tables),
+                    *map(table_formats.render_comparison_markdown, plain_tables),
+                    *(depth_map.build_text_table().to_markdown() for depth_map in depth_maps),
                     *([missing_table.to_markdown()] if missing_table else []),
                 ]
             ),

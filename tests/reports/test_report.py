@@ -90,9 +90,14 @@ def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
     here = {"metric": "loss", "axis": "depth"}
     probed = [story[0].replace(**here, place=place, value=value) for place, value in ((0.25, 3.0), (1.0, 2.0))]
     page = page_of([*story, *probed])
-    assert f"{title}{curves} Plot of loss in nats per token by depth, windows of 64 tokens," in page
-    assert "over depth 25% to 100%: rotary 3.00 to 2.00." in page
-    assert "at depth 100% (protocol last): rotary 2.00 (-1.00 from 25%)." in Page(page).text
+    map_title = "Map of loss in nats per token by depth and length, trained at 64 tokens, protocol last"
+    assert f"{title}{curves} {map_title}; means over depths: rotary 2.50 at 64." in page
+    here["axis"] = "distance"
+    probed = [story[0].replace(**here, place=place, value=value) for place, value in ((16.0, 3.0), (32.0, 2.0))]
+    page = page_of([*story, *probed])
+    assert f"{title}{curves} Plot of loss in nats per token by distance, windows of 64 tokens," in page
+    assert "over distance 16 to 32 tokens: rotary 3.00 to 2.00." in page
+    assert "at distance 32 tokens (0.5×, protocol last): rotary 2.00 (-1.00 from 16 tokens)." in Page(page).text
     where = {"axis": "position", "place": 64.0}
     (inside,) = build_comparison_tables([record("rotary", 512, 5.0, **where, change=1.5, change_from=64)])
     assert inside.changes == {}, "a change is from another length, and this is none"

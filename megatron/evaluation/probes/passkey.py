@@ -1,26 +1,36 @@
 """Five digits hidden in filler, asked for at the end: at which depth does a model find them?
 
-Mohtashami and Jaggi (2023, 2305.16300) look whether models write them; small models write nothing of the kind, so here
-it is the digits' likelihood.
+Mohtashami and Jaggi (2023, 2305.16300) look whether models write them. Here each digit is asked for after the right
+ones before it: that all are the likeliest is the same as that a model writes them. Small models write nothing of the
+kind, and of these the digits' loss still says at which depth they find something.
 
 N sequences, L window length.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from megatron.data.load_tokenizer import vocabulary_from_tokenizer
 from megatron.data.tokenizers import Tokenizer
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.needle_map import DEFAULT_EFFECTIVE_SCORE, NeedleMap, hash_depths, score_needle_map
 from megatron.evaluation.probes.probe import PROBE_SEED, Probe
 from megatron.options.evaluation import EvaluationOptions
+from megatron.reports.records import Record
+from megatron.tasks.task import TaskBatch
 from megatron.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the key: the share of the filler that stands before it."""
+"""Of the key, unless said otherwise: the share of the filler that stands before it."""
 
 # The wording of 2305.16300, section 4.2, *unchecked*.
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -31,12 +41,18 @@ KEYS_PER_SEQUENCE = 20
 """Keys that are drawn for each that is used: with most tokenizers all can be."""
 
 
+GUESSED_KEYS = 1e-5
+"""Share of the keys that one who guesses has right."""
+
+
 class Passkey(Probe):
-    """Five digits in filler, asked for at the end.
+    """Five digits in filler, asked for at the end: a needle map.
 
     Args:
         lengths, num_sequences: as of every probe.
         tokenizer: of the models.
+        depths: of the key, ascending.
+        effective_score: share of the shortest length's score that makes a length effective.
 
     Raises:
         UserError: the tokenizer has too few keys of as many tokens, or none that is a token of its own.
@@ -44,9 +60,16 @@ class Passkey(Probe):
 
     name, axis = "passkey", "depth"
 
-    def __init__(self, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        num_sequences: int,
+        tokenizer: Tokenizer,
+        depths: Sequence[float] = DEPTHS,
+        effective_score: float = DEFAULT_EFFECTIVE_SCORE,
+    ) -> None:
         super().__init__(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer))
-        self.tokenizer = tokenizer
+        self.tokenizer, self.depths, self.effective_score = tokenizer, tuple(depths), effective_score
         generator = np.random.Generator(np.random.PCG64(PROBE_SEED))
         keys = [f"{key:05d}" for key in generator.permutation(100_000)[: KEYS_PER_SEQUENCE * num_sequences].tolist()]
         answers = {key: answer for key in keys if (answer := self._encode_answer(key))}
@@ -68,7 +91,34 @@ class Passkey(Probe):
     ) -> Self:
         if options.targets is not None:
             raise UserError("targets: protocol passkey scores the key's digits; leave it out")
-        return cls(lengths, num_sequences, tokenizer)
+        depths, effective_score = options.depths or DEPTHS, options.effective_score or DEFAULT_EFFECTIVE_SCORE
+        return cls(lengths, num_sequences, tokenizer, depths, effective_score)
+
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """The needle map up to the length that the model has positions for. Raises as every target's."""
+        return score_needle_map(self._build_needle_map(), loaded, self.count_flops(loaded.model), scoring)
+
+    def _build_needle_map(self) -> NeedleMap:
+        fields = self._record_fields()
+        fields["target_digest"] = hash_depths(fields["target_digest"], self.depths)
+        return NeedleMap(
+            lengths=self.lengths,
+            depths=self.depths,
+            score_metric="exact_match",
+            metrics=("loss", "accuracy", "exact_match"),
+            guess_score=GUESSED_KEYS,
+            is_paired=True,
+            choices=None,
+            build_batch=self._build_batch,
+            record_fields=fields,
+            effective_score=self.effective_score,
+        )
+
+    def _build_batch(self, length: int, depth: float) -> TaskBatch:
+        sequences = self.build_sequences(length, depth)
+        is_answer = np.zeros((len(sequences), length), dtype=bool)
+        is_answer[:, -self.num_scored_tokens :] = True
+        return TaskBatch(sequences[:, :-1], sequences[:, 1:], is_answer, is_answer)
 
     def _encode_answer(self, key: str) -> list[int]:
         """The tokens that the key adds to the question; none if the question is not read as it is alone."""
@@ -86,12 +136,13 @@ class Passkey(Probe):
     @property
     def remark(self) -> str:
         return (
-            "The five digits of a pass key (and the space before them) at the end of the window; the key stands in the "
-            "filler at that share of it. Guessed digits have ln 10 = 2.30 for each token of one digit."
+            "The five digits of a pass key (and the space before them) at the end of the window; the key stands "
+            "in the filler, so much of which is before it. Guessed digits have a loss of ln 10 = 2.30 for each token "
+            "of one digit."
         )
 
     def list_axis_values(self, length: int) -> tuple[float, ...]:
-        return DEPTHS if length >= self.min_length else ()
+        return self.depths if length >= self.min_length else ()
 
     @property
     def min_length(self) -> int:

@@ -129,7 +129,8 @@ class Probe(ABC):
                     raise RunError(f"{shared['method']}: the loss at {where} is not finite")
                 done += flops
                 scoring.progress(length, done, total)
-                fields: dict[str, Any] = {"length": length, "place": float(axis_value), "flops": flops}
+                place = {"axis": self.axis, "place": float(axis_value)}
+                fields: dict[str, Any] = {"metric": "loss", "length": length, "flops": flops, **place}
                 records.append(Record(**shared, **fields, **stop_stopwatch(), **_loss_fields(losses)))
         return records
 
@@ -143,8 +144,6 @@ class Probe(ABC):
         digest = hashlib.sha256(source + targets.astype("<i8").tobytes())
         return {
             "protocol": self.name,
-            "axis": self.axis,
-            "metric": "loss",
             "targets": self.num_scored_tokens,
             "windows": self.num_sequences,
             "blocks": self.num_sequences,

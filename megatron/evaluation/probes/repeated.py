@@ -39,6 +39,8 @@ class RepeatedTokens(Probe):
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
+        if options.depths is not None or options.effective_score is not None:
+            raise UserError("depths: protocol repeated asks over distances, not depths; leave it out")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
             raise UserError("targets: protocol repeated copies one number of tokens; give one")

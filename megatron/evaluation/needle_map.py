@@ -1,0 +1,294 @@
+"""Needle maps: what a model answers whose answer stands at a depth of its input, at all depths and lengths.
+
+A cell of the map is a depth of a length. Its records hold the loss of the answer's tokens, the share of these that are
+the likeliest, and the share of sequences with all of them, each also per sequence (`block_sums`). All else follows from
+the cells: the mean over depths at each length with its change, and
+
+    effective length    the largest length at which the score is at least 0.85 of that at the shortest length; 0 where
+                        the shortest length's score itself is not above what guessing reaches
+
+RULER (Hsieh et al. 2024, 2404.06654) takes one number for all models in the place of the 0.85-fold, the score of
+Llama 2 7B at 4,096 tokens; the share of a model's own short score is NoLiMa's (Modarressi et al. 2025, 2502.05167).
+
+Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). Where the nth sequence of every cell
+has the same answer, the same sequences are drawn for all cells; else each cell draws its own. The interval of an
+effective length is that of the lengths that the draws have, so its ends are lengths that were asked at.
+
+N sequences, K cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.evaluation.accuracy import score_answers
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.provenance import describe_model, start_stopwatch
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
+from megatron.reports.records import Record
+from megatron.tasks.task import TaskBatch
+from megatron.utils.errors import RunError
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
+
+DEFAULT_EFFECTIVE_SCORE = 0.85
+"""Of the shortest length's score, unless said otherwise."""
+
+DEFAULT_NEEDLE_SEQUENCES = 64
+"""For each depth of each length, unless said otherwise."""
+
+SCORE_TOLERANCE = 1e-9
+"""Scores that differ by less are equal."""
+
+SAME_MEASUREMENT_FIELDS = (
+    "protocol", "target_digest", "run", "step", "train_tokens", "seed", "position", "backend", "dtype", "device",
+    "software",
+)  # fmt: skip
+"""A cell that was measured before is taken over if these are the same."""
+
+
+@dataclass(frozen=True)
+class NeedleMap:
+    """What is asked in a map, and what its records say."""
+
+    lengths: Sequence[int]
+    """Ascending; a model that has positions for the first alone is asked at those alone."""
+    depths: Sequence[float]
+    """Shares from 0 to 1, ascending."""
+    score_metric: str
+    """The metric that effective lengths are of: accuracy or exact_match."""
+    metrics: Sequence[str]
+    """Of which cells have records, `score_metric` among them."""
+    guess_score: float
+    """What is reached without reading, at the shortest length."""
+    is_paired: bool
+    """Has the nth sequence of every cell the same answer?"""
+    choices: range | None
+    """Ids that may be answered; all of the model's if None."""
+    build_batch: Callable[[int, float], TaskBatch]
+    """The N sequences of a length and a depth."""
+    record_fields: Mapping[str, Any]
+    """Of all records, the digest of the answers among them."""
+    effective_score: float = DEFAULT_EFFECTIVE_SCORE
+
+
+def hash_depths(digest: str, depths: Sequence[float]) -> str:
+    """The digest of answers, and of the depths at which they stand: means over other depths are other numbers."""
+    return hashlib.sha256(f"{digest} {list(depths)}".encode()).hexdigest()[:16]
+
+
+def score_needle_map(
+    needle_map: NeedleMap, loaded: LoadedModel, flops_by_length: Mapping[int, float], scoring: ScoringContext
+) -> list[Record]:
+    """Ask a model everything in a map: the records of its cells, of its lengths, and of its effective length.
+
+    Args:
+        needle_map: what is asked.
+        loaded: the model.
+        flops_by_length: of all depths of each length that the model has positions for, ascending.
+        scoring: what goes with it. Cells among its finished records are not asked again.
+
+    Raises:
+        RunError: a loss is not finite, or the memory is too small.
+    """
+    shared = {**describe_model(loaded), **scoring.record_fields, **needle_map.record_fields}
+    finished = _find_finished_cells(needle_map, shared, scoring.finished_records)
+    cells: dict[tuple[int, float], list[Record]] = {}
+    done, total = 0.0, sum(flops_by_length.values())
+    for length, length_flops in flops_by_length.items():
+        flops = length_flops / len(needle_map.depths)
+        for depth in needle_map.depths:
+            if (length, depth) in finished:
+                cells[length, depth] = finished[length, depth]
+            else:
+                fields = {**shared, "axis": "depth", "length": length, "place": float(depth), "flops": flops}
+                cells[length, depth] = _score_cell(needle_map, loaded, length, depth, fields, scoring.batch_tokens)
+                measured = {**finished, **cells}
+                scoring.keep_records([record for records in measured.values() for record in records])
+            done += flops
+            scoring.progress(length, done, total)
+    return [*(record for records in cells.values() for record in records), *summarize_cells(needle_map, cells)]
+
+
+def _find_finished_cells(
+    needle_map: NeedleMap, shared: Mapping[str, Any], records: Sequence[Record]
+) -> dict[tuple[int, float], list[Record]]:
+    """Cells of the same map of the same model that an interrupted evaluation left, by length and depth."""
+    expected = {name: shared.get(name) for name in SAME_MEASUREMENT_FIELDS}
+    found: dict[tuple[int, float], dict[str, Record]] = {}
+    for record in records:
+        if record.place is None or record.axis != "depth" or not record.block_sums:
+            continue
+        if all(getattr(record, name) == value for name, value in expected.items()):
+            found.setdefault((record.length, record.place), {})[record.metric] = record
+    return {
+        cell: [by_metric[metric] for metric in needle_map.metrics]
+        for cell, by_metric in found.items()
+        if set(needle_map.metrics) <= by_metric.keys()
+    }
+
+
+def _score_cell(
+    needle_map: NeedleMap,
+    loaded: LoadedModel,
+    length: int,
+    depth: float,
+    fields: Mapping[str, Any],
+    batch_tokens: int | None,
+) -> list[Record]:
+    """A record for each metric."""
+    stop_stopwatch = start_stopwatch()
+    batch = needle_map.build_batch(length, depth)
+    losses, correct = score_answers(loaded.model, batch, needle_map.choices, batch_tokens=batch_tokens)
+    if not np.isfinite(losses).all():
+        raise RunError(f"{fields['method']}: the loss at depth {depth:.0%} of {length:,} is not finite")
+    num_counted, num_right = batch.accuracy_mask.sum(axis=1), correct.sum(axis=1)
+    values = {
+        "loss": (losses.sum(axis=1), batch.loss_mask.sum(axis=1)),
+        "accuracy": (num_right, num_counted),
+        "exact_match": (num_right == num_counted, np.ones_like(num_counted)),
+    }
+    nll = float(losses.sum() / batch.loss_mask.sum())
+    spent = stop_stopwatch()
+    records = []
+    for metric in needle_map.metrics:
+        sums, counts = (array.astype(np.float64) for array in values[metric])
+        optional: dict[str, Any] = {"block_sums": [round(float(block_sum), 6) for block_sum in sums]}
+        if np.ptp(counts) > 0:
+            optional["block_tokens"] = counts.astype(int).tolist()
+        draws = draw_bootstrap_means(sums[None], counts.astype(np.int64))
+        optional |= {} if draws is None else _interval_fields(draws[0])
+        records.append(
+            Record(
+                **fields,
+                **spent,
+                **optional,
+                metric=metric,
+                value=float(sums.sum() / counts.sum()),
+                tokens=int(counts.sum()),
+                nll=nll,
+            )
+        )
+        spent = {"date": spent["date"]}  # the time was taken once
+    return records
+
+
+def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Sequence[Record]]) -> Iterator[Record]:
+    """The mean over depths at each length by each metric, and the effective length of the score.
+
+    Args:
+        needle_map: what was asked.
+        cells: by length and depth, ascending; a record of each metric with the sums of its sequences.
+    """
+    lengths = list(dict.fromkeys(length for length, _ in cells))
+    for metric in needle_map.metrics:
+        by_length = {
+            length: [record for (own, _), records in cells.items() if own == length for record in records
+                     if record.metric == metric] for length in lengths
+        }  # fmt: skip
+        scores = np.array([[np.mean([record.value for record in records])] for records in by_length.values()])
+        draws = _draw_length_scores(list(by_length.values()), is_paired=needle_map.is_paired)
+        yield from _build_length_records(by_length, scores[:, 0], draws)
+        if metric == needle_map.score_metric:
+            of_score = [record for records in by_length.values() for record in records]
+            yield _build_effective_record(needle_map, of_score, lengths, scores, draws)
+
+
+def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: bool) -> np.ndarray | None:
+    """Bootstrap draws of the mean over depths, float64 [lengths, resamples]; None where there is one sequence."""
+    cells = [record for records in by_length for record in records]
+    sums, counts = (
+        [np.array(record.block_sums) for record in cells],
+        [np.array(each.tokens_per_block) for each in cells],
+    )
+    if all(np.array_equal(own, counts[0]) for own in counts):
+        draws = draw_bootstrap_means(np.stack(sums), counts[0])
+    else:  # from one seed, so the same sequences are drawn for all cells here too
+        rows = [draw_bootstrap_means(own_sums[None], own) for own_sums, own in zip(sums, counts, strict=True)]
+        draws = None if any(row is None for row in rows) else np.concatenate(rows)
+    if draws is None:
+        return None
+    if not is_paired:  # in another order they are draws of sequences of the cell's own
+        draws = np.stack([np.roll(row, number) for number, row in enumerate(draws)])
+    return draws.reshape(len(by_length), len(by_length[0]), -1).mean(axis=1)
+
+
+def _build_length_records(
+    by_length: Mapping[int, Sequence[Record]], scores: np.ndarray, draws: np.ndarray | None
+) -> Iterator[Record]:
+    first_length = next(iter(by_length))
+    for index, records in enumerate(by_length.values()):
+        # A record of a cell with another value: what a cell alone has is left out.
+        fields: dict[str, Any] = {
+            "axis": "length", "place": None, "value": float(scores[index]), "block_sums": None, "block_tokens": None,
+            "tokens": sum(record.tokens for record in records), "low": None, "high": None,
+            "nll": float(np.mean([record.nll for record in records])),
+            "flops": sum(record.flops or 0.0 for record in records),
+            "seconds": sum(record.seconds or 0.0 for record in records),
+        }  # fmt: skip
+        if draws is not None:
+            fields |= _interval_fields(draws[index])
+        if index > 0:
+            change = records[-1].metric_info.compute_change(float(scores[index]), float(scores[0]))
+            fields |= {"change": change, "change_from": first_length}
+            if draws is not None:
+                fields |= _interval_fields(draws[index] - draws[0], "change_")
+        yield records[-1].replace(**fields)
+
+
+def _build_effective_record(
+    needle_map: NeedleMap, cells: Sequence[Record], lengths: Sequence[int], scores: np.ndarray, draws: np.ndarray | None
+) -> Record:
+    """The record of the effective length. Scores are [lengths, 1], draws of them [lengths, resamples]."""
+    record, num_tokens = cells[-1], sum(cell.tokens for cell in cells)
+    share, guess = needle_map.effective_score, needle_map.guess_score
+    title = record.metric_info.inline_title
+    value = float(find_effective_lengths(lengths, scores, share, guess)[0])
+    interval: dict[str, Any] = {"low": None, "high": None}
+    if draws is not None:
+        if compute_percentile_interval(draws[0])[0] <= guess:
+            value = 0.0
+        interval = _interval_fields(find_effective_lengths(lengths, draws, share, guess))
+    below = [
+        length for length, score in zip(lengths, scores[:, 0], strict=True)
+        if length < value and score < share * scores[0, 0] - SCORE_TOLERANCE
+    ]  # fmt: skip
+    remark = (
+        f"The largest length at which {title}, the mean over depths, is at least {share:g} of that at {lengths[0]:,}; "
+        f"0 if that is not above {100 * guess:.2g}%, which needs no reading. Longer than {lengths[-1]:,} was not asked."
+    )
+    if below:
+        remark += f" {record.method} falls short of it at {', '.join(f'{length:,}' for length in below)} before."
+    fields = {
+        "metric": "effective_length", "length": needle_map.lengths[-1], "axis": "length", "place": None,
+        "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None, "seconds": None,
+        "target_digest": hash_depths(f"{record.target_digest} {share:g}", needle_map.depths),
+        "block_sums": None, "block_tokens": None, "remark": f"{remark} {record.remark or ''}".strip(),
+    }  # fmt: skip
+    return record.replace(**fields)
+
+
+def find_effective_lengths(
+    lengths: Sequence[int], scores: np.ndarray, effective_score: float, guess_score: float
+) -> np.ndarray:
+    """The effective length of each column: the largest length whose score is at least `effective_score` times that of
+    the first, and 0 where the first is not above `guess_score`.
+
+    Args:
+        lengths: ascending.
+        scores: float64 [lengths, columns], 0 to 1.
+    """
+    holds = scores >= effective_score * scores[:1] - SCORE_TOLERANCE
+    largest = np.where(holds, np.array(lengths)[:, None], 0).max(axis=0)
+    return np.where(scores[0] > guess_score, largest, 0)
+
+
+def _interval_fields(draws: np.ndarray, prefix: str = "") -> dict[str, Any]:
+    low, high = compute_percentile_interval(draws)
+    return {f"{prefix}low": low, f"{prefix}high": high}

@@ -1,0 +1,155 @@
+"""Needle maps as tables and pictures: values over depth and length, a map of each method.
+
+Records over depth make a table for each length (`comparison_table.py`). Those that differ in the length alone are one
+map, and are shown as such: a row for each depth of each method, a column for each length, shaded by what is better.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.reports.comparison_table import Cell, ComparisonTable
+from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
+from megatron.reports.metrics import Metric
+from megatron.reports.table_formats import TextTable
+from megatron.reports.x_axes import format_multiple, join_headers
+
+SHADES = " ░▒▓█"
+"""From the worst to the best, in text."""
+NUM_HTML_SHADES = 10
+"""Classes shade0 to shade9 of the style sheet."""
+
+
+@dataclass(frozen=True)
+class DepthMap:
+    """Values of one metric over depth and length, of methods that were asked the same."""
+
+    tables: tuple[ComparisonTable, ...]
+    """Over depth, of each length, ascending."""
+
+    @property
+    def metric(self) -> Metric:
+        return self.tables[0].metric
+
+    @property
+    def lengths(self) -> list[int]:
+        return [table.records[0].length for table in self.tables]
+
+    @property
+    def depths(self) -> list[float]:
+        return sorted({x for table in self.tables for x in table.x_values})
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for table in self.tables for method in table.methods))
+
+    @property
+    def title(self) -> str:
+        """What it shows, in one line."""
+        first = self.tables[0]
+        text = "" if first.text is None else f", text {first.text}"
+        return (
+            f"{self.metric.title_with_unit} by depth and length, trained at {first.train_length:,} tokens, "
+            f"{first.protocol_description}{text}"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """How to read it, a sentence each."""
+        num_seeds = max(table.max_seeds for table in self.tables)
+        notes = [f"Depth is the share of the text that stands before the answer; {self.metric.better} is better."]
+        if num_seeds > 1:
+            notes.append(f"Cells are means of up to {num_seeds} seeds.")
+        records = (record for table in self.tables for record in table.records)
+        return [*notes, *dict.fromkeys(record.remark for record in records if record.remark is not None)]
+
+    def get_cell(self, method: str, depth: float, length: int) -> Cell | None:
+        table = self.tables[self.lengths.index(length)]
+        return table.cells.get((method, depth))
+
+    def get_values(self, method: str) -> np.ndarray:
+        """float64 [depths, lengths]; NaN where there is none."""
+        cells = [[self.get_cell(method, depth, length) for length in self.lengths] for depth in self.depths]
+        return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells])
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The values between which shades run: those that the metric has, or those of all cells."""
+        values = np.concatenate([self.get_values(method).ravel() for method in self.methods])
+        low = self.metric.min_value if np.isfinite(self.metric.max_value) else float(np.nanmin(values))
+        high = min(self.metric.max_value, float(np.nanmax(values)))
+        return low, self.metric.max_value if np.isfinite(self.metric.max_value) else max(high, low + 1e-9)
+
+    def get_shade(self, value: float, num_shades: int) -> int:
+        """0 for the worst to `num_shades` − 1 for the best."""
+        low, high = self.scale
+        share = (value - low) / (high - low)
+        share = share if self.metric.better == "higher" else 1 - share
+        return min(max(int(share * num_shades), 0), num_shades - 1)
+
+    def build_text_table(self) -> TextTable:
+        """For terminals, logs and Markdown."""
+        train_length = self.tables[0].train_length
+        headers = [join_headers(format_multiple(length / train_length), f"{length:,}") for length in self.lengths]
+        rows = []
+        for method in self.methods:
+            for depth in self.depths:
+                texts = (self._format_cell(method, depth, length) for length in self.lengths)
+                rows.append((method, (f"{depth:.4g}", *texts)))
+        return TextTable(self.title, "method", ("depth", *headers), tuple(rows), tuple(self.notes))
+
+    def _format_cell(self, method: str, depth: float, length: int) -> str:
+        cell = self.get_cell(method, depth, length)
+        if cell is None:
+            return self._get_missing_text(method, length)
+        return f"{cell.mean_text} {SHADES[self.get_shade(cell.mean, len(SHADES))]}".rstrip()
+
+    def _get_missing_text(self, method: str, length: int) -> str:
+        max_lengths = (table.max_lengths.get(method) for table in self.tables)
+        max_length = next((known for known in max_lengths if known is not None), None)
+        return f"max {max_length:,}" if max_length is not None and max_length < length else "–"
+
+    def build_html_table(self) -> HtmlTable:
+        """For a page: cells with their intervals, on a ground that says how good they are."""
+        train_length = self.tables[0].train_length
+        columns = [HtmlColumn("depth")]
+        columns += [HtmlColumn(format_multiple(length / train_length), f"{length:,}") for length in self.lengths]
+        rows = []
+        for method in self.methods:
+            for depth in self.depths:
+                cells = [self._build_html_cell(method, depth, length) for length in self.lengths]
+                rows.append((HtmlCell(method), [HtmlCell(f"{depth:.4g}"), *cells]))
+        return HtmlTable("method", columns, rows, "results", " ".join([f"{self.title}.", *self.notes]))
+
+    def _build_html_cell(self, method: str, depth: float, length: int) -> HtmlCell:
+        cell = self.get_cell(method, depth, length)
+        if cell is None:
+            return HtmlCell(self._get_missing_text(method, length))
+        note = " – ".join(cell.interval_texts) or None
+        return HtmlCell(cell.mean_text, note, f"shade{self.get_shade(cell.mean, NUM_HTML_SHADES)}")
+
+    def describe(self) -> str:
+        """The map in words, for those who do not see it: of each method the mean of every length."""
+        parts = []
+        for method in self.methods:
+            columns = zip(self.get_values(method).T, self.lengths, strict=True)
+            finite = ((column[np.isfinite(column)], length) for column, length in columns)
+            texts = (f"{self.metric.format_value(float(own.mean()))} at {length:,}"
+                     for own, length in finite if own.size)  # fmt: skip
+            parts.append(f"{method} {', '.join(texts)}")
+        return f"Map of {self.title[0].lower()}{self.title[1:]}; means over depths: {'; '.join(parts)}."
+
+
+def split_depth_maps(tables: Sequence[ComparisonTable]) -> tuple[list[ComparisonTable], list[DepthMap]]:
+    """Tables that are no part of a map, and the maps of the others."""
+    others: list[ComparisonTable] = []
+    groups: dict[tuple[str, str, int, str | None], list[ComparisonTable]] = {}
+    for table in tables:
+        if table.axis.name == "depth":
+            key = (table.metric.name, table.protocol, table.train_length, table.records[0].target_digest)
+            groups.setdefault(key, []).append(table)
+        else:
+            others.append(table)
+    by_length = (sorted(group, key=lambda table: table.records[0].length) for group in groups.values())
+    return others, [DepthMap(tuple(group)) for group in by_length]

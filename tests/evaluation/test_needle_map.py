@@ -1,0 +1,258 @@
+"""Needle maps: effective lengths by a plain loop, cells of models that are known, and what an interruption leaves."""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron.data.tokenizers import ByteTokenizer
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.jobs import PartialRecords
+from megatron.evaluation.needle_map import find_effective_lengths
+from megatron.evaluation.probes.passkey import Passkey
+from megatron.evaluation.targets import build_probe
+from megatron.evaluation.task_eval import TaskDepthEval, build_task_eval
+from megatron.options.evaluation import EvaluationOptions as Options
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.depth_maps import split_depth_maps
+from megatron.reports.plots import render_plots_png
+from megatron.reports.records import Record
+from megatron.tasks.task import Task, TaskBatch
+from megatron.tasks.task_config import TaskConfig
+from megatron.utils.errors import UserError
+
+from .conftest import loaded, tiny_gpt
+
+BYTES = ByteTokenizer()
+NEEDLE = list(b"The pass key is ")
+
+
+class KeyReader(nn.Module):
+    """Reads the key if it stands within `reach` tokens of the end, else answers with the digit that is asked plus 1.
+
+    The first `careless` sequences of a batch are always answered wrongly at their last token.
+    """
+
+    max_length: int | None = None
+
+    def __init__(self, reach: int, careless: int = 0) -> None:
+        super().__init__()
+        self.reach, self.careless, self.num_passes = reach, careless, 0
+        self.none = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor, num_logits: int) -> torch.Tensor:
+        self.num_passes += 1
+        logits = torch.zeros(len(tokens), num_logits, 257)
+        for row, line in enumerate(tokens.tolist()):
+            start = next(at for at in range(len(line)) if line[at : at + len(NEEDLE)] == NEEDLE)
+            key = [32, *line[start + len(NEEDLE) : start + len(NEEDLE) + 5]]
+            for number in range(num_logits):
+                is_wrong = len(line) - start > self.reach or (row < self.careless and number == num_logits - 1)
+                logits[row, number, key[number] + is_wrong] = 20.0
+        return logits
+
+    def flops_per_token(self, length: int) -> float:
+        return 3.0
+
+    def num_parameters(self) -> int:
+        return 0
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.floats(0.1, 1), st.floats(0, 0.6))
+def test_effective_lengths_by_a_loop(scores: list[float], share: float, guess: float) -> None:
+    lengths = [64 * 2**number for number in range(len(scores))]
+    expected = 0
+    for length, score in zip(lengths, scores, strict=True):
+        if score >= share * scores[0] - 1e-9 and scores[0] > guess:
+            expected = length
+    assert find_effective_lengths(lengths, np.array(scores)[:, None], share, guess).tolist() == [expected]
+
+
+def find(records: Sequence[Record], metric: str, axis: str = "length") -> dict[tuple[int, float | None], Record]:
+    return {(each.length, each.place): each for each in records if (each.metric, each.axis) == (metric, axis)}
+
+
+def test_the_map_of_a_model_that_sees_so_far() -> None:
+    """A key of 58 characters before a question of 45: those within 260 of the end are found, whatever the length."""
+    depths, lengths, careless, count = (0.0, 0.5, 1.0), (200, 400, 800), 2, 8
+    probe = Passkey(lengths, count, BYTES, depths)
+
+    def score(asked: Passkey, reach: int) -> list[Record]:
+        return asked.score(loaded(KeyReader(reach, careless)), ScoringContext(batch_tokens=10**6))  # type: ignore[arg-type]
+
+    found = score(probe, 260)
+    exact, accuracy, loss = (find(found, metric, "depth") for metric in ("exact_match", "accuracy", "loss"))
+    wrong_loss = math.log(math.exp(20.0) + 256)
+    right_loss = wrong_loss - 20.0
+    for length in lengths:
+        shares = []
+        for depth in depths:
+            room = length + 1 - len("The pass key is 12345. Remember it. 12345 is the pass key. ") - 43
+            is_seen = length - round(depth * room) <= 260
+            share = (count - careless) / count if is_seen else 0.0
+            shares.append(share)
+            assert exact[length, depth].value == share
+            assert accuracy[length, depth].value == pytest.approx((6 * count - careless) / (6 * count) * is_seen)
+            expected = right_loss + (wrong_loss - right_loss) * (1 - accuracy[length, depth].value)
+            assert loss[length, depth].value == pytest.approx(expected, abs=1e-6)
+        mean = find(found, "exact_match")[length, None]
+        assert mean.value == pytest.approx(sum(shares) / 3)
+        assert mean.low <= mean.value <= mean.high
+    # 0.75 at 200; one of three depths at 400 and 800.
+    (effective,) = find(found, "effective_length").values()
+    assert (effective.value, effective.length, effective.tokens > 0) == (200.0, 800, True)
+    lenient = Passkey(lengths, count, BYTES, depths, effective_score=1 / 3)
+    (again,) = find(score(lenient, 260), "effective_length").values()
+    assert again.value == 800.0
+    assert again.target_digest != effective.target_digest, "other rules share no table"
+    (none,) = find(score(probe, 1), "effective_length").values()
+    assert (none.value, none.low, none.high) == (0.0, 0.0, 0.0), "no score at the shortest length"
+
+
+def test_losses_are_those_of_the_model() -> None:
+    model = tiny_gpt(pos_emb="kerple_log")
+    small = build_probe(Options(protocol="passkey", depths=2, windows=3), [120], BYTES)
+    with pytest.raises(UserError, match="depths: protocol repeated asks over distances"):
+        build_probe(Options(protocol="repeated", depths=2), [120], BYTES)
+    small.vocabulary = small.vocabulary.__class__(19, "bytes", None)
+    rows = {depth: small.build_sequences(120, depth) % 19 for depth in (0.0, 1.0)}
+    small.build_sequences = lambda length, depth: rows[depth]  # type: ignore[method-assign]
+    found = find(small.score(loaded(model), ScoringContext()), "loss", "depth")  # type: ignore[arg-type]
+    for depth, sequences in rows.items():
+        tokens = torch.from_numpy(sequences)
+        with torch.no_grad():
+            losses = model(tokens[:, :-1], labels=tokens[:, 1:])[:, -6:].double()
+        assert found[120, depth].value == pytest.approx(losses.mean().item(), abs=1e-5)
+        np.testing.assert_allclose(found[120, depth].block_sums, losses.sum(1).numpy(), atol=1e-5)
+
+
+def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
+    probe, whole = Passkey((200, 400), 4, BYTES, (0.0, 0.5, 1.0)), KeyReader(260)
+    fields = {"run": "runs/a", "software": "x"}
+    expected = probe.score(loaded(whole), ScoringContext(fields))  # type: ignore[arg-type]
+    partial = PartialRecords.open(tmp_path)  # type: ignore[arg-type]
+    assert partial.found == ()
+
+    class Interruption(Exception):
+        pass
+
+    def keep_two(records: Sequence[Record]) -> None:
+        partial.keep(records)
+        if len(records) == 2 * 3:
+            raise Interruption
+
+    with pytest.raises(Interruption):
+        probe.score(loaded(KeyReader(260)), ScoringContext(fields, keep_records=keep_two))  # type: ignore[arg-type]
+    left = PartialRecords.open(tmp_path).found  # type: ignore[arg-type]
+    assert len(left) == 6
+    rest = KeyReader(260)
+    found = probe.score(loaded(rest), ScoringContext(fields, finished_records=left))  # type: ignore[arg-type]
+    assert (whole.num_passes, rest.num_passes) == (6, 4)
+    drop = {"date", "seconds", "software"}
+    assert [each.model_dump(exclude=drop) for each in found] == [each.model_dump(exclude=drop) for each in expected]
+    for other in ({"run": "runs/b"}, {"step": 7}, {"software": "y"}):
+        again = KeyReader(260)
+        probe.score(loaded(again), ScoringContext({**fields, **other}, finished_records=left))  # type: ignore[arg-type]
+        assert again.num_passes == 6, "what another model, or other code, measured is not taken"
+    partial.remove()
+    assert PartialRecords.open(tmp_path).found == ()  # type: ignore[arg-type]
+
+
+class Recall(Task):
+    """Zeros, a 1 followed by a letter from 2 to 9 at a depth, and at the end a 1 that asks for the letter."""
+
+    title, paper, has_depth = "the letter after the mark", "none", True
+
+    @property
+    def vocab_size(self) -> int:
+        return 10
+
+    @property
+    def answer_ids(self) -> range:
+        return range(2, 10)
+
+    def sequence_length(self, length: int) -> int:
+        return length
+
+    def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
+        return self.sample_batch_at_depth(generator, count, length, 0.5)
+
+    def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
+        tokens, labels = (np.zeros((count, length), dtype=np.int64) for _ in range(2))
+        at = round(depth * (length - 3))
+        tokens[:, at], tokens[:, at + 1], tokens[:, -1] = 1, generator.integers(2, 10, size=count), 1
+        labels[:, -1] = tokens[:, at + 1]
+        mask = np.zeros(tokens.shape, dtype=bool)
+        mask[:, -1] = True
+        return TaskBatch(tokens, labels, mask, mask)
+
+
+class Near(nn.Module):
+    """Finds the letter after the first mark within `reach` tokens."""
+
+    max_length: int | None = None
+
+    def __init__(self, reach: int) -> None:
+        super().__init__()
+        self.reach, self.none = reach, nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor, num_logits: int) -> torch.Tensor:
+        logits = torch.zeros(len(tokens), num_logits, 10)
+        for row, line in enumerate(tokens.tolist()):
+            at = line.index(1)
+            logits[row, -1, line[at + 1] if len(line) - at <= self.reach else 2] = 9.0
+        return logits
+
+    def flops_per_token(self, length: int) -> float:
+        return 3.0
+
+    def num_parameters(self) -> int:
+        return 0
+
+
+def test_a_task_that_has_a_depth() -> None:
+    eval_of_task = TaskDepthEval(TaskConfig("recall", Recall(), 8, 8), (8, 16, 32), 32, (0.0, 1.0))
+    context = ScoringContext({"run": "runs/a"})
+    found = [*eval_of_task.score(loaded(Near(16)), context), *eval_of_task.score(loaded(Near(40)), context)]  # type: ignore[arg-type]
+    found = [each.replace(method="near" if number < len(found) // 2 else "far") for number, each in enumerate(found)]
+    near = [each for each in found if each.method == "near"]
+    cells = find(near, "accuracy", "depth")
+    for (length, depth), cell in cells.items():
+        assert depth is not None
+        is_seen = length - round(depth * (length - 3)) <= 16
+        assert cell.value == 1.0 if is_seen else cell.value < 0.6
+        assert (cell.protocol, cell.windows, cell.train_length) == ("depths", 32, 8)
+    assert [each.value for each in find(near, "effective_length").values()] == [16.0]
+    assert [each.value for each in find(found[len(near) :], "effective_length").values()] == [32.0]
+    assert {each.protocol for each in eval_of_task.build_baseline_records()} == {"depths"}
+    other, (loss, accuracy) = split_depth_maps(build_comparison_tables(found))
+    assert "effective_length" in {table.metric.name for table in other}
+    assert (loss.lengths, loss.depths, accuracy.methods) == ([8, 16, 32], [0.0, 1.0], ["near", "far"])
+    np.testing.assert_array_equal(
+        accuracy.get_values("near"), [[cells[length, depth].value for length in (8, 16, 32)] for depth in (0.0, 1.0)]
+    )
+    text = accuracy.build_text_table().to_text()
+    assert "4× (32)" in text
+    assert "100.0 █" in text
+    shades = [cell.css_class for _, cells_of_row in accuracy.build_html_table().rows for cell in cells_of_row]
+    assert "shade9" in shades
+    assert min(shade for shade in shades if shade) < "shade6"
+    assert render_plots_png(found)[:4] == b"\x89PNG"
+
+
+def test_what_has_no_depth_is_refused() -> None:
+    config = SimpleNamespace(
+        data=SimpleNamespace(task="copy_string", task_length=4, task_shortest_length=None, task_options={})
+    )
+    for choices, message in (
+        ({"depths": 3}, "has none at which its answer stands"),
+        ({"effective_score": 0.5}, "it is of a needle map; give depths too"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_task_eval(Options(lengths=[4], **choices), [config])  # type: ignore[list-item]
