@@ -25,6 +25,7 @@ class NeedleTask(Task):
 
     paper = "Hsieh et al. (2024), RULER"
     scores_exact_match = True
+    has_depth = True
     note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
 
     num_needle_k: int = config_field(1, "keys that have needles", ge=1, le=10**4)
@@ -79,25 +80,59 @@ class NeedleTask(Task):
         return length // 2 - self.num_needles if self.haystack == "needles" else 0
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
-        num_keys, num_values, num_asked = self.num_needle_k, self.num_needle_v, self.num_needle_q
+        num_keys, num_asked = self.num_needle_k, self.num_needle_q
+        keys, values, others = self._draw_words(generator, count, length)
+        needles = self._mix_needles(generator, keys, values, others)
+        haystack = hide_statements(generator, needles, length, self.noise_words)
+        asked = sample_distinct(generator, count, num_asked, num_keys)
+        return self._ask(haystack, keys, values, asked)
+
+    def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
+        """The needles of the first key that is asked for stand behind each other at the depth, the others anywhere but
+        between a key and its value: so a needle may stand one token deeper."""
+        num_values = self.num_needle_v
+        keys, values, others = self._draw_words(generator, count, length)
+        needles = self._mix_needles(generator, keys[:, 1:], values[:, num_values:], others)
+        haystack = hide_statements(generator, needles, length - 2 * num_values, self.noise_words)
+        own = np.stack([np.repeat(keys[:, :1], num_values, axis=1), values[:, :num_values]], axis=2).reshape(count, -1)
+        start = round(depth * haystack.shape[1])
+        splits = (haystack[:, start : start + 1] >= self.answer_ids.start).any(axis=1)
+        rows = [
+            np.concatenate([row[:first], needle, row[first:]])
+            for row, needle, first in zip(haystack, own, start + splits, strict=True)
+        ]
+        rest = 1 + sample_distinct(generator, count, self.num_needle_q - 1, self.num_needle_k - 1)
+        asked = np.concatenate([np.zeros((count, 1), dtype=np.int64), rest], axis=1)
+        return self._ask(np.stack(rows), keys, values, asked)
+
+    def _draw_words(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array, Array]:
+        """Keys [B, K + D] of which the last D are distractors', values [B, K·V] by key, and values of distractors."""
         distractors = self._count_distractors(length)
-        keys = self.noise_words + sample_distinct(generator, count, num_keys + distractors, self.keys)
+        keys = self.noise_words + sample_distinct(generator, count, self.num_needle_k + distractors, self.keys)
         values = self.answer_ids.start + sample_distinct(generator, count, self.num_needles, self.values)
-        others = self.answer_ids.start + generator.integers(self.values, size=(count, distractors))
-        # Each key comes as often as it has values, in any order; the first values to come are its values in order.
-        owners = np.concatenate([np.repeat(np.arange(num_keys), num_values), num_keys + np.arange(distractors)])
+        return keys, values, self.answer_ids.start + generator.integers(self.values, size=(count, distractors))
+
+    def _mix_needles(self, generator: np.random.Generator, keys: Array, values: Array, others: Array) -> Array:
+        """Needles in any order, [B, needles, 2]: a key comes as often as it has values, and the first to come are its
+        values in order."""
+        count, distractors = others.shape
+        num_keys = keys.shape[1] - distractors
+        owners = np.concatenate([np.repeat(np.arange(num_keys), self.num_needle_v), num_keys + np.arange(distractors)])
         owners = generator.permuted(np.tile(owners, (count, 1)), axis=1)
         by_owner = np.argsort(owners, axis=1, kind="stable")
         placed = np.zeros_like(owners)
         np.put_along_axis(placed, by_owner, np.concatenate([values, others], axis=1), axis=1)
-        needles = np.stack([np.take_along_axis(keys, owners, axis=1), placed], axis=2)
-        haystack = hide_statements(generator, needles, length, self.noise_words)
-        asked = sample_distinct(generator, count, num_asked, num_keys)[:, :, None]
+        return np.stack([np.take_along_axis(keys, owners, axis=1), placed], axis=2)
+
+    def _ask(self, haystack: Array, keys: Array, values: Array, asked: Array) -> TaskBatch:
+        """Sequences of haystacks [B, n], and of questions for keys by their numbers [B, Q]."""
+        count, num_asked = asked.shape
+        values = values.reshape(count, self.num_needle_k, self.num_needle_v)
         question = np.concatenate(
             [
                 np.full((count, num_asked, 1), self.question_token),
-                np.take_along_axis(keys[:, :num_keys, None], asked, axis=1),
-                np.take_along_axis(values.reshape(count, num_keys, num_values), asked, axis=1),
+                np.take_along_axis(keys, asked, axis=1)[:, :, None],
+                np.take_along_axis(values, asked[:, :, None], axis=1),
             ],
             axis=2,
         )

@@ -86,6 +86,28 @@ def test_a_needle_stands_anywhere_equally_often() -> None:
     assert np.abs(shares - 1 / 11).max() < 5 * (10 / 121 / len(places)) ** 0.5
 
 
+@pytest.mark.parametrize("name", NEEDLES)
+@pytest.mark.parametrize("options", [{}, {"haystack": "needles", "keys": 300}])
+def test_needles_at_a_depth(name: str, options: dict[str, object]) -> None:
+    """The first key that is asked for stands where it should, and all answers are those that a reader finds."""
+    num_values, length = NEEDLES[name][1], 60
+    task = task_config.build_task(name, options)
+    assert task.has_depth
+    first_value, mark = task.answer_ids.start, task.answer_ids.stop
+    for depth in (0.0, 0.3, 0.5, 1.0):
+        batch = task.sample_batch_at_depth(np.random.default_rng(3), 50, length, depth)
+        assert batch.tokens.shape == (50, task.sequence_length(length))
+        check_reading(batch)
+        expected = round(depth * (length - 2 * num_values))
+        for tokens, labels, asked in zip(*(array.tolist() for array in batch[:3]), strict=True):
+            answers = [label for label, counts in zip(labels, asked, strict=True) if counts]
+            assert answers == solve_needles(tokens, 32, first_value, mark)
+            key = tokens[tokens.index(mark) + 1]
+            assert tokens.index(key) in (expected, expected + 1)
+            block = tokens[tokens.index(key) :][: 2 * num_values]
+            assert block[::2] == [key] * num_values
+
+
 def test_the_key_that_is_asked_for_is_any_of_them() -> None:
     batch = drawn("niah_multikey", 20, 8000)
     is_key = (batch.tokens[:, :20] >= 32) & (batch.tokens[:, :20] < 96)
