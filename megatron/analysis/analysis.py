@@ -51,7 +51,9 @@ class LayerEncoding:
     @property
     def has_bias(self) -> bool:
         """Does anything depend on the distance? A window is a bias of −∞ outside it."""
-        return self.encoding.adds_bias or self.window is not None
+        hooks = ("table", "dense")  # what a layer's input decides is no function of the distance
+        is_of_positions = any(type(self.encoding).overrides_hook(hook) for hook in hooks)
+        return (self.encoding.adds_bias and is_of_positions) or self.window is not None
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,10 @@ class AttentionInputs:
     document_mask: Any = None
     """What the backend made of `first_keys` for these very rows before the layers (`AttentionBackend`s that have
     `compute_document_mask`)."""
+    row_bias: Tensor | None = None
+    """Float32 or float64 [B, H or h, R] as the queries: is added to the scores of a row, with `key_bias`."""
+    key_bias: Tensor | None = None
+    """The same of keys [B, H or h, C]. Beside the encoding's own bias, which is the same for all sequences."""
     window: int | None = None
     """A row sees the last `window` keys only, its own included."""
     softcap: float | None = None
@@ -80,7 +84,9 @@ class AttentionInputs:
         an argument does not: the layer's recomputation brings it back.
         """
         empty = self.q.new_empty(0)
-        return replace(self, q=empty, k=empty, v=empty, table=None, bias_contribution=None)
+        return replace(
+            self, q=empty, k=empty, v=empty, row_bias=None, key_bias=None, table=None, bias_contribution=None
+        )
 
     def select_rows(self, start: int, stop: int) -> "AttentionInputs":
         """Rows start … stop − 1, without the columns that none of them depends on."""
@@ -106,6 +112,8 @@ class AttentionInputs:
             key=replace(self.key, start=self.key.start + left, length=right - left),
             key_mask=mask,
             first_keys=first_keys,
+            row_bias=None if self.row_bias is None else self.row_bias[:, :, start:stop],
+            key_bias=None if self.key_bias is None else self.key_bias[:, :, left:right],
             document_mask=None,
         )
 

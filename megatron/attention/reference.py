@@ -21,6 +21,10 @@ MAX_ENTRIES_TOGETHER = 1 << 24
 """Of the tables of all layers that are computed at once: 64 MiB."""
 
 
+ROUND_TO_GRID = 1.5 * 2.0**24
+"""Added to a float64 and taken away again it leaves a multiple of 2⁻²⁸, and the gradient as it is."""
+
+
 def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
     """0, 1, …, count − 1 as float32, which is exact up to 2²⁴."""
     return torch.arange(count, dtype=torch.float32, device=device)
@@ -79,6 +83,7 @@ def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
     nothing_hidden = inputs.key_mask is None and inputs.first_keys is None and inputs.window is None
     all_keys_seen = nothing_hidden and inputs.key.start == 0
     contribution = None
+    all_keys_seen = all_keys_seen and inputs.key_bias is None  # which would be another bias for every sequence
     if inputs.processor is not None and bias is not None and all_keys_seen and inputs.query.sampled is None:
         contribution = inputs.processor.bias_contribution(bias)
     return replace(inputs, table=table, bias_contribution=contribution)
@@ -108,6 +113,29 @@ def compute_dense_terms(
     return ScoreTerms(*(None if term is None else toeplitz(term[heads], query, key) for term in table))
 
 
+def sum_gates(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """`AttentionInputs.row_bias` and `key_bias` of a segment, F_i and −F_j, F being the running sum of its gates; none
+    without gates.
+
+    A row differs from its nearest keys by less than 1 where F may be tens of thousands, so F is float64. Gates are
+    rounded to multiples of 2⁻²⁸, of which float64 adds up 2²⁵ without rounding: a difference is then the same to the
+    bit wherever the sum began, in the whole of a row, in one of its documents or in a cache that dropped keys.
+
+    Args:
+        gates: float32 [B, H or h, C], of the segment's keys (`Encoding.gate`). Where the sum begins does not matter.
+        num_rows: R, the last of these tokens.
+    """
+    if gates is None:
+        return None, None
+    sums = (gates.double() + ROUND_TO_GRID - ROUND_TO_GRID).cumsum(-1)
+    return sums[..., sums.shape[-1] - num_rows :], -sums
+
+
+def add_row_and_key_bias(row_bias: Tensor, key_bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their sums for all rows and keys, [B, H, R, C], rounded to the type only then."""
+    return (row_bias[..., :, None] + key_bias[..., None, :]).to(dtype)
+
+
 def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
     """Bool [B or 1, 1, R, C]: may the row see the key?"""
     visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
@@ -120,7 +148,8 @@ def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
 
 def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
     """What a processor reads, or what is added up without one: the weighted and contextual scores [B, h, R, C], and
-    the bias [h, R, C] if there is one, of all heads with a processor. Nothing is masked.
+    the bias [h, R, C] if there is one, or [B, h, R, C] where it depends on the sequence, of all heads with a processor.
+    Nothing is masked.
 
     A soft cap bounds q·k/√d alone: what an encoding multiplies by or adds, and what a processor makes of it, comes
     after. A bias must stay free to fall to −∞ with the distance. Contextual terms that read the scores (CoPE's gates)
@@ -137,7 +166,13 @@ def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
     contextual = encoding.contextual(q, k, scores, inputs.query, inputs.key, heads)
     if contextual is not None:
         scores = scores + contextual
-    return scores, terms.bias
+    bias = terms.bias
+    if inputs.row_bias is not None and inputs.key_bias is not None:
+        of_sequences = add_row_and_key_bias(
+            inputs.row_bias, inputs.key_bias, torch.promote_types(q.dtype, torch.float32)
+        )
+        bias = of_sequences if bias is None else bias + of_sequences
+    return scores, bias
 
 
 def compute_logits(inputs: AttentionInputs) -> Tensor:

@@ -238,7 +238,8 @@ def attend_segments(
     k: Tensor,
     v: Tensor,
     segments: Sequence[Segment],
-    attend: Callable[[Tensor, Tensor, Tensor, Segment], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, Segment], Tensor],
+    gates: Tensor | None = None,
 ) -> Tensor:
     """Attention output [B, h, T, d] of the forward pass's tokens, zero where there is padding.
 
@@ -246,11 +247,13 @@ def attend_segments(
         q: of the forward pass's tokens, [B, H, T, d].
         k, v: of all tokens so far, [B, H or h, past + T, d].
         segments: of the forward pass.
-        attend: from queries, keys and values of a segment, the keys beginning at index 0.
+        attend: from queries, keys, values and gates of a segment, the keys beginning at index 0.
+        gates: of all tokens so far, [B, H or h, past + T]; None where the encoding has none.
     """
     rows = _split_segments(q, segments, 2)
     keys, values = (_split_contexts(x, segments, 2) for x in (k, v))
-    outputs = [attend(*parts) for parts in zip(rows, keys, values, segments, strict=True)]
+    own_gates = [None] * len(segments) if gates is None else _split_contexts(gates, segments, 2)
+    outputs = [attend(*parts) for parts in zip(rows, keys, values, own_gates, segments, strict=True)]
     return _scatter_outputs(outputs, segments, q, dim=2)
 
 

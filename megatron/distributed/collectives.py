@@ -108,6 +108,15 @@ def all_reduce_sum_(x: Tensor, groups: ProcessGroups, *along: Dimension | Embedd
         dist.all_reduce(x, group=group)
 
 
+def sum_grad(x: Tensor, groups: ProcessGroups) -> Tensor:
+    """x, which each tensor-parallel rank goes on with for its own heads: its gradient is the sum over ranks."""
+    if groups.mesh.tensor.size == 1 or not x.requires_grad:
+        return x
+    own = x.view_as(x)
+    own.register_hook(lambda grad: _all_reduce_grad(grad, groups))
+    return own
+
+
 def register_grad_all_reduce(module: nn.Module, groups: ProcessGroups) -> None:
     """From now on, gradients of these parameters are sums over the tensor-parallel ranks."""
     if groups.mesh.tensor.size == 1:

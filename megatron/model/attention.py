@@ -33,7 +33,7 @@ from megatron.attention.backends.backend import AttentionBackend, reads_whole_ta
 from megatron.attention.documents import compute_document_masks
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
-from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers
+from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers, sum_gates
 from megatron.attention.segments import (
     Segment,
     attend_segments,
@@ -44,7 +44,7 @@ from megatron.attention.segments import (
     select_chunks,
     select_last_tokens,
 )
-from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads
+from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads, sum_grad
 from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
@@ -106,8 +106,8 @@ class LayerAttention:
 
 
 class KVCache:
-    """Keys and values of the tokens of a batch read so far, in every layer: decoding computes each of them once. Use it
-    without gradients.
+    """Keys, values and gates of the tokens of a batch read so far, in every layer: decoding computes each of them once.
+    Use it without gradients. Of gates not their sums are kept, which may begin anew wherever keys are dropped.
 
         cache = gpt.new_kv_cache(length)          room for `length` tokens
         gpt(prompt, kv_cache=cache)               all its tokens at once, or in chunks
@@ -141,17 +141,18 @@ class KVCache:
         if torch.is_grad_enabled():
             raise RuntimeError("a cache is for inference: use it under torch.no_grad() or torch.inference_mode()")
 
-    def extend(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Store a layer's keys and values [B, H, T, d] of the tokens at hand; see `LayerCache.extend`."""
-        return self._layers[layer_index].extend(k, v, self.length)
+    def extend(self, layer_index: int, *new: Tensor | None) -> tuple[tuple[Any, ...], int]:
+        """Store a layer's keys, values [B, H, T, d] and gates [B, H, T] of the tokens at hand; see
+        `LayerCache.extend`."""
+        return self._layers[layer_index].extend(new, self.length)
 
     def count_bytes(self) -> int:
-        """Of all keys and values that are held, room for more among it."""
+        """Of all that is held, room for more among it."""
         return sum(layer.count_bytes() for layer in self._layers.values())
 
 
 class LayerCache:
-    """Keys and values of one layer, in the order of their tokens.
+    """Keys, values and gates of one layer, in the order of their tokens.
 
     With a window there is room for `kept` of them and some more: when that is full, the last `kept` move to its front.
 
@@ -166,54 +167,61 @@ class LayerCache:
         self.capacity = min(capacity, room)
         self.first = 0
         """The token whose key is the first."""
-        self._stored: tuple[Tensor, Tensor] | None = None
+        self._stored: tuple[Tensor, ...] | None = None
 
-    def extend(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, int]:
-        """Store keys and values [B, H, T, d] of tokens past, past + 1, …
+    def extend(self, new: tuple[Tensor | None, ...], past: int) -> tuple[tuple[Any, ...], int]:
+        """Store what there is of tokens past, past + 1, …, each [B, H, T] or [B, H, T, d].
 
         Returns:
-            Those of all tokens so far on which these rows may depend, and the number of tokens before them.
+            The same of all tokens so far on which these rows may depend, and the number of tokens before them.
         """
-        if self.kept is not None and past + k.shape[2] - self.first > self.capacity:
-            return self._drop_and_extend(k, v, past)
-        stop = past + k.shape[2] - self.first
-        if self._stored is None or self._stored[0].shape[2] < stop:
-            self._stored = self._grow(k, v, past - self.first, stop)
-        for buffer, new in zip(self._stored, (k, v), strict=True):
-            buffer[:, :, past - self.first : stop] = new
-        return self._stored[0][:, :, :stop], self._stored[1][:, :, :stop], self.first
+        given = tuple(x for x in new if x is not None)
+        found, first = self._extend(given, past)
+        remaining = iter(found)
+        return tuple(None if x is None else next(remaining) for x in new), first
 
-    def _drop_and_extend(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor, int]:
+    def _extend(self, new: tuple[Tensor, ...], past: int) -> tuple[tuple[Tensor, ...], int]:
+        length = new[0].shape[2]
+        if self.kept is not None and past + length - self.first > self.capacity:
+            return self._drop_and_extend(new, past)
+        stop = past + length - self.first
+        if self._stored is None or self._stored[0].shape[2] < stop:
+            self._stored = self._grow(new, past - self.first, stop)
+        for buffer, x in zip(self._stored, new, strict=True):
+            buffer[:, :, past - self.first : stop] = x
+        return tuple(buffer[:, :, :stop] for buffer in self._stored), self.first
+
+    def _drop_and_extend(self, new: tuple[Tensor, ...], past: int) -> tuple[tuple[Tensor, ...], int]:
         """The same without the tokens that no row from `past` on sees."""
         assert self.kept is not None
         first = max(past - self.kept, self.first)
         if self._stored is not None:
-            k, v = (
-                torch.cat([old[:, :, first - self.first : past - self.first], new], dim=2)
-                for old, new in zip(self._stored, (k, v), strict=True)
+            new = tuple(
+                torch.cat([old[:, :, first - self.first : past - self.first], x], dim=2)
+                for old, x in zip(self._stored, new, strict=True)
             )
-        self.first = max(first + k.shape[2] - self.kept, first)
+        self.first = max(first + new[0].shape[2] - self.kept, first)
         if self._stored is None or self._stored[0].shape[2] < self.capacity:
-            self._stored = self._allocate(k, v, self.capacity)
-        for buffer, x in zip(self._stored, (k, v), strict=True):
+            self._stored = self._allocate(new, self.capacity)
+        for buffer, x in zip(self._stored, new, strict=True):
             last = x[:, :, self.first - first :]
             buffer[:, :, : last.shape[2]] = last
-        return k, v, first
+        return new, first
 
-    def _grow(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
+    def _grow(self, new: tuple[Tensor, ...], length: int, needed: int) -> tuple[Tensor, ...]:
         """Room for what is needed and as much again, and never for more than `capacity`: a text may end sooner."""
-        larger = self._allocate(k, v, min(self.capacity, max(2 * needed, MIN_CAPACITY)))
+        larger = self._allocate(new, min(self.capacity, max(2 * needed, MIN_CAPACITY)))
         if self._stored is not None:
-            for new, old in zip(larger, self._stored, strict=True):
-                new[:, :, :length] = old[:, :, :length]
+            for buffer, old in zip(larger, self._stored, strict=True):
+                buffer[:, :, :length] = old[:, :, :length]
         return larger
 
     @staticmethod
-    def _allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        return k.new_zeros(*k.shape[:2], size, k.shape[3]), v.new_zeros(*v.shape[:2], size, v.shape[3])
+    def _allocate(new: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
+        return tuple(x.new_zeros(*x.shape[:2], size, *x.shape[3:]) for x in new)
 
     def count_bytes(self) -> int:
-        """Of both buffers."""
+        """Of all buffers."""
         return sum(x.numel() * x.element_size() for x in self._stored or ())
 
 
@@ -293,10 +301,24 @@ class PositionedAttention(MegatronModule):
         ranges = [(segment.tokens, segment.context) for segment in segments]
         return compute_table_of_ranges(self.encoding, ranges, device)
 
+    def compute_gates(self, hidden: Tensor) -> Tensor | None:
+        """What the encoding's gate says of the layer's input [T, B, D]: float32 [B, h, T], None if it has none."""
+        if not type(self.encoding).overrides_hook("gate"):
+            return None
+        return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
+
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: AttentionContext | None = None, **_: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: AttentionContext | None = None,
+        *,
+        gates: Tensor | None = None,
+        **_: object,
     ) -> Tensor:
-        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d].
+        """megatron-core's call: query [T, B, h, d], key and value [T, B, g, d] → [T or num_logits, B, h·d]; and gates
+        [B, h, T] from `compute_gates`.
 
         megatron-core's attention passes a mask alone through its layers, so `attention_mask` is no mask here but the
         `AttentionContext`, which holds the masks of its segments. What else it passes (mask type, bias, packing) its
@@ -313,7 +335,7 @@ class PositionedAttention(MegatronModule):
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
         if context.kv_cache is not None:
-            k, v, num_dropped = context.kv_cache.extend(self.layer_index, k, v)
+            (k, v, gates), num_dropped = context.kv_cache.extend(self.layer_index, k, v, gates)
             if num_dropped:
                 segments = drop_keys(segments, num_dropped)
         if context.num_logits is not None:
@@ -325,9 +347,13 @@ class PositionedAttention(MegatronModule):
             segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
             q, heads = exchange_heads_for_rows(q, self.groups), ALL_HEADS
             k, v = (gather_heads(x, self.groups) for x in (k, v))
+            gates = None if gates is None else gather_heads(gates, self.groups)
         elif self.processor is not None:
             q, k = (gather_heads(x, self.groups) for x in (q, k))
+            gates = None if gates is None else gather_heads(gates, self.groups)
         k, v = gather_sequence(k, v, self.groups)
+        if gates is not None:  # so few beside keys and values that sums over ranks need no exchange of their own
+            gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
         if len(segments) > 1:
             q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.
@@ -335,7 +361,7 @@ class PositionedAttention(MegatronModule):
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)
         attend = partial(self._attend, heads=heads, table=table, processor_terms=terms)
-        output = attend_segments(q, k, v, segments, attend)
+        output = attend_segments(q, k, v, segments, attend, gates)
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
         return output.permute(2, 0, 1, 3).flatten(2)
@@ -356,12 +382,14 @@ class PositionedAttention(MegatronModule):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        gates: Tensor | None,
         segment: Segment,
         *,
         heads: slice,
         table: ScoreTerms | None,
         processor_terms: Any,
     ) -> Tensor:
+        row_bias, key_bias = sum_gates(gates, segment.tokens.length)
         return self.backend(
             AttentionInputs(
                 q=q,
@@ -380,6 +408,8 @@ class PositionedAttention(MegatronModule):
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 table=table,
                 processor_terms=processor_terms,
+                row_bias=row_bias,
+                key_bias=key_bias,
             )
         )
 

@@ -496,7 +496,7 @@ class GPT(GPTModel):
             per_score = 4.0 * self.config.kv_channels * self.config.num_attention_heads
             if attention.processor is not None:
                 per_score += attention.processor.flops_per_score()
-            forward += per_score * scores + attention.encoding.contextual_flops(scores)
+            forward += per_score * scores + attention.encoding.product_flops(scores)
         return 3.0 * self._sum_over_stages(forward)
 
     def _matrices(self) -> list[torch.nn.Parameter]:

@@ -184,22 +184,23 @@ class BiasedSelfAttention(SelfAttention):
         megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         """
         mixed, _ = self.linear_qkv(hidden)
+        gates = self.core_attention.compute_gates(hidden)
         if self.recomputes and self.training and torch.is_grad_enabled():
             draws = self.config.attention_dropout > 0
-            attended = recompute_in_backward(self._attend, mixed, attention_mask, draws=draws)
+            attended = recompute_in_backward(self._attend, mixed, gates, attention_mask, draws=draws)
         else:
-            attended = self._attend(mixed, attention_mask)
+            attended = self._attend(mixed, gates, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
 
-    def _attend(self, mixed: Tensor, context: AttentionContext | None) -> Tensor:
-        """Queries, keys and values in one tensor → what the output projection reads."""
+    def _attend(self, mixed: Tensor, gates: Tensor | None, context: AttentionContext | None) -> Tensor:
+        """Queries, keys and values in one tensor, and gates → what the output projection reads."""
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        attended: Tensor = self.core_attention(query, key, value, context)
+        attended: Tensor = self.core_attention(query, key, value, context, gates=gates)
         return attended
 
 

@@ -96,12 +96,12 @@ _ROLES_OF_MODULES: dict[str, Role] = {
 def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW") -> list[dict[str, Any]]:
     """Parameter groups for the optimizer.
 
-    Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and
-    everything a position encoding or a temperature owns. Each pair of bounds gets a group of its own, with keys `low`
-    and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by group.
-    With Muon the layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW steps all
-    others. With muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its decay is
-    scaled.
+    Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and what a
+    position encoding or a temperature owns, unless it says otherwise (`list_decayed`). Each pair of bounds gets a group
+    of its own, with keys `low` and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32
+    masters group by group. With Muon the layers' weights are a group of their own, whose `matrices` say what to
+    orthogonalise; AdamW steps all others. With muP each of these is divided further, by the factors `lr_scale` and
+    `eps_scale`, and its decay is scaled.
 
     Each group has its `algorithm`, with which its parameters are marked (`get_algorithm`).
     """
@@ -111,9 +111,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
         for module in model.modules()
         if isinstance(module, BoundedParameter)
     }
-    undecayed = {
-        id(p) for module in model.modules() if isinstance(module, Encoding | Temperature) for p in module.parameters()
-    }
+    undecayed = set()
+    for module in model.modules():
+        if isinstance(module, Encoding | Temperature):
+            undecayed |= {id(p) for p in module.parameters()} - {id(p) for p in module.list_decayed()}
     mup: MupScaling | None = getattr(model, "mup", None)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter, role in list_roles(model):

@@ -248,6 +248,8 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         per_sequence += heads * (1 if half_copy_bytes else 5)
     if shape.processor is not None:
         per_sequence += b * (heads + shape.processor.width)
+        if "gate" in encoding.facts.hooks:  # the bias is each sequence's own, and convolved with the scores
+            per_sequence += b * heads
         seen_bytes = 2  # who sees what, as truth values, twice
         if encoding.facts.adds_bias and is_eager:
             seen_bytes += b * heads + 1
@@ -263,6 +265,8 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     b, heads = shape.bytes_per_element, shape.num_heads
     # Its gradient, and the same padded to be summed along diagonals.
     bias_bytes = 8 * heads if shape.encoding.facts.adds_bias else 0
+    if "gate" in shape.encoding.facts.hooks:
+        bias_bytes = 12 * heads * shape.batch_size  # the gradient in float64, too
     # Probabilities and what their softmax's backward pass has, when the copy in a half type has gone; or the logits'
     # gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads

@@ -112,6 +112,11 @@ class PositionModule(nn.Module):
         scales their start values and rates (`megatron/model/mup.py`)."""
         return []
 
+    def list_decayed(self) -> list[nn.Parameter]:
+        """Weights of an encoding or a temperature that weight decay acts on: projections, as any of a layer. Those of a
+        processor are decayed as a layer's are, matrices alone."""
+        return []
+
     def kernel_parameters(self) -> KernelParameters | None:
         """Its parameters in a form that kernels fuse; None if only its code says what it computes."""
         return None

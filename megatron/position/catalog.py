@@ -27,7 +27,7 @@ from megatron.position.facts import (
 )
 
 FOLDER = Path(__file__).parent
-SCORE_HOOKS = frozenset({"table", "dense", "contextual"})
+SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
 """The hooks whose answers change the scores of attention."""
 BASES = ("Encoding", "Processor", "Temperature")
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost")

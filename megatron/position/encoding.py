@@ -1,6 +1,6 @@
 """The interface of a position encoding.
 
-An encoding answers any of five questions; the attention module asks and never looks at the encoding's name.
+An encoding answers any of six questions; the attention module asks and never looks at the encoding's name.
 
 | hook         | asked once per  | answer                                                                        |
 |--------------|-----------------|-------------------------------------------------------------------------------|
@@ -9,6 +9,7 @@ An encoding answers any of five questions; the attention module asks and never l
 | `table`      | layer           | bias and weight as functions of n = i − j alone: a Toeplitz method            |
 | `dense`      | block of rows   | bias and weight for every (i, j), where they are not functions of n alone     |
 | `contextual` | block of rows   | terms that depend on queries and keys, added to the scores                    |
+| `gate`       | layer           | how much each head forgets at each token, from the layer's input (fox)        |
 
 Positions are exact: integer spans, and float32 distances whatever the compute type (bfloat16 holds integers exactly
 only up to 256, float16 up to 2048). Tables and everything computed from parameters are float32.
@@ -48,7 +49,7 @@ class Encoding(PositionModule):
     takes_positions: ClassVar[bool] = True
     """Is it told where tokens are? If not, only their order matters, through the causal mask."""
     adds_bias: ClassVar[bool] = False
-    """Does `table` or `dense` give a bias?"""
+    """Does `table`, `dense` or `gate` give a bias?"""
     multiplies_scores: ClassVar[bool] = False
     """Does `table` or `dense` give a weight?"""
 
@@ -92,7 +93,10 @@ class Encoding(PositionModule):
 
     def bias_tails(self) -> list[SeriesTail]:
         """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
-        tail = unknown_tail() if self.adds_bias else constant_tail(1.0, "it adds no bias")
+        if self.overrides_hook("gate"):
+            tail = unknown_tail("what a layer reads decides how the bias falls")
+        else:
+            tail = unknown_tail() if self.adds_bias else constant_tail(1.0, "it adds no bias")
         return [tail] * self.dims.num_heads
 
     # The hooks.
@@ -121,15 +125,28 @@ class Encoding(PositionModule):
         """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
         return None
 
-    def contextual_flops(self, num_keys: float) -> float:
-        """Forward FLOPs of the contextual terms' matrix products per token, over all heads.
+    def gate(self, x: Tensor, heads: slice) -> Tensor | None:
+        """What a token adds to the bias between every key before it and every row from it on: float32 [B, h, T].
+
+        The bias of row i and key j is the sum over the tokens j + 1 … i, so 0 for a row's own key; of the logarithms of
+        gates in 0 … 1 it is the logarithm of how much of the key is left. Wherever the sums begin, it is the same.
+
+        Args:
+            x: what the layer's queries, keys and values are made of, [B, T, D] in the compute type.
+            heads: h of them.
+        """
+        return None
+
+    def product_flops(self, num_keys: float) -> float:
+        """Forward FLOPs of the matrix products of contextual terms and gates per token, over all heads.
 
         Args:
             num_keys: keys that a token sees, on average.
         """
         if not isinstance(self.cost, EncodingCost):
             return 0.0
-        return 2.0 * self.dims.num_heads * self.dims.head_dim * self.cost.num_products(self.option_values, num_keys)
+        terms = self.dims.num_heads * self.dims.head_dim * self.cost.num_products(self.option_values, num_keys)
+        return 2.0 * (terms + self.cost.num_input_products(self.dims, self.option_values))
 
 
 def join_heads(encodings: Sequence[Encoding]) -> Encoding:

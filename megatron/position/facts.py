@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-HOOKS = ("embed", "rotate", "table", "dense", "contextual")
+HOOKS = ("embed", "rotate", "table", "dense", "contextual", "gate")
 """The questions that an encoding may answer (`encoding.py`)."""
 ORDER_FREE_HOOKS = ("embed", "rotate")
 """Those that take positions in any order, and several tokens at one."""
-OVERRIDABLE = (*HOOKS, "bias_tails", "contextual_flops", "kernel_parameters", "traits")
+OVERRIDABLE = (*HOOKS, "bias_tails", "product_flops", "kernel_parameters", "traits")
 """All that an encoding may override. A function whose name is almost one of these is a misspelt one."""
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")
 """Constructor arguments that the model gives; all others are options."""
@@ -71,6 +71,8 @@ class EncodingCost:
     num_products: Callable[[MethodOptions, float], float] = lambda options, num_keys: 0.0
     """Products of d numbers per token and head in the forward pass, of a token that sees `num_keys` keys: those of
     contextual terms. Bias and weight are computed once for all sequences of a batch and not counted."""
+    num_input_products: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
+    """Products of two numbers per token in the forward pass: those of a gate with the layer's input."""
 
 
 @dataclass(frozen=True)

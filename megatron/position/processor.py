@@ -74,7 +74,8 @@ class Processor(PositionModule):
 
         Args:
             scores: weighted and contextual scores [B, H, R, C] in the compute type.
-            bias: float32 [H, R, C], or None when the encoding has none.
+            bias: float32 [H, R, C], or [B, H, R, C] where it depends on the sequence (an encoding with a gate), or None
+                when the encoding has none.
             visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
                 another document. Such entries count as zero, like columns outside the triangle.
             heads: the heads whose logits are wanted, h of them; all are read.

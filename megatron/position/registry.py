@@ -204,6 +204,7 @@ def check_hook_results(encoding: Encoding) -> None:
         "table": lambda: encoding.table(torch.zeros(1, device=device)),
         "dense": lambda: encoding.dense(one, one, q, ALL_HEADS),
         "contextual": lambda: encoding.contextual(q, q, scores, one, one, ALL_HEADS),
+        "gate": lambda: encoding.gate(hidden, ALL_HEADS),
     }
     shapes = {
         "embed": (1, dims.hidden_size),
@@ -211,6 +212,7 @@ def check_hook_results(encoding: Encoding) -> None:
         "table": (dims.num_heads, 1),
         "dense": (dims.num_heads, 1, 1),
         "contextual": tuple(scores.shape),
+        "gate": (1, dims.num_heads, 1),
     }
     if (encoding.max_length is not None) != encoding.has_position_table:
         raise MethodFileError(
@@ -226,8 +228,11 @@ def check_hook_results(encoding: Encoding) -> None:
                 raise MethodFileError(" ".join(message.split())) from error
             if hook in ("table", "dense"):
                 _check_terms(encoding, hook, result, shapes[hook])
-            elif result is not None or hook == "rotate":
+            elif result is not None or hook in ("rotate", "gate"):
                 _check_tensor(encoding, hook, result, shapes[hook])
+    if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
+        name = _describe(type(encoding), "gate")
+        raise MethodFileError(f"{name} gives a bias, but {type(encoding).__name__}.adds_bias is False")
 
 
 def _check_factors(temperature: Temperature) -> None:
@@ -251,6 +256,8 @@ def _check_terms(encoding: Encoding, hook: str, result: object, shape: tuple[int
         raise MethodFileError(f"{name} must return ScoreTerms(bias, weight), not {_describe_type(result)}")
     for term, value, fact in zip(("bias", "weight"), result, ("adds_bias", "multiplies_scores"), strict=True):
         declared = getattr(encoding, fact)
+        if term == "bias" and value is None and type(encoding).overrides_hook("gate"):
+            continue  # the gate may be all of it
         if (value is not None) != declared:
             returned = f"no {term}" if value is None else f"a {term}"
             raise MethodFileError(f"{name} returns {returned}, but {type(encoding).__name__}.{fact} is {declared}")

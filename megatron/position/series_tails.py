@@ -47,9 +47,11 @@ def windowed_tail(window: int) -> SeriesTail:
     return SeriesTail(True, reason, lambda x: -math.inf, window - 0.5)
 
 
-def unknown_tail() -> SeriesTail:
-    """Of a bias whose encoding declares nothing."""
-    return SeriesTail(None, "its encoding does not declare how the bias ends (Encoding.bias_tails)")
+def unknown_tail(
+    reason: str = "its encoding does not declare how the bias ends (Encoding.bias_tails)",
+) -> SeriesTail:
+    """Of a bias whose encoding declares nothing, or cannot know."""
+    return SeriesTail(None, reason)
 
 
 def constant_tail(value: float, reason: str) -> SeriesTail:

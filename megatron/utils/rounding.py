@@ -105,7 +105,10 @@ ARITHMETIC_OPS = (
     *(aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub),
     *(aten.leaky_relu, aten.leaky_relu_, aten.leaky_relu_backward, aten.sqrt, aten.rsqrt),
 )
-ELEMENTARY_OPS = (aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid, aten.tanh)
+ELEMENTARY_OPS = (
+    *(aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid, aten.tanh),
+    *(aten.softplus, aten.softplus_backward),
+)
 UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
 """By how many units of roundoff an operation that works element by element is off."""
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCABULARY, small_gpt
-from position_methods import ALL, MAPPED, build, random_qkv
+from position_methods import ALL, MAPPED, build, inputs_of, random_qkv
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -62,7 +62,7 @@ def attend_alone(
         for start, length in row:
             q, k, v = (x[b : b + 1, :, start : start + length] for x in qkv)
             span = TokenRange(0, length)
-            inputs = AttentionInputs(e.rotate(q, span), e.rotate(k, span), v, span, span, e, p, window=window)
+            inputs = inputs_of(e.rotate(q, span), e.rotate(k, span), v, span, span, e, p, window=window)
             output[b, :, start : start + length] = EagerBackend()(inputs)[0]
     return output
 
@@ -91,7 +91,7 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
         backends.append(SdpaBackend())
     for backend in backends:
         q, k, v = e.rotate(qkv[0], span), e.rotate(qkv[1], span), qkv[2]
-        inputs = AttentionInputs(q, k, v, span, span, e, p, window=window, first_keys=first_keys)
+        inputs = inputs_of(q, k, v, span, span, e, p, window=window, first_keys=first_keys)
         for found, expected in zip(gradients(backend(inputs)), alone, strict=True):
             assert_equal_in_float64(found, expected)
     start = data.draw(st.integers(0, total - 1))
@@ -118,8 +118,7 @@ def test_nothing_of_a_document_reaches_another(encoding, processor, first: int, 
         backends.append(SdpaBackend())
     for backend in backends:
         here, there = (
-            backend(AttentionInputs(*each, span, span, e, p, first_keys=first_keys_of(rows)))
-            for each in ((q, k, v), changed)
+            backend(inputs_of(*each, span, span, e, p, first_keys=first_keys_of(rows))) for each in ((q, k, v), changed)
         )
         assert torch.equal(here[:, :, middle], there[:, :, middle])
 

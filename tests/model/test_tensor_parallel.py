@@ -31,6 +31,10 @@ EXTRA: dict[str, dict[str, Any]] = {
         "model": {"checkpoint_activations": "selective", "use_qk_layernorm": True, "qk_layernorm_over_heads": True},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     },
+    "gates, attention recomputed": {
+        "model": {"checkpoint_activations": "selective", "num_kv_heads": 2},
+        "position": {"pos_emb": "fox", "pos_emb_per_layer": True, "score_processor": "cdape"},
+    },
     "swiglu, untied, parallel residual": {"model": SWIGLU, "position": {"pos_emb": "rotary"}},
     "rmsnorm": {"model": {"norm": "rmsnorm", "use_bias_in_attn_linear": False}, "position": {"pos_emb": "t5"}},
     "grouped queries": {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, output, random_qkv
+from position_methods import ALL, MAPPED, RELATIVE, SHAPE, build, inputs_of, output, random_qkv
 from torch import Tensor
 
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend, SdpaBackend
@@ -137,7 +137,7 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
     span = TokenRange(0, length)
-    rows = AttentionInputs(q, k, v, span, span, e, p, window=window)
+    rows = inputs_of(q, k, v, span, span, e, p, window=window)
     assert_close_in_rounding(ChunkedBackend(block)(rows), EagerBackend()(rows), TERMS, SUMS)
     if SdpaBackend().unsupported_reason(e, p) is None:
         assert_close_in_rounding(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
@@ -171,7 +171,7 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
         present[:, drawn.values] = True
         every = TokenRange(0, total)
         exact = EagerBackend()(
-            AttentionInputs(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
+            inputs_of(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
         )
         assert_close_in_rounding(ours, exact[:, :, drawn.values], TERMS, SUMS)
 
@@ -188,7 +188,7 @@ def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor
     for backend in (EagerBackend(), ChunkedBackend(4)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
-        out = backend(AttentionInputs(*inputs, span, span, e, p))
+        out = backend(inputs_of(*inputs, span, span, e, p))
         grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
     for eager, chunked in zip(*results, strict=True):
@@ -202,11 +202,11 @@ def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str
     q, k, _ = random_qkv(11)
     span = TokenRange(0, 11)
     for some in (slice(0, 1), slice(1, 3)):
-        ours = compute_logits(AttentionInputs(q, k, k, span, span, e, p, heads=some))
-        assert_close_in_rounding(ours, compute_logits(AttentionInputs(q, k, k, span, span, e, p))[:, some], TERMS, SUMS)
+        ours = compute_logits(inputs_of(q, k, k, span, span, e, p, heads=some))
+        assert_close_in_rounding(ours, compute_logits(inputs_of(q, k, k, span, span, e, p))[:, some], TERMS, SUMS)
         own_q, own_k = q[:, some], k[:, some]
-        plain = compute_logits(AttentionInputs(own_q, own_k, own_k, span, span, e, heads=some))
-        whole = compute_logits(AttentionInputs(q, k, k, span, span, e))[:, some]
+        plain = compute_logits(inputs_of(own_q, own_k, own_k, span, span, e, heads=some, all_k=k))
+        whole = compute_logits(inputs_of(q, k, k, span, span, e))[:, some]
         assert_close_in_rounding(plain, whole, TERMS, SUMS)
 
 
@@ -230,7 +230,7 @@ def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, proces
     for backend in (EagerBackend(), ChunkedBackend(11)):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         span = TokenRange(0, length)
-        out = backend(AttentionInputs(*inputs, query=span, key=span, encoding=e, processor=p))
+        out = backend(inputs_of(*inputs, query=span, key=span, encoding=e, processor=p))
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
         grads = torch.autograd.grad((out * seed).sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
@@ -244,7 +244,7 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Attentio
     e, p = (None if module is None else module.bfloat16() for module in build(encoding, processor))
     exact = [None if module is None else deepcopy(module).double() for module in (e, p)]
     wide = [x.double() for x in qkv]
-    return AttentionInputs(*qkv, span, span, e, p), lambda: EagerBackend()(AttentionInputs(*wide, span, span, *exact))
+    return inputs_of(*qkv, span, span, e, p), lambda: EagerBackend()(inputs_of(*wide, span, span, *exact))
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)

@@ -5,12 +5,12 @@ from itertools import product
 import torch
 
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_attention
+from megatron.attention.reference import compute_attention, sum_gates
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
-from megatron.position.token_range import TokenRange
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 SHAPE = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
 ALL = list(product(registry.list_encodings(), ["none", *registry.list_processors()]))
@@ -37,8 +37,28 @@ def output(
     window: int | None = None,
 ) -> torch.Tensor:
     """Attention of some rows, straight from the contract."""
+    gates = gate_of_keys(encoding, k, query)
     q, k = encoding.rotate(q, query), encoding.rotate(k, key)
-    return compute_attention(AttentionInputs(q, k, v, query, key, encoding, processor, window=window))
+    return compute_attention(AttentionInputs(q, k, v, query, key, encoding, processor, window=window, **gates))
+
+
+def gate_of_keys(
+    encoding: Encoding, k: torch.Tensor, query: TokenRange, heads: slice = ALL_HEADS
+) -> dict[str, torch.Tensor]:
+    """The bias of a gate that reads the keys [B, H, C, d] in the place of the layer's input, which they resemble in
+    size; none for an encoding without one. Key columns end with the rows."""
+    if not type(encoding).overrides_hook("gate"):
+        return {}
+    x = k.detach().transpose(1, 2).flatten(2)
+    if x.shape[-1] != encoding.dims.hidden_size:
+        x = torch.nn.functional.pad(x, (0, encoding.dims.hidden_size - x.shape[-1]))
+    return dict(zip(("row_bias", "key_bias"), sum_gates(encoding.gate(x, heads), query.length), strict=True))
+
+
+def inputs_of(q, k, v, query, key, encoding, processor=None, heads=ALL_HEADS, all_k=None, **options) -> AttentionInputs:
+    """`AttentionInputs` with the bias of `gate_of_keys`; `all_k` are the keys of all heads where k has a rank's own."""
+    gates = gate_of_keys(encoding, k if all_k is None else all_k, query, ALL_HEADS if all_k is None else heads)
+    return AttentionInputs(q, k, v, query, key, encoding, processor, heads=heads, **gates, **options)
 
 
 def random_qkv(

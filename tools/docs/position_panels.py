@@ -105,6 +105,8 @@ def build_encoding_panels(encoding: Encoding) -> tuple[list[Panel], str]:
     if method.overrides_hook("contextual"):
         note = _randomize_zero_terms(encoding)
         panels += _build_contextual_panels(encoding)
+    if method.overrides_hook("gate"):
+        panels += _build_gate_panels(encoding)
     return panels or _build_mask_panels(encoding), note
 
 
@@ -227,6 +229,19 @@ def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
     return [
         CurvePanel(f"contextual term, i = {far - 1:,}", lines),
         MapPanel(f"contextual term, head {head + 1}", _mask_future(square), "signed"),
+    ]
+
+
+def _build_gate_panels(encoding: Encoding) -> list[Panel]:
+    """The bias that gates add up to for a layer's input from N(0, 1)."""
+    x = torch.randn(1, MAX_DISTANCE, SHAPE.hidden_size, generator=torch.Generator().manual_seed(SEED))
+    sums = encoding.gate(x, ALL_HEADS)[0].cumsum(-1)  # type: ignore[index]
+    head, square = MAP_HEADS[0], sums[:, :MAP_SIZE]
+    lines = _split_heads((sums[:, -1:] - sums).flip(-1), CURVE_HEADS)
+    factor = (square[head, :, None] - square[head]).exp()
+    return [
+        CurvePanel(f"bias over distance, i = {MAX_DISTANCE - 1:,}", lines, cut=True),
+        MapPanel(f"exp(bias), head {head + 1}", _mask_future(factor), "decades"),
     ]
 
 

@@ -47,6 +47,7 @@ HOOKS = {
     "table": "a function of n alone (Toeplitz)",
     "dense": "a function of (i, j)",
     "contextual": "terms from queries and keys",
+    "gate": "a bias from the layer's input",
 }
 
 PROCESSOR_OPTIONS = {

@@ -17,6 +17,8 @@ UNSUPPORTED_REASONS = {
     "contextual": "it cannot add contextual terms",
     "matrix": "it cannot compute a bias that is not a function of the distance",
     "kernel matrix": "it cannot compute a bias that is not a function of the distance",
+    "gate": "it cannot add a bias that is another for every sequence",
+    "gate before a processor": "it cannot add a bias that is another for every sequence before a processor",
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
 }
@@ -25,6 +27,7 @@ UNSUPPORTED_REASONS = {
     bias                        anything is added to the scores, or multiplied into them
     matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
     contextual                  a bias that depends on the queries
+    gate                        a term of each row and one of each key, which the layer's input decides
     weight                      a matrix is multiplied into the scores
 """
 
@@ -52,11 +55,11 @@ BACKEND_CAPABILITIES = {
         "it is for a bias of the distance alone",
     ),
     "native": BackendCapabilities(
-        ("softcap", "contextual", "matrix", "kernel matrix", "weight"),
+        ("softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
         frozenset({"processor"}),
         "it is for score processors",
     ),
-    "triton": BackendCapabilities(("contextual", "softcap", "matrix", "weight before a processor")),
+    "triton": BackendCapabilities(("contextual", "softcap", "matrix", "weight before a processor", "gate")),
 }
 """By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
 
@@ -81,8 +84,10 @@ def list_score_features(
     present = {
         "processor": has_processor,
         "softcap": has_softcap,
-        "bias": bool({"table", "dense", "contextual"} & set(hooks)),
+        "bias": bool({"table", "dense", "contextual", "gate"} & set(hooks)),
         "contextual": "contextual" in hooks,
+        "gate": "gate" in hooks,
+        "gate before a processor": "gate" in hooks and has_processor,
         "matrix": is_matrix and not has_kernel_parameters,
         "kernel matrix": is_matrix and has_kernel_parameters,
         "weight": multiplies_scores,

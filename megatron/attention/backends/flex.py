@@ -1,4 +1,5 @@
-"""PyTorch's FlexAttention, compiled, for a bias of the distance alone and a soft cap of the scores: memory linear in T.
+"""PyTorch's FlexAttention, compiled, for a bias of the distance alone or of each key and a soft cap of the scores:
+memory linear in T.
 
 What it leaves out (padding, sampled positions, dropout, shapes that were not trained on) goes to PyTorch's row blocks,
 which is said once. The gradient of the bias is summed by atomic additions, so it is not repeatable bit for bit.
@@ -120,9 +121,13 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     offset = inputs.query.start - inputs.key.start
     terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
     table, cap = None if terms.bias is None else select_heads(terms.bias, inputs.heads), inputs.softcap
+    # The rows' terms are the same for all keys of a softmax.
+    key_bias = None if inputs.key_bias is None else inputs.key_bias.float()
 
     def modify_score(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         score = soft_cap(score, cap)
+        if key_bias is not None:
+            score = score + key_bias[batch, head, column]
         return score if table is None else score + table[head, (row + offset - column).clamp(min=0)]
 
     sizes = (inputs.query.length, inputs.key.length, offset, inputs.window)

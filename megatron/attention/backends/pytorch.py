@@ -71,13 +71,15 @@ def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
     others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
-        bias, weight, by_distance, edge = tensors
+        row_bias, key_bias, bias, weight, by_distance, edge = tensors
         return compute_attention(
             replace(
                 others,
                 q=q,
                 k=k,
                 v=v,
+                row_bias=row_bias,
+                key_bias=key_bias,
                 table=ScoreTerms(bias, weight) if has_table else None,
                 bias_contribution=None if by_distance is None or edge is None else BiasContribution(by_distance, edge),
             )
@@ -85,7 +87,8 @@ def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
 
     return checkpoint(
         compute,
-        *(inputs.q, inputs.k, inputs.v, *(inputs.table or ScoreTerms()), *(contribution or (None, None))),
+        *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias),
+        *(*(inputs.table or ScoreTerms()), *(contribution or (None, None))),
         use_reentrant=False,
         preserve_rng_state=inputs.dropout > 0,
     )

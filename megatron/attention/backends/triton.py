@@ -196,6 +196,8 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
             return KernelChoice.PROCESSED_MATRIX, ""
         reason = processor_fallback_reason(inputs)
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
+    if inputs.key_bias is not None and (fire is not None or inputs.dropout):
+        return KernelChoice.PYTORCH, "a gate's bias beside a network's or under attention_dropout"
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
         return KernelChoice.MATRIX, ""
     if inputs.dropout:

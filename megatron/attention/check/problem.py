@@ -21,8 +21,15 @@ from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.check.fused_reference import attend_as_fused
 from megatron.attention.documents import compute_document_masks, split_documents
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import precompute_terms
-from megatron.attention.segments import SampleFunction, Segment, attend_segments, no_sampling, select_chunks
+from megatron.attention.reference import precompute_terms, sum_gates
+from megatron.attention.segments import (
+    ALL_SEQUENCES,
+    SampleFunction,
+    Segment,
+    attend_segments,
+    no_sampling,
+    select_chunks,
+)
 from megatron.position.base import ConvolutionParameters
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
@@ -171,6 +178,25 @@ class CheckProblem:
                 rows.copy_(GRADIENT_SIZE * torch.randn(rows.shape, generator=generator, device=self.device))
         return queries, k, v, tuple(gradients)
 
+    @cached_property
+    def _layer_input(self) -> Tensor:
+        """What gates read: [B, C, D] of the compute type, normalised as it is in a layer."""
+        generator = torch.Generator(self.device).manual_seed(self.seed + 1)
+        size = (self.num_columns, self.batch, self.encoding.dims.hidden_size)
+        return torch.randn(size, generator=generator, device=self.device).to(self.dtype).transpose(0, 1)
+
+    def _compute_gates(self, encoding: Encoding, heads: slice, sequences: slice = ALL_SEQUENCES) -> Tensor | None:
+        """Gates [B, h, C] of the heads whose scores are computed; None if the encoding has none."""
+        if not type(encoding).overrides_hook("gate"):
+            return None
+        dtype = next((p.dtype for p in encoding.parameters()), self.dtype)
+        return encoding.gate(self._layer_input[sequences].to(dtype), heads)
+
+    @property
+    def _score_heads(self) -> slice:
+        """The heads whose scores are computed."""
+        return self.heads if self.processor is None else ALL_HEADS
+
     def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
         """What a backend is asked for, of a segment's queries and all keys and values."""
         query = self.segments[segment]
@@ -178,8 +204,13 @@ class CheckProblem:
         if self.documents is not None:
             starts = self.documents.starts[:, query.start : query.stop]
             first_keys = starts.to(device=self.device, dtype=torch.int32)
+        gates = self._compute_gates(self.encoding, self._score_heads)
+        own_gates = None if gates is None else gates[..., : query.stop]
+        row_bias, key_bias = sum_gates(own_gates, query.length)
         return AttentionInputs(
             q=q,
+            row_bias=row_bias,
+            key_bias=key_bias,
             k=k[:, :, : query.stop],
             v=v[:, :, : query.stop],
             query=query,
@@ -213,7 +244,8 @@ class CheckProblem:
             return compute(self.build_inputs(segment, q, k, v))
         tokens = self.segments[segment]
         if not self.documents.masked:
-            return self._attend_by_document(compute, self.documents, tokens, q, k, v)
+            gates = self._compute_gates(self.encoding, self._score_heads)
+            return self._attend_by_document(compute, self.documents, tokens, q, k, v, gates)
         inputs = self.build_inputs(segment, q, k, v)
         return compute(replace(inputs, document_mask=self._get_document_mask(compute, inputs)))
 
@@ -242,6 +274,7 @@ class CheckProblem:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        gates: Tensor | None,
         **changes: Any,
     ) -> Tensor:
         """The output of some rows, each document by itself.
@@ -251,11 +284,14 @@ class CheckProblem:
             changes: to what a backend is asked for.
         """
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
+            row_bias, key_bias = sum_gates(gates, segment.tokens.length)
             inputs = AttentionInputs(
                 q=q,
                 k=k,
                 v=v,
+                row_bias=row_bias,
+                key_bias=key_bias,
                 query=segment.tokens,
                 key=segment.context,
                 encoding=self.encoding,
@@ -266,7 +302,7 @@ class CheckProblem:
             )
             return compute(replace(inputs, **changes))
 
-        return attend_segments(q, k, v, documents.split_rows(rows.start, rows.length), attend)
+        return attend_segments(q, k, v, documents.split_rows(rows.start, rows.length), attend, gates)
 
     def run(self, backend: AttentionBackend) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Outputs of the segments, and the gradients of queries, keys, values and parameters, by name."""
@@ -311,6 +347,7 @@ class CheckProblem:
             own = slice(first + heads.start, first + heads.stop)
             k_leaves.append(k[-1:, score_heads].double().requires_grad_())
             v_leaves.append(v[-1:, heads].double().requires_grad_())
+            gates = self._compute_gates(encoding, own if self.processor is None else ALL_HEADS, slice(-1, None))
             for slab in self.slabs:
                 rows = slice(slab.start, slab.stop)
                 q_leaves.append(queries[slab.segment][-1:, score_heads, rows].double().requires_grad_())
@@ -323,15 +360,19 @@ class CheckProblem:
                         lambda inputs: attend_as_fused(precompute_terms(inputs)),
                         self.documents.select_last(1),
                         compared,
-                        *(q_leaves[-1], k_leaves[-1], v_leaves[-1]),
+                        *(q_leaves[-1], k_leaves[-1], v_leaves[-1], gates),
                         encoding=encoding,
                         processor=processor,
                         heads=own_heads,
                     )
                     outputs.append(output)
                     continue
+                row_bias, key_bias = sum_gates(gates, self.num_columns)
+                first, last = tokens.start + slab.start, tokens.start + slab.stop
                 inputs = AttentionInputs(
                     q=q_leaves[-1],
+                    row_bias=None if row_bias is None else row_bias[..., first:last],
+                    key_bias=key_bias,
                     k=k_leaves[-1],
                     v=v_leaves[-1],
                     query=replace(tokens, start=tokens.start + slab.start, length=slab.stop - slab.start),

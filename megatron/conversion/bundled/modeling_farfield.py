@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import describe_query_rows, scale_queries
-from megatron.attention.reference import compute_attention_in_blocks
+from megatron.attention.reference import compute_attention_in_blocks, sum_gates
 from megatron.attention.segments import (
     Segment,
     add_position_embeddings,
@@ -34,7 +34,7 @@ from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, build_temperature
 from megatron.position.temperature import Temperature
-from megatron.position.token_range import TokenRange, sample_positions
+from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
@@ -94,6 +94,19 @@ def get_layer_method(names: Any, options: dict[str, Any], layer_idx: int) -> tup
     return name, options.get(name, {}) if isinstance(names, list) else options
 
 
+def pack_gates(k: Tensor, gates: Tensor) -> Tensor:
+    """Keys [B, g, T, d] with the gates [B, H, T] of the heads that share each, bit for bit, as further numbers of any
+    type: transformers' caches hold keys and values, and copy, reorder and cut them alike."""
+    own = gates.unflatten(1, (k.shape[1], -1)).transpose(2, 3).contiguous()  # [B, g, T, H / g]
+    return torch.cat([k, own.view(k.dtype)], dim=-1)
+
+
+def unpack_gates(k: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `pack_gates` joined, of all tokens so far."""
+    own = k[..., head_dim:].contiguous().view(dtype)
+    return k[..., :head_dim], own.transpose(2, 3).flatten(1, 2)
+
+
 def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
     name, options = get_layer_method(config.pos_emb, config.pos_emb_options, layer_idx)
     return build_encoding(name, build_attention_dims(config), options)
@@ -141,11 +154,18 @@ class FarfieldAttention(nn.Module):
         if self.temperature is not None:
             rows = describe_query_rows(segments, self.window, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows)
+        gates = None
+        if type(encoding).overrides_hook("gate"):
+            gates = encoding.gate(hidden_states, ALL_HEADS)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            stored = k if gates is None else pack_gates(k, gates)
+            k, v = past_key_values.update(stored, v, self.layer_idx)
+            if gates is not None:
+                k, gates = unpack_gates(k, self.head_dim, gates.dtype)
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, segment: Segment) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
+            row_bias, key_bias = sum_gates(gates, segment.tokens.length)
             inputs = AttentionInputs(
                 q=q,
                 k=k,
@@ -157,10 +177,12 @@ class FarfieldAttention(nn.Module):
                 window=self.window,
                 softcap=self.config.attn_logit_softcapping,
                 dropout=self.config.attention_dropout if self.training else 0.0,
+                row_bias=row_bias,
+                key_bias=key_bias,
             )
             return compute_attention_in_blocks(inputs, self.config.attention_rows)
 
-        return self.out(attend_segments(q, k, v, segments, attend).transpose(1, 2).flatten(2))
+        return self.out(attend_segments(q, k, v, segments, attend, gates).transpose(1, 2).flatten(2))
 
 
 class FarfieldMLP(nn.Module):

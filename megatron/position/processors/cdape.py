@@ -179,7 +179,7 @@ class Cdape(Processor):
         result = promote_to_float32(own)
         # A copy in float32 is added to in place: two more as large would be the most that a block of rows ever has.
         result = result + processed if result is own else result.add_(processed)
-        return result.add_(bias[heads]) if bias is not None and self.residual_bias else result
+        return result.add_(bias[..., heads, :, :]) if bias is not None and self.residual_bias else result
 
     def flops_per_score(self) -> float:
         # The bias half of Conv1 is computed once per batch and not counted.

@@ -1,0 +1,80 @@
+"""FoX: each head forgets what came before a token by a gate that reads the token.
+
+f_l = σ(w_h·x_l + b_h) of the layer's input x_l, and the bias of row i and key j is Σ_{l=j+1}^{i} log f_l: softmax
+attention with the decay of a gated recurrence. Without a projection (w = 0) it is ALiBi with a learned slope.
+
+CABLE (Veisi et al. 2025, arXiv:2503.08067) is the same bias, for −softplus(y) = log σ(−y); its public code leaves out
+the scores' 1/√d, which `query_pre_attn_scalar: 1` does.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.position.bounded_parameter import init_constant, init_normal
+from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
+from megatron.position.forget_gate import ForgetGate
+
+
+class Fox(Encoding):
+    formula = "q_i·k_j/√d + Σ_{l=j+1}^{i} log σ(w_h·x_l + b_h), x the layer's input"
+    parameters_summary = "w [H, D] ~ N(0, std²), b [H] = bias_init, or so that 1/−log σ(b) is spaced over decay times"
+    takes_positions = False
+    adds_bias = True
+    source = "Forgetting Transformer: Lin et al. 2025, arXiv:2503.02130, equations 4 to 7"
+    advice = (
+        "The gate reads each layer's input, so give each layer its own (pos_emb_per_layer: true). Its paper finds "
+        "lower losses than RoPE's within and beyond the training length, and uses no rotary positions beside it "
+        "(arXiv:2503.02130, section 4)."
+    )
+    other_names = ("forgetting_transformer", "forgetting_attention", "forget_gate", "cable")
+    cost = EncodingCost(
+        num_parameters=lambda dims, options: dims.num_heads * (dims.hidden_size + 1),
+        num_input_products=lambda dims, options: dims.num_heads * dims.hidden_size,
+    )
+
+    def __init__(
+        self,
+        dims: AttentionDims,
+        *,
+        std: float = 0.02,
+        bias_init: float = 0.0,
+        decay_time_min_init: float | None = None,
+        decay_time_max_init: float | None = None,
+    ) -> None:
+        super().__init__(dims)
+        times = decay_time_min_init, decay_time_max_init
+        init_bias = init_constant(bias_init)
+        if times != (None, None):
+            for name, time in zip(("decay_time_min_init", "decay_time_max_init"), times, strict=True):
+                if time is None or not time > 0:
+                    raise OptionError(name, f"is {time}; both decay times must be given and positive, in tokens")
+            if bias_init != 0.0:
+                raise OptionError("bias_init", f"is {bias_init}; decay times say where the biases start")
+            init_bias = init_decay_times(*times)  # type: ignore[arg-type]
+        self.forget = ForgetGate(dims.num_heads, dims.hidden_size, init_normal(std), init_bias)
+
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        return [(self.forget.weight, "hidden")]
+
+    def list_decayed(self) -> list[nn.Parameter]:
+        return [self.forget.weight]
+
+    def gate(self, x: Tensor, heads: slice) -> Tensor:
+        gates: Tensor = self.forget(x, heads)
+        return gates
+
+
+def init_decay_times(shortest: float, longest: float) -> Callable[[Tensor], object]:
+    """Biases [H] with which heads forget to 1/e in `shortest` … `longest` tokens, spaced evenly in logarithms, where
+    the projection is zero: σ(b) = exp(−1/time)."""
+
+    def init(bias: Tensor) -> None:
+        times = torch.linspace(math.log(shortest), math.log(longest), len(bias), dtype=torch.float64).exp()
+        bias.copy_(-torch.expm1(1 / times).log())
+
+    return init

@@ -1,0 +1,128 @@
+"""Encodings that read the layer's input: their bias against its definition, and where its sums begin."""
+
+import math
+
+import pytest
+import torch
+from models import VOCABULARY, build_model, small_gpt
+from position_methods import build
+from torch import Tensor
+
+from megatron.attention.reference import add_row_and_key_bias, sum_gates
+from megatron.model.parameter_groups import parameter_groups
+from megatron.options.model import ModelOptions, PositionOptions
+from megatron.position import registry
+from megatron.position.facts import AttentionDims
+from megatron.position.token_range import ALL_HEADS
+
+DIMS = AttentionDims(3, 8, 24, 16, 16)
+
+
+def bias_of(gates: Tensor, num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return add_row_and_key_bias(*sum_gates(gates, num_rows), dtype)
+
+
+def test_fox_against_a_loop() -> None:
+    encoding, x = registry.build_encoding("fox", DIMS, {"std": 0.3, "bias_init": 1.0}).double(), torch.randn(2, 9, 24)
+    weight, bias = (parameter.detach() for parameter in encoding.parameters())
+    found = bias_of(encoding.gate(x.double(), ALL_HEADS), 9, torch.float64)
+    for b in range(2):
+        for h in range(3):
+            logits = [float(weight[h] @ x[b, token].double() + bias[h]) for token in range(9)]
+            for i in range(9):
+                for j in range(i + 1):
+                    exact = sum(-math.log1p(math.exp(-logits[token])) for token in range(j + 1, i + 1))
+                    assert float(found[b, h, i, j].detach()) == pytest.approx(exact, abs=9 * 2**-29)
+
+
+def test_gradients_are_those_of_plain_autograd() -> None:
+    encoding = registry.build_encoding("fox", DIMS, {"std": 0.3}).double()
+    for heads in (ALL_HEADS, slice(1, 3)):
+        x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
+        leaves = [x, *encoding.parameters()]
+        found = encoding.gate(x, heads)
+        weight, bias = encoding.parameters()
+        plain = torch.nn.functional.logsigmoid(x @ weight.t() + bias).transpose(1, 2)[:, heads]
+        torch.testing.assert_close(found, plain)
+        upstream = torch.randn_like(plain)
+        for ours, exact in zip(*(torch.autograd.grad(y, leaves, upstream) for y in (found, plain)), strict=True):
+            torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_model_has_float32_gates(dtype: torch.dtype) -> None:
+    """Rounded to bfloat16 a gate near 1 is off by several percent of its logarithm."""
+    encoding, x = registry.build_encoding("fox", DIMS, {"bias_init": 5.0}).to(dtype), torch.randn(1, 50, 24).to(dtype)
+    exact = registry.build_encoding("fox", DIMS)
+    exact.load_state_dict(encoding.state_dict())  # the rounded parameters, computed with in float32
+    found = encoding.gate(x, ALL_HEADS)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact.gate(x.float(), ALL_HEADS), rtol=1e-6, atol=1e-7)
+
+
+def test_decay_times_are_where_heads_start() -> None:
+    options = {"std": 0.0, "decay_time_min_init": 2.0, "decay_time_max_init": 32.0}
+    gates = registry.build_encoding("fox", DIMS, options).gate(torch.randn(1, 1, 24), ALL_HEADS)
+    torch.testing.assert_close(-1 / gates[0, :, 0].detach(), torch.tensor([2.0, 8.0, 32.0]))
+    for wrong in ({"decay_time_min_init": 2.0}, options | {"bias_init": 1.0}, options | {"decay_time_max_init": 0.0}):
+        with pytest.raises(ValueError, match=r"option (decay_time_max_init|bias_init) of fox is"):
+            registry.build_encoding("fox", DIMS, wrong)
+
+
+@pytest.mark.parametrize("dropped", [1, 777, 60_000])
+def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) -> None:
+    """To the bit, at 65,536 tokens whose sums reach −45,000; and float32 holds what is near, where sums do not."""
+    gates = torch.nn.functional.logsigmoid(torch.randn(1, 1, 65_536))
+    rows = 3
+    whole = bias_of(gates, rows)
+    assert torch.equal(whole[..., dropped:], bias_of(gates[..., dropped:], rows))
+    exact = gates.double().flip(-1).cumsum(-1).flip(-1)[0, 0, 1:]  # Σ_{l > j}, of the last row
+    near = (whole[0, 0, -1, :-1].double() - exact)[-64:].abs().max()
+    sums = gates.cumsum(-1)[0, 0]
+    plain = ((sums[-1] - sums[:-1]).double() - exact)[-64:].abs().max()
+    assert near < 1e-5
+    assert plain > 100 * near
+
+
+def test_its_projection_is_decayed_and_grows_with_the_model() -> None:
+    sizes = {"num_layers": 1, "num_attention_heads": 4, "seq_length": 8, "make_vocab_size_divisible_by": 8}
+    mup = {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_num_attention_heads": 2}
+    position = PositionOptions(pos_emb="fox", pos_emb_per_layer=True)
+    gpt = build_model(ModelOptions(**sizes, **mup, hidden_size=32), position, VOCABULARY, seed=3)
+    forget = gpt.decoder.layers[0].self_attention.core_attention.position.forget
+    groups = parameter_groups(gpt, 0.1)
+    of_weight, of_bias = (
+        next(group for group in groups if any(p is parameter for p in group["params"]))
+        for parameter in (forget.weight, forget.bias)
+    )
+    assert (of_weight["weight_decay"], of_bias["weight_decay"]) == (pytest.approx(0.2), 0.0)
+    assert (of_weight["lr_scale"], of_bias["lr_scale"]) == (pytest.approx(0.5), 1.0)
+    spread = registry.build_encoding("fox", AttentionDims(400, 2, 800, 8, 8)).forget.weight.std()
+    assert float(spread) == pytest.approx(0.02, rel=0.02)
+
+
+def test_a_cache_has_one_float32_for_each_token_and_head() -> None:
+    with torch.no_grad():
+        caches = []
+        for name in ("none", "fox"):
+            gpt = small_gpt(26, name, "none")
+            caches.append(gpt.new_kv_cache(26))
+            gpt(torch.zeros(2, 20, dtype=torch.int64), kv_cache=caches[-1])
+    without, with_gates = (cache.count_bytes() for cache in caches)
+    assert with_gates - without == 2 * 2 * 3 * 26 * 4  # layers, sequences, heads, room, bytes
+
+
+def test_a_processor_sees_the_whole_bias_of_each_sequence() -> None:
+    """With Conv1's weights of the scores zero and W = H, what dape adds is a function of the bias alone."""
+    from megatron.attention.inputs import AttentionInputs
+    from megatron.attention.reference import compute_scores_and_bias
+    from megatron.position.token_range import TokenRange
+
+    encoding, processor = build("fox", "dape")
+    gates = encoding.gate(torch.randn(2, 6, 24), ALL_HEADS)
+    q, span = torch.randn(2, 3, 6, 8), TokenRange(0, 6)
+    row_bias, key_bias = sum_gates(gates, 6)
+    inputs = AttentionInputs(q, q, q, span, span, encoding, processor, row_bias=row_bias, key_bias=key_bias)
+    _, bias = compute_scores_and_bias(inputs)
+    exact = gates.cumsum(-1)
+    torch.testing.assert_close(bias, exact[..., :, None] - exact[..., None, :])
