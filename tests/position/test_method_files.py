@@ -158,7 +158,7 @@ def test_a_mistake_in_a_constructor_is_one_line(add, constructor: str, message: 
 
 def test_what_may_be_overridden_is_what_the_base_class_has() -> None:
     public = {name for name, value in vars(Encoding).items() if callable(value) or isinstance(value, classmethod)}
-    asked_of_the_class = {"overrides_hook", "only_adds_embeddings"}
+    asked_of_the_class = {"overrides_hook", "only_adds_embeddings", "takes_any_positions"}
     assert {name for name in public if not name.startswith("_")} - asked_of_the_class == set(OVERRIDABLE) - {
         "kernel_parameters"  # of PositionModule
     }
