@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from megatron.config.yaml_files import parse_scalar
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
@@ -172,9 +173,12 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
     folder = options.include_path
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"--include-path is {folder}, which is no folder")
-    manager = TaskManager(include_path=folder, include_defaults=False)
+    metadata = _parse_metadata(options.metadata)
+    manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
     if not all(manager.match_tasks([name]) for name in options.tasks):
-        manager = TaskManager(include_path=folder)  # thousands of files: only where one of them is named
+        manager = TaskManager(
+            include_path=folder, metadata=metadata
+        )  # thousands of files: only where one of them is named
     names: list[str] = []
     for name in options.tasks:
         matches = manager.match_tasks([name])
@@ -199,6 +203,15 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=1234)
     return loaded
+
+
+def _parse_metadata(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    value = parse_scalar(text, "--metadata")
+    if not isinstance(value, dict):
+        raise UserError(f"--metadata: {text!r} is no mapping; write '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'")
+    return value
 
 
 def build_task_records(
@@ -232,6 +245,10 @@ def build_task_records(
         for metric, value, stderr, filter_ in _iter_metric_values(values):
             metric_name = OWN_METRIC_NAMES.get(metric, metric)
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
+            if metric.isdecimal():  # RULER names its metric by the length of the texts; −1 where there are none
+                if value == -1:
+                    continue
+                metric_name, protocol = "string_match", f"{protocol}, texts of {int(metric):,} tokens"
             if metric == "bits_per_byte":
                 continue  # said of the perplexity per byte
             if (

@@ -78,6 +78,12 @@ class TaskOptions(ConfigSection):
     num_fewshot: int | None = config_field(
         None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
     )
+    metadata: str | None = config_field(
+        None,
+        "with --tasks: what tasks that make their texts are told, as the harness's option of this name: "
+        "'{max_seq_lengths: [4096], tokenizer: FOLDER}'",
+        metavar="MAPPING",
+    )
 
 
 MAX_DEPTHS = 1001

@@ -312,6 +312,7 @@ METRICS = {
                     "as task accuracy, where the likelihood of each choice is divided by its length in bytes",
                 ),
                 ("exact_match", "Exact match", "the share of answers that are written exactly as they should be"),
+                ("string_match", "String match", "the share of what is asked for that stands in the answer (RULER)"),
                 ("f1", "F1", "the harmonic mean of precision and recall of the answers"),
             )
         ),

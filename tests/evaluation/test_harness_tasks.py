@@ -250,6 +250,47 @@ def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path
     assert {record.protocol for record in read_records(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
 
 
+MADE = """\
+import datasets
+
+
+def make(**told):
+    texts = [{"input": "x" * length, "max_length": length} for length in told["lengths"]]
+    return {"test": datasets.Dataset.from_list([{**text, "outputs": ["e", "no such text"]} for text in texts])}
+
+
+def judge(doc, results):
+    found = sum(text in "e" + results[0] for text in doc["outputs"]) / 2
+    return {"8": -1.0, str(doc["max_length"]): found}
+
+
+def mean(values):
+    counted = [value for value in values if value != -1]
+    return sum(counted) / len(counted) if counted else -1
+"""
+
+
+def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None:
+    """As RULER does: a program makes texts of the lengths that it is told, and calls its metrics by them."""
+    (tmp_path / "made.py").write_text(MADE)
+    metrics = "".join(
+        f"  - {{metric: '{n}', aggregation: !function made.mean, higher_is_better: true}}\n" for n in (8, 12, 16)
+    )
+    (tmp_path / "made.yaml").write_text(
+        "task: made\ndataset_path: ''\ntest_split: test\ncustom_dataset: !function made.make\n"
+        "process_results: !function made.judge\noutput_type: generate_until\ndoc_to_text: '{{input}}'\n"
+        "doc_to_target: '{{outputs}}'\ngeneration_kwargs: {until: [], max_gen_toks: 4, do_sample: false}\n"
+        f"metadata: {{version: 1.0}}\nmetric_list:\n{metrics}"
+    )
+    tasks = TaskOptions(tasks=["made"], include_path=str(tmp_path), metadata="{lengths: [12, 16]}")
+    found = evaluate_tasks([run], tasks, EvaluationOptions(lengths=[24]), output=tmp_path / "out")
+    assert {(record.protocol, record.metric, record.value) for record in found} == {
+        (f"made, 0-shot, texts of {length} tokens", "string_match", 0.5) for length in (12, 16)
+    }
+    with pytest.raises(UserError, match="--metadata: '4096' is no mapping"):
+        evaluate_tasks([run], tasks.replace(metadata="4096"), EvaluationOptions())
+
+
 def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval import tasks as of_harness
 
