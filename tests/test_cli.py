@@ -33,6 +33,7 @@ COMMANDS = (
         "analyze",
         "generate",
         "positions",
+        "tasks",
         "sweep",
         "report",
         "export",
@@ -150,6 +151,7 @@ MISTAKES = {
     ): "no checkpoint in it, but runs that have some; name those that you mean: several/a several/b/c",
     ("generate", "several/b", "-p", "a"): "but runs that have some; name those that you mean: several/b/c",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
+    ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
     ("evaluate", "run", "--lengths", "1x,b"): "lengths: 'b' is not a length",
     ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
@@ -338,6 +340,18 @@ def test_several_problems_are_several_lines(tmp_path, inside):
     done = inside("train", "162M", "num_layrs=3", "norm=nrom", "seed=x", cwd=tmp_path)
     assert done.returncode == 2
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: "] * 3
+
+
+def test_tasks(tmp_path, inside):
+    assert re.findall(r"^\w+", inside("tasks", "word_problem", cwd=tmp_path).stdout, re.MULTILINE) == [
+        "a5_word_problem",
+        "s5_word_problem",
+    ]
+    (found,) = json.loads(inside("tasks", "mqar", "--json", cwd=tmp_path).stdout)
+    assert found["options"]["pairs"] == {"default": 8, "meaning": "pairs of a key and a value, and queries"}
+    shown = inside("tasks", "ngram", cwd=tmp_path).stdout
+    assert "query: suffix where the given letters stand" in shown
+    assert "Repeat After Me" in shown
 
 
 def test_positions(tmp_path, inside):

@@ -15,7 +15,7 @@ from megatron.cli.evaluate import evaluate
 from megatron.cli.generate import generate
 from megatron.cli.plan import plan
 from megatron.cli.prepare import prepare
-from megatron.cli.reference import keys, positions
+from megatron.cli.reference import keys, positions, tasks
 from megatron.cli.rehearse import rehearse
 from megatron.cli.report import report
 from megatron.cli.run_command import pass_errors_through, run_command
@@ -34,6 +34,7 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (analyze, "docs/analysis.md"),
     (generate, "docs/export.md"),
     (positions, "docs/positions.md"),
+    (tasks, "docs/tasks.md"),
     (sweep, "docs/evaluation.md"),
     (report, "docs/evaluation.md"),
     (export, "docs/export.md"),

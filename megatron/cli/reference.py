@@ -1,4 +1,4 @@
-"""`./deepy.py keys` and `./deepy.py positions`: what there is to configure."""
+"""`./deepy.py keys`, `positions` and `tasks`: what there is to configure."""
 
 from typing import Annotated
 
@@ -74,3 +74,33 @@ def positions(
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
             print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
         console.print()
+
+
+def tasks(
+    name: Annotated[str, typer.Argument(help="Only tasks whose names contain this text.", show_default=False)] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the tasks that are learned from scratch: what is asked, options, source."""
+    import json
+
+    from megatron.tasks.task_config import describe_task, list_tasks
+    from megatron.utils.suggestions import format_choices
+
+    records = [describe_task(each) for each in list_tasks() if name in each]
+    if not records:
+        raise UserError(f"no task contains {name!r}; {format_choices(name, list_tasks())}")
+    if as_json:
+        print(json.dumps(records, indent=2))
+        return
+    from rich.markup import escape
+
+    from megatron.config.yaml_files import format_value
+    from megatron.launch.console import PlainConsole
+
+    console = PlainConsole(highlight=False)
+    for number, record in enumerate(records):
+        console.print("\n" * (number > 0) + f"[bold cyan]{record['name']}[/]  {escape(record['title'])}")
+        options = {
+            f"{option}: {format_value(fact['default'])}": fact["meaning"] for option, fact in record["options"].items()
+        }
+        print_facts(console, {**options, "note": record["note"], "source": record["paper"]})

@@ -68,6 +68,22 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
     return load_task_class(name).model_validate(dict(options or {}))
 
 
+def describe_task(name: str) -> dict[str, Any]:
+    """What people are told of a task: name, title, paper, note, and its options with their defaults and meanings."""
+    task_class = load_task_class(name)
+    options = {
+        option: {"default": field.default, "meaning": field.description}
+        for option, field in task_class.model_fields.items()
+    }
+    return {
+        "name": name,
+        "title": task_class.title,
+        "paper": task_class.paper,
+        "note": task_class.note,
+        "options": options,
+    }
+
+
 def format_task_label(name: str, task: Task) -> str:
     """A task in one word, with the options that are not the default's: `mqar(pairs=4)`."""
     changed = [

@@ -211,6 +211,7 @@ def test_lengths(name: str, options: dict[str, object], lengths: range, supporte
 def test_chances() -> None:
     """Of predictors in words, by drawing them."""
     assert task_config.build_task("niah_multivalue").baseline_accuracies(64) == {"one of the needles' values": 0.25}
+    assert task_config.build_task("niah_single").baseline_accuracies(64) == {}
     generator = np.random.default_rng(0)
     for name, length in (("common_words", 60), ("frequent_words", 64)):
         batch = drawn(name, length, 4000)
