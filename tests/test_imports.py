@@ -203,6 +203,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.training",
         "megatron.evaluation",
         "megatron.reports",
+        "megatron.tasks",
         "megatron.launch",
         *OURS,
     ),

@@ -24,7 +24,14 @@ from megatron.options.commands import (
 )
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.options.section import ConfigSection, read_docstring
-from megatron.options.sweep import BranchOptions, PublishedOptions, SweepCorpusOptions, SweepOptions
+from megatron.options.sweep import (
+    BenchmarkOptions,
+    BranchOptions,
+    LeaderboardOptions,
+    PublishedOptions,
+    SweepCorpusOptions,
+    SweepOptions,
+)
 from megatron.position.catalog import list_encodings, list_processors, list_temperatures
 from megatron.utils.suggestions import suggest_names
 
@@ -79,6 +86,8 @@ SWEEP: dict[str, type[ConfigSection]] = {
     "sweep.corpus": SweepCorpusOptions,
     "sweep.variants.NAME.branch": BranchOptions,
     "sweep.evaluate": EvaluationOptions,
+    "sweep.benchmarks.NAME": BenchmarkOptions,
+    "sweep.leaderboard": LeaderboardOptions,
     "sweep.published": PublishedOptions,
 }
 """The mappings of a sweep file."""

@@ -28,6 +28,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import groupby
@@ -161,14 +162,45 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def start_stopwatch() -> Callable[[], dict[str, Any]]:
-    """Begin a measurement. The function that is returned ends it, and returns the fields of records on its time."""
+    """Begin a measurement. The function that is returned ends it, and returns the fields of records on its time, and on
+    the most memory that was in use: allocated on the GPU, or resident of this process where the system says so."""
+    reset_peak_memory()
     start = time.perf_counter()
 
     def stop() -> dict[str, Any]:
         now = datetime.now(UTC)
-        return {"seconds": round(time.perf_counter() - start, 3), "date": now.isoformat(timespec="seconds")}
+        seconds, memory = round(time.perf_counter() - start, 3), read_peak_memory()
+        fields = {} if memory is None else {"memory_gib": round(memory, 4)}
+        return {"seconds": seconds, **fields, "date": now.isoformat(timespec="seconds")}
 
     return stop
+
+
+PROCESS_STATUS, PROCESS_PEAKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def reset_peak_memory() -> None:
+    """Have the peak of memory begin anew, as far as the system can."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        PROCESS_PEAKS.write_text("5", encoding="ascii")  # Linux: proc(5)
+
+
+def read_peak_memory() -> float | None:
+    """The most memory since then, in GiB; None where the system does not say."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        lines = PROCESS_STATUS.read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None  # not Linux
+    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return peaks[0] / 2**20 if peaks else None
 
 
 def describe_machine() -> str:

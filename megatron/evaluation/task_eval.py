@@ -98,7 +98,7 @@ class TaskEval:
         return {
             "train_length": self.task_config.max_length,
             "protocol": "task",
-            "dataset": f"task {label}",
+            "dataset": self.task_config.dataset,
             "text_digest": _hash_text(f"{TASK_SEED} {label}"),  # however many sequences are drawn from it
             "target_digest": self.digest,
             "windows": self.num_sequences,

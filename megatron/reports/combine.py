@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 from rich.console import Console
 
-from megatron.reports import failures, paper_experiment, records, report, results_output
+from megatron.reports import failures, paper_experiment, records, report, report_markdown, results_output
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
@@ -21,11 +21,13 @@ from megatron.reports.html_page import is_generated_page
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection
+from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
+MARKDOWN_SUFFIX = ".md"
 SEED_FOLDER = re.compile(r"seed_\d+")
 """The last part of a run's folder in a sweep."""
 
@@ -71,10 +73,13 @@ def combine_results(
     for section in sections:
         if section.title is not None:
             console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
-        results_output.print_comparison_tables(console, section.records, section.failures)
+        results_output.print_comparison_tables(console, section.records, section.failures, own_seeds=section.own_seeds)
         for text_table in section.text_tables:
             console.print(f"\n{text_table.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
-    if output is not None:
+    if output is not None and output.suffix == MARKDOWN_SUFFIX:
+        report_markdown.write_markdown_report(output, sections, title)
+        console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
+    elif output is not None:
         report.write_report(output, sections, title=title)
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     return [record for section in sections for record in section.records]
@@ -82,12 +87,13 @@ def combine_results(
 
 def _check_output_page(output: Path) -> None:
     """Raises UserError if the page cannot be written."""
-    if output.suffix not in (".html", ".htm"):
-        raise UserError(f"--output {output}: is a page, and its name ends in .html")
+    if output.suffix not in (".html", ".htm", MARKDOWN_SUFFIX):
+        raise UserError(f"--output {output}: is a page, and its name ends in .html or {MARKDOWN_SUFFIX}")
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")
     check_folder("--output", output.parent)
-    refuse_foreign_files("--output", [output], is_generated_page)
+    is_ours = is_generated_markdown if output.suffix == MARKDOWN_SUFFIX else is_generated_page
+    refuse_foreign_files("--output", [output], is_ours)
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
@@ -130,7 +136,11 @@ def _build_sections(
         if records_by_path[path]:
             selected_experiment = item if against is None else replace(item, against=against)
             text_tables = selected_experiment.build_tables(records_by_path[path], delta, failures_by_path[path])
-            sections.append(ReportSection(item.title, records_by_path[path], text_tables, failures_by_path[path]))
+            sections.append(
+                ReportSection(item.title, records_by_path[path], text_tables, failures_by_path[path], item.own_seeds,
+                    selected_experiment.get_leaderboard(),
+                )
+            )  # fmt: skip
     if not sections:
         raise UserError(f"{', '.join(map(str, records_by_path))}: no results")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))

@@ -295,6 +295,8 @@ def _belongs_to_table(failure: RunFailure, table_records: Sequence[Record], meas
     tables?"""
     if failure.train_length not in (None, table_records[0].train_length):
         return False
+    if failure.dataset not in (None, table_records[0].dataset):
+        return False
     return failure.method not in measured_methods or any(record.method == failure.method for record in table_records)
 
 

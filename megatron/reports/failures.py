@@ -29,6 +29,8 @@ class RunFailure:
     """At which it failed, if that is known."""
     train_length: int | None = None
     """Of the run; None if that is not known. It then belongs to tables of all training lengths."""
+    dataset: str | None = None
+    """What it was to be scored on, as records call it; None if that is not known. It then belongs to tables of all."""
 
     def __post_init__(self) -> None:
         for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
@@ -37,6 +39,8 @@ class RunFailure:
         for name in ("step", "train_length"):
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
+        if not isinstance(self.dataset, str | None):
+            raise ValueError(f"dataset is {self.dataset!r}")
 
     def __str__(self) -> str:
         at_step = "" if self.step is None else f" at step {self.step:,}"

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import numpy as np
 from megatron.reports.bootstrap import BOOTSTRAP_SEED, NUM_RESAMPLES, compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.failures import RunFailure
+from megatron.reports.leaderboard import Addition, Leaderboard
 from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
@@ -57,11 +58,20 @@ class Experiment:
     published: tuple[PublishedTable, ...] = ()
     differences: tuple[str, ...] = ()
     """What the papers did otherwise, or do not say: a sentence each."""
+    own_seeds: bool = False
+    """Have methods seeds of their own, so that one lacks none that another has?"""
+    leaderboard: Leaderboard | None = None
 
     @property
-    def has_paper_comparison(self) -> bool:
-        """Is there something of a paper to tell?"""
-        return bool(self.published or self.differences)
+    def is_worth_keeping(self) -> bool:
+        """Is there something to tell that the records do not hold?"""
+        return bool(self.published or self.differences or self.own_seeds or self.leaderboard)
+
+    def get_leaderboard(self) -> Leaderboard | None:
+        """With `against` for its baseline, whoever chose that."""
+        if self.leaderboard is None or self.against is None:
+            return self.leaderboard
+        return replace(self.leaderboard, baseline=self.against)
 
     def build_tables(
         self, records: Sequence[Record], delta: float = DEFAULT_DELTA, failures: Sequence[RunFailure] = ()
@@ -70,7 +80,8 @@ class Experiment:
         tables = build_comparison_tables(records, failures)
         methods_per_table = [{record.method for record in table.records} for table in tables]
         has_against = any(self.against in methods and len(methods) > 1 for methods in methods_per_table)
-        text_tables = build_verdict_tables(tables, self.against if has_against else None, delta)
+        is_compared = has_against and self.leaderboard is None  # which has comparisons of its own
+        text_tables = build_verdict_tables(tables, self.against if is_compared else None, delta)
         for published_table in self.published:
             text_tables += build_published_tables(published_table, tables)
         if self.differences:
@@ -108,9 +119,23 @@ def read_experiment(results_path: Path) -> Experiment | None:
             PublishedTable(**table_fields | {"lengths": tuple(table_fields["lengths"])})
             for table_fields in content["published"]
         )
-        return Experiment(content["title"], content["against"], published_tables, tuple(content["differences"]))
+        return Experiment(
+            content["title"],
+            content["against"],
+            published_tables,
+            tuple(content["differences"]),
+            content.get("own_seeds", False),  # files of before have neither
+            _read_leaderboard(content.get("leaderboard")),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no experiment of a sweep ({error})") from error
+
+
+def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
+    if content is None:
+        return None
+    additions = tuple(Addition(**addition) for addition in content["additions"])
+    return Leaderboard(content["baseline"], additions, content["num_drawn"])
 
 
 @dataclass(frozen=True)

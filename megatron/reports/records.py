@@ -103,6 +103,9 @@ class Record(BaseModel):
     software: str | None = Field(default=None, description="versions")
     flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
     seconds: float | None = Field(default=None, ge=0, description="seconds of scoring")
+    memory_gib: float | None = Field(default=None, ge=0, description="most memory while scoring, GiB")
+    step_seconds: float | None = Field(default=None, ge=0, description="median seconds of a training step")
+    train_memory_gib: float | None = Field(default=None, ge=0, description="most memory of training, GiB")
     date: str | None = Field(default=None, description="when, ISO 8601, UTC")
 
     @model_validator(mode="after")

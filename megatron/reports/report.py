@@ -27,6 +27,8 @@ from megatron.reports.html_page import (
     encode_picture,
     render_template,
 )
+from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_plot import build_cost_picture
 from megatron.reports.records import Record
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table
@@ -79,6 +81,10 @@ class ReportSection:
     """Further tables, shown below those of the records."""
     failures: Sequence[RunFailure] = ()
     """Runs that gave no records."""
+    own_seeds: bool = False
+    """Have methods seeds of their own (`Experiment.own_seeds`)?"""
+    leaderboard: Leaderboard | None = None
+    """Told at its head; pictures then show the best methods alone."""
 
 
 def write_report(
@@ -128,15 +134,16 @@ def render_report(
         TEMPLATES_FOLDER / "report.html",
         title=title + pending_text,
         sections=[_describe_section(section) for section in sections],
-        measurements=list(dict.fromkeys(_describe_measurement(table) for table in tables)),
+        measurements=describe_measurements(sections),
         models=_build_models_table(records),
-        environment=_collect_environment(records),
+        environment=describe_environment(sections),
         configurations=configurations or {},
         definitions=definitions,
     )
 
 
-def _get_section_title(section: ReportSection) -> str:
+def get_section_title(section: ReportSection) -> str:
+    """Its own, or what is shown of which methods at which lengths."""
     return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
@@ -145,15 +152,22 @@ def _describe_section(section: ReportSection) -> dict[str, Any]:
     from megatron.reports import plots  # matplotlib takes a while
 
     all_tables = build_comparison_tables(section.records, section.failures)
-    missing_table = build_missing_table(all_tables)
-    tables, depth_maps = split_depth_maps(all_tables)
+    missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
+    board = build_leaderboard_report(section)
+    drawn = select_drawn_records(section, board)
+    failures = section.failures if board is None else ()
+    tables, _ = split_depth_maps(all_tables)
+    drawn_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
     return {
-        "title": _get_section_title(section),
-        "summary": " ".join(_summarize_table(table) for table in tables),
+        "title": get_section_title(section),
+        "answers": [] if board is None else board.build_answers(),
+        "board_tables": [] if board is None else [table.to_html() for table in board.build_tables()],
+        "cost_picture": None if board is None else build_cost_picture(board),
+        "summary": " ".join(_summarize_table(table) for table in tables) if board is None else None,
         "picture": encode_picture(
-            lambda is_narrow: plots.render_plots_png(section.records, narrow=is_narrow, failures=section.failures),
+            lambda is_narrow: plots.render_plots_png(drawn, narrow=is_narrow, failures=failures),
             " ".join(
-                [describe_plots(select_curve_tables(tables)), *(depth_map.describe() for depth_map in depth_maps)]
+                [describe_plots(select_curve_tables(drawn_tables)), *(depth_map.describe() for depth_map in depth_maps)]
             ).strip(),
         ),
         "tables": [
@@ -163,6 +177,22 @@ def _describe_section(section: ReportSection) -> dict[str, Any]:
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
     }
+
+
+def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None:
+    """The section's leaderboard, made of its records; None if it has none."""
+    if section.leaderboard is None:
+        return None
+    return LeaderboardReport(section.leaderboard, build_comparison_tables(section.records, section.failures))
+
+
+def select_drawn_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
+    """Those that pictures show: all, or of a leaderboard the best methods' in their order, and baselines'."""
+    if board is None:
+        return section.records
+    order = {method: index for index, method in enumerate(board.list_drawn_methods())}
+    drawn = [record for record in section.records if record.method in order or record.is_trivial_baseline]
+    return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
 
 
 def describe_plots(tables: Sequence[ComparisonTable]) -> str:
@@ -311,8 +341,15 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
     return HtmlTable("method", columns, list(rows.values()))
 
 
-def _collect_environment(records: Sequence[Record]) -> dict[str, str]:
+def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
+    """How each kind of number was measured, each once."""
+    tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
+    return list(dict.fromkeys(_describe_measurement(table) for table in tables))
+
+
+def describe_environment(sections: Sequence[ReportSection]) -> dict[str, str]:
     """Machine, device, software and dates, each named once."""
+    records = [record for section in sections for record in section.records]
     columns = {
         "machine": [record.machine for record in records],
         "scored on": [record.device for record in records],

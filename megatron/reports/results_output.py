@@ -3,8 +3,8 @@
 A folder of results holds the same records as results.json, .csv, .md and .png, and runs that failed beside them.
 
 A table is whole if every method has every seed of the table at every place of the table. Where no method has more than
-one seed, seeds are no repeats, and each method has its own. Positions that end before a length explain themselves in
-the cell, and predictors that learned nothing have no seeds.
+one seed, or where the sweep says so (`own_seeds`), each method has its own. Positions that end before a length explain
+themselves in the cell, and predictors that learned nothing have no seeds.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from megatron.reports import records as record_files
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
+from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
@@ -29,7 +30,9 @@ DERIVED_FILES = ("results.csv", "results.md", "results.png")
 """What is written beside `RESULTS_FILE`, and after it."""
 
 
-def print_comparison_tables(console: Console, records: Sequence[Record], failures: Sequence[RunFailure] = ()) -> None:
+def print_comparison_tables(
+    console: Console, records: Sequence[Record], failures: Sequence[RunFailure] = (), *, own_seeds: bool = False
+) -> None:
     """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text.
 
     What they lack is listed below them, runs that failed among it.
@@ -45,9 +48,17 @@ def print_comparison_tables(console: Console, records: Sequence[Record], failure
             console.print(Text(render_comparison_text(table)), soft_wrap=True, end="")
     for depth_map in depth_maps:
         console.print(Text(f"\n{depth_map.build_text_table().to_text()}"), soft_wrap=True, end="")
-    missing_table = build_missing_table(tables)
+    missing_table = build_missing_table(tables, own_seeds=own_seeds)
     if missing_table is not None:
         console.print(Text(f"\n{missing_table.to_text()}"), soft_wrap=True, end="")
+
+
+def print_leaderboard(console: Console, board: LeaderboardReport) -> None:
+    """Print what a leaderboard says in place of all tables, which are on the page."""
+    for answer in board.build_answers():
+        console.print(Text(f"{answer.question}\n{' '.join(answer.sentences)}\n"), soft_wrap=True)
+    for table in board.build_tables():
+        console.print(Text(table.to_text()), soft_wrap=True)
 
 
 def check_no_foreign_results(option: str, folder: Path) -> None:
@@ -58,7 +69,9 @@ def check_no_foreign_results(option: str, folder: Path) -> None:
     refuse_foreign_files(option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file())
 
 
-def write_results(folder: Path, records: Sequence[Record], run_failures: Sequence[RunFailure] = ()) -> list[Path]:
+def write_results(
+    folder: Path, records: Sequence[Record], run_failures: Sequence[RunFailure] = (), *, own_seeds: bool = False
+) -> list[Path]:
     """Write results.json, results.csv, results.md and results.png into a folder, each whole or not at all.
 
     Runs that failed are written beside them, and stand in tables and pictures as such.
@@ -67,7 +80,7 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
 
     failures.write_failures(folder / RESULTS_FILE, run_failures)
     comparison_tables = build_comparison_tables(records, run_failures)
-    missing_table = build_missing_table(comparison_tables)
+    missing_table = build_missing_table(comparison_tables, own_seeds=own_seeds)
     plain_tables, depth_maps = split_depth_maps(comparison_tables)
     return [
         record_files.write_records(folder / RESULTS_FILE, records),
@@ -86,14 +99,17 @@ def write_results(folder: Path, records: Sequence[Record], run_failures: Sequenc
     ]
 
 
-def build_missing_table(tables: Sequence[ComparisonTable]) -> TextTable | None:
-    """A list of what tables of the same records lack, a row for all that a method lacks alike; None if all is there."""
-    expected_runs = _list_expected_runs(tables)
+def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = False) -> TextTable | None:
+    """A list of what tables of the same records lack, a row for all that a method lacks alike; None if all is there.
+
+    own_seeds: each method has seeds of its own, so that it lacks none that another has.
+    """
+    expected_runs = _list_expected_runs(tables, own_seeds)
     rows: dict[tuple[str, str, str], list[int]] = {}
     for method, seed in expected_runs:
         reason = next((str(failure) for table in tables for failure in table.failures if (failure.method, failure.seed)
                     == (method, seed)), "no record of it")  # fmt: skip
-        for missing_text in _find_missing(tables, method, seed):
+        for missing_text in _find_missing(tables, method, seed, own_seeds):
             rows.setdefault((method, missing_text, reason), []).append(seed)
     if not rows:
         return None
@@ -111,7 +127,7 @@ def build_missing_table(tables: Sequence[ComparisonTable]) -> TextTable | None:
     )
 
 
-def _list_expected_runs(tables: Sequence[ComparisonTable]) -> list[tuple[str, int]]:
+def _list_expected_runs(tables: Sequence[ComparisonTable], own_seeds: bool) -> list[tuple[str, int]]:
     """Every method with every seed that a table of it should have, and every run that failed."""
     expected: dict[tuple[str, int], None] = {}
     for table in tables:
@@ -119,7 +135,9 @@ def _list_expected_runs(tables: Sequence[ComparisonTable]) -> list[tuple[str, in
             if method not in table.trivial_baselines:
                 failed_seeds = [failure.seed for failure in table.failures if failure.method == method]
                 measured_seeds = [record.seed for record in table.records if record.method == method]
-                seeds = _list_seeds(table) if measured_seeds and table.max_seeds > 1 else measured_seeds
+                seeds = (
+                    _list_seeds(table) if measured_seeds and table.max_seeds > 1 and not own_seeds else measured_seeds
+                )
                 expected |= dict.fromkeys((method, seed) for seed in (*seeds, *failed_seeds))
     return sorted(expected, key=lambda run: list(dict.fromkeys(method for method, _ in expected)).index(run[0]))
 
@@ -129,7 +147,7 @@ def _list_seeds(table: ComparisonTable) -> list[int]:
     return sorted({record.seed for record in table.records if record.method not in table.trivial_baselines})
 
 
-def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int) -> list[str]:
+def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int, own_seeds: bool) -> list[str]:
     """What tables lack of a run: the tables and places; `ALL_RESULTS` if they have nothing of it."""
     method_tables = [table for table in tables if method in table.methods]
     measured_x_values = {
@@ -142,6 +160,8 @@ def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int) -> 
     for index, table in enumerate(method_tables):
         has_failed = any((failure.method, failure.seed) == (method, seed) for failure in table.failures)
         if seed not in _list_seeds(table) and not has_failed:
+            continue
+        if own_seeds and not measured_x_values[index] and not has_failed:
             continue
         missing_x_values = [
             x for x in table.x_values if x not in measured_x_values[index] and not table.ends_before(method, x)

@@ -88,7 +88,7 @@ class MethodComparison:
             )
         test = self.log_test or self.value_test
         if test is not None:
-            uncertainty = f"p {_format_p_value(test.p)}, Holm {_format_p_value(test.holm_p)}"
+            uncertainty = f"p {format_p_value(test.p)}, Holm {format_p_value(test.holm_p)}"
         worse_mark = WORSE_MARK if self.verdict == "worse" else ""
         return (
             f"{self.metric.format_change(self.change, half_width)} "
@@ -213,7 +213,8 @@ def _correct_comparisons(comparisons: Sequence[MethodComparison]) -> list[Method
     return results
 
 
-def _format_p_value(value: float) -> str:
+def format_p_value(value: float) -> str:
+    """Two digits, as far as they say something."""
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 

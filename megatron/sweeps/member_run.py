@@ -4,11 +4,13 @@ The process is `./deepy.py train FILE`, so no run inherits another's state, and 
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from megatron.reports.records import Record
 from megatron.sweeps.remaining_work import (
@@ -19,17 +21,27 @@ from megatron.sweeps.remaining_work import (
     write_evaluation_marker,
 )
 from megatron.sweeps.spec import SweepMember
-from megatron.training.metrics_log import METRICS_FILE
+from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, RunError, UserError
-from megatron.utils.progress import ProgressMeter, WorkItem
+from megatron.utils.progress import WorkItem
 from megatron.utils.signals import get_parent_variable
 
 DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2
 
 
-def run_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> list[Record]:
+class JobMeter(Protocol):
+    """What is told of the jobs of a member while it runs: a `ProgressMeter`, or what passes all on to one."""
+
+    def begin(self, job: WorkItem, detail: str = "") -> None: ...
+    def update(self, done: float, detail: str = "") -> None: ...
+    def finish(self) -> None: ...
+    def skip(self, job: WorkItem) -> None: ...
+    def log(self, line: str) -> None: ...
+
+
+def run_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> list[Record]:
     """Train and evaluate one member, as far as that is not done.
 
     Returns:
@@ -39,10 +51,25 @@ def run_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> l
         UserError, RunError: what the training ended with, or the evaluation refuses.
     """
     _train_member(member, work, meter)
-    return _evaluate_member(member, work.evaluation, meter)
+    records = [
+        record for name, job in work.evaluations.items() for record in _evaluate_member(member, name, job, meter)
+    ]
+    cost = read_training_cost(member.folder / METRICS_FILE)
+    return [record if record.is_trivial_baseline else record.replace(**cost) for record in records]
 
 
-def _train_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -> None:
+def read_training_cost(metrics: Path) -> dict[str, float]:
+    """The fields of records on what a training took: the median time of its steps, and its most memory."""
+    steps = [record for _, record in read_metrics_log(metrics) if record["kind"] == "train" and "ms_per_step" in record]
+    if not steps:
+        return {}
+    return {
+        "step_seconds": statistics.median(record["ms_per_step"] for record in steps) / 1000,
+        "train_memory_gib": max(record["memory_gib"] for record in steps),
+    }
+
+
+def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:
     """Train a member to its end, or find it trained."""
     done, steps, job = work.finished_steps, member.resolved_config.training.train_iters, work.training
     if done >= steps and not lacks_test_record(member):
@@ -71,25 +98,25 @@ def _train_member(member: SweepMember, work: MemberWork, meter: ProgressMeter) -
     meter.finish()
 
 
-def _evaluate_member(member: SweepMember, job: WorkItem, meter: ProgressMeter) -> list[Record]:
-    """Evaluate a trained member, or find it evaluated in the same way."""
+def _evaluate_member(member: SweepMember, name: str | None, job: WorkItem, meter: JobMeter) -> list[Record]:
+    """Make a trained member's evaluation of that name, or find it made in the same way."""
     from megatron.evaluation.run import evaluate_runs
 
-    records = read_evaluated_records(member)
+    records = read_evaluated_records(member, name)
     if records is not None:
         meter.skip(job)
-        meter.log(f"{member.name}: evaluated already")
+        meter.log(f"{member.name}: evaluated already" + ("" if name is None else f" ({name})"))
         return records
     meter.begin(job, "loading")
     records = evaluate_runs(
         [member.folder],
-        member.evaluation,
+        member.evaluations[name],
         output=member.results,
-        names=[member.variant],
+        names=[member.get_method(name)],
         progress=lambda length, done, total: meter.update(done, f"length {length:,}"),
     )
     meter.finish()
-    write_evaluation_marker(member, records)
+    write_evaluation_marker(member, records, name)
     return records
 
 

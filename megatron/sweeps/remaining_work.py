@@ -23,9 +23,11 @@ from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
+from megatron.tasks.task_config import read_task_config
 from megatron.training import metrics_log
 from megatron.training.check_resources import estimate_disk_need, refuse_full_disk
 from megatron.training.metrics_log import has_logged_record
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 
 # What needs torch is imported where it is used: a mistake in the file is reported at once.
 
-EVALUATION_MARKER_FILE = "evaluated.json"
+EVALUATION_MARKER_FILE = "evaluated{}.json"
+"""With the name of a further evaluation behind a line, for those."""
 MARKER_FORMAT = 4  # 1 had no bootstrap, 2 was for the whole results.json, 3 named the options otherwise
 
 
@@ -91,9 +94,10 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
 def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
     """A member that gave no result, as reports have it."""
     config = member.trained_config
-    return RunFailure(
-        member.variant, member.seed, reason, step, config.model.seq_length if config.data.task is None else None
-    )
+    if config.data.task is None:
+        return RunFailure(member.variant, member.seed, reason, step, config.model.seq_length)
+    task = read_task_config(config.data)
+    return RunFailure(member.variant, member.seed, reason, step, task.max_length, task.dataset)
 
 
 def lacks_test_record(member: SweepMember) -> bool:
@@ -109,10 +113,10 @@ def lacks_test_record(member: SweepMember) -> bool:
     return not has_logged_record(member.folder, "test", training.train_iters)
 
 
-def read_evaluated_records(member: SweepMember) -> list[Record] | None:
-    """The records of a member if it was scored in its way before and all of them are still in its results."""
-    results, marker = member.results / RESULTS_FILE, _read_marker(member.results / EVALUATION_MARKER_FILE)
-    if marker.get("how") != _describe_evaluation(member) or not results.is_file():
+def read_evaluated_records(member: SweepMember, evaluation: str | None = None) -> list[Record] | None:
+    """The records of a member's evaluation if it was made in its way before and all are still in its results."""
+    results, marker = member.results / RESULTS_FILE, _read_marker(_get_marker_path(member, evaluation))
+    if marker.get("how") != _describe_evaluation(member, evaluation) or not results.is_file():
         return None
     records_by_hash = {_hash_record(record): record for record in read_records(results)}
     hashes = marker.get("records") or []
@@ -121,20 +125,27 @@ def read_evaluated_records(member: SweepMember) -> list[Record] | None:
     return [records_by_hash[digest] for digest in hashes]
 
 
-def write_evaluation_marker(member: SweepMember, member_records: Sequence[Record]) -> None:
-    """Remember that these are the member's records, and how they came about."""
-    marker = {"how": _describe_evaluation(member), "records": [_hash_record(record) for record in member_records]}
-    write_text_atomically(member.results / EVALUATION_MARKER_FILE, json.dumps(marker, indent=1) + "\n")
+def write_evaluation_marker(
+    member: SweepMember, member_records: Sequence[Record], evaluation: str | None = None
+) -> None:
+    """Remember that these are the member's records of an evaluation, and how they came about."""
+    how, hashes = _describe_evaluation(member, evaluation), [_hash_record(record) for record in member_records]
+    marker = {"how": how, "records": hashes}
+    write_text_atomically(_get_marker_path(member, evaluation), json.dumps(marker, indent=1) + "\n")
 
 
-def _describe_evaluation(member: SweepMember) -> dict[str, Any]:
+def _get_marker_path(member: SweepMember, evaluation: str | None) -> Path:
+    return member.results / EVALUATION_MARKER_FILE.format("" if evaluation is None else f"_{evaluation}")
+
+
+def _describe_evaluation(member: SweepMember, evaluation: str | None) -> dict[str, Any]:
     """All that an evaluation's results depend on, as far as a sweep decides it."""
     checkpoint = checkpoints.resolve_checkpoint_path(member.folder)
     weights = (checkpoint / checkpoints.WEIGHTS).stat()
     return {
         "format": MARKER_FORMAT,
-        "evaluate": member.evaluation.model_dump(exclude={"batch_tokens"}),
-        "method": member.variant,
+        "evaluate": member.evaluations[evaluation].model_dump(exclude={"batch_tokens", "variants"}),
+        "method": member.get_method(evaluation),
         "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
     }
 
@@ -158,11 +169,16 @@ class MemberWork:
     finished_steps: int
     """Steps that its training has behind it."""
     training: WorkItem
-    evaluation: WorkItem
+    evaluations: dict[str | None, WorkItem]
+    """By the names of the member's evaluations."""
+
+    @property
+    def items(self) -> list[WorkItem]:
+        return [self.training, *self.evaluations.values()]
 
     @property
     def has_work(self) -> bool:
-        return bool(self.training.work or self.evaluation.work)
+        return any(item.work for item in self.items)
 
 
 def estimate_work(
@@ -181,14 +197,17 @@ def estimate_work(
         UserError: a member cannot be trained on this machine, or not scored as the sweep says.
     """
     works: dict[SweepMember, MemberWork] = {}
-    scoring: dict[str, EvalEstimate] = {}  # the members of a variant differ in their seed, which changes no shape
+    # The members of a variant differ in their seed, which changes no shape.
+    scoring: dict[tuple[str, str | None], dict[str | None, EvalEstimate]] = {}
     for number, member in enumerate(sweep.members, start=1):
-        if member.variant not in scoring:
-            scoring[member.variant] = _build_scoring(member)
-            if (note := scoring[member.variant].note) is not None:
-                log(f"{member.variant}: {note}")
+        key = member.variant, member.benchmark
+        if key not in scoring:
+            scoring[key] = {name: _build_scoring(member, options) for name, options in member.evaluations.items()}
+            for note in dict.fromkeys(estimate.note for estimate in scoring[key].values()):
+                if note is not None:
+                    log(f"{', '.join(filter(None, key))}: {note}")
         position = f"{number}/{len(sweep.members)}"
-        works[member] = _estimate_member(member, position, finished_steps[member], scoring[member.variant])
+        works[member] = _estimate_member(member, position, finished_steps[member], scoring[key])
     return works
 
 
@@ -214,7 +233,7 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
     refuse_full_disk("sweep.output", sweep.output_folder, needed, text)
 
 
-def _build_scoring(member: SweepMember) -> EvalEstimate:
+def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstimate:
     from megatron.evaluation.targets import estimate_untrained
     from megatron.model.build import check_position_options
 
@@ -224,22 +243,32 @@ def _build_scoring(member: SweepMember) -> EvalEstimate:
             check_position_options(stage_config.model, stage_config.position)
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
-    return estimate_untrained(member.name, config, member.evaluation)
+    return estimate_untrained(member.name, config, options)
 
 
-def _estimate_member(member: SweepMember, position: str, finished_steps: int, scoring: EvalEstimate) -> MemberWork:
-    config = member.resolved_config
+def _estimate_member(
+    member: SweepMember, position: str, finished_steps: int, scoring: dict[str | None, EvalEstimate]
+) -> MemberWork:
+    config, model = member.resolved_config, scoring[None].model
     training, done = config.training, max(finished_steps, member.first_step)
     flops = 0.0
     for stage in build_stages(config):
         stage_config = stage.config
         lengths = list_sequence_lengths(stage_config.data, stage_config.model.seq_length)
         sequences = max(0, stage.end_step - max(stage.first_step, done)) * (stage_config.training.train_batch_size or 0)
-        flops += sequences * sum(scoring.model.flops_per_token(length) * length for length in lengths) / len(lengths)
+        flops += sequences * sum(model.flops_per_token(length) * length for length in lengths) / len(lengths)
     left = max(0, training.train_iters - finished_steps)
-    is_evaluated = left == 0 and read_evaluated_records(member) is not None
+    is_evaluated = {name: left == 0 and read_evaluated_records(member, name) is not None for name in scoring}
+    kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models do fewer FLOPs in a second
     return MemberWork(
         finished_steps=finished_steps,
-        training=WorkItem(f"{position} train {member.name}", "train", flops),
-        evaluation=WorkItem(f"{position} evaluate {member.name}", "evaluate", 0.0 if is_evaluated else scoring.flops),
+        training=WorkItem(f"{position} train {member.name}", f"train{kind}", flops),
+        evaluations={
+            name: WorkItem(
+                f"{position} evaluate {member.name}" + ("" if name is None else f" ({name})"),
+                f"evaluate{kind}",
+                0.0 if is_evaluated[name] else estimate.flops,
+            )
+            for name, estimate in scoring.items()
+        },
     )

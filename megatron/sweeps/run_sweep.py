@@ -1,10 +1,11 @@
 """`./deepy.py sweep FILE`: prepare a corpus, train every variant with every seed, evaluate all alike, report.
 
-    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after every run that was evaluated
+    OUTPUT/results.json, .csv, .md, .png, report.html              rewritten after runs that were evaluated
     OUTPUT/log.txt                                                 what libraries had to say
     OUTPUT/VARIANT/seed_1234.yml                                   the run's whole configuration: `train` takes it too
     OUTPUT/VARIANT/seed_1234.txt                                   what its training printed
     OUTPUT/VARIANT/seed_1234/                                      the run: checkpoints, metrics, its own results
+    OUTPUT/VARIANT/BENCHMARK/seed_1234…                            the same of a benchmark
 
 A sweep that is stopped, by a person or an error, is carried on by the same command: finished runs are taken as they
 are, an interrupted one resumes at its last checkpoint. A run folder whose configuration is not the one asked for is
@@ -13,6 +14,9 @@ never overwritten and never reused; the sweep refuses to start.
 A member that fails does not keep the others from running. One whose training diverged has that for a result: it stands
 in tables and on the page with its reason and step, and is tried again only where that is asked for (`--retry-failed`).
 One that failed otherwise, as by a full disk, is tried again by the next start.
+
+With `jobs` several members run at once on this machine (`worker_pool.py`). Results and page are rewritten as often as
+takes `REPORT_SHARE` of the time, and in the end; what a member measured lies in its own folder besides.
 
 With `launcher: slurm` what is left to do becomes a job array, a task for each member; once its tasks have ended, the
 same command finds nothing left to do and writes the report.
@@ -24,7 +28,7 @@ the speed of those that have run or are running.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,13 +36,16 @@ from rich.console import Console
 
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
+from megatron.distributed.hardware import count_cores
 from megatron.launch import slurm
 from megatron.launch.console import log_traceback, run_console
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
+from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.failures import RunFailure
+from megatron.reports.leaderboard import Addition, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record
-from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables
+from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -48,11 +55,12 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
+from megatron.sweeps.spec import Sweep, SweepMember, find_additions, read_sweep
+from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
-from megatron.utils.progress import ProgressMeter, WorkItem, estimate_seconds_left
+from megatron.utils.progress import ProgressMeter, WorkItem
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
@@ -66,6 +74,8 @@ CARRY_ON_HINT = "the same command carries on from here"
 LOCKED_MESSAGE = "a sweep is running there; wait for its end, or choose another folder"
 RETRY_DIVERGED_HINT = "--retry-failed trains again what diverged"
 RETRY_FAILED_HINT = "the same command tries again what failed"
+REPORT_SHARE = 0.05
+"""Of the time of a sweep that rewriting its report may take."""
 MAX_NAMED_FAILURES = 5
 """Failures that a line names."""
 Log = Callable[[str], None]
@@ -215,7 +225,7 @@ def _run_members(
         if member in diverged:
             raise RunError(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
         work = works[member]
-        with ProgressMeter(console, [work.training, work.evaluation]) as meter:
+        with ProgressMeter(console, work.items) as meter:
             return run_member(member, work, meter)
     records, failures = _run_all_members(sweep, console, works, diverged)
     if records:
@@ -232,39 +242,78 @@ def _run_members(
 def _run_all_members(
     sweep: Sweep, console: Console, works: dict[SweepMember, MemberWork], diverged: dict[SweepMember, RunFailure]
 ) -> tuple[list[Record], list[RunFailure]]:
-    """Run one member after the other, and rewrite the report after each. One that fails keeps no other from running."""
-    records: list[Record] = []
-    failures: list[RunFailure] = []
+    """Run all members, and rewrite the report now and then. One that fails keeps no other from running."""
+    results = _SweepResults(sweep, {}, dict(diverged))
     pending = {member: work for member, work in works.items() if member not in diverged}
-    jobs = [job for work in pending.values() for job in (work.training, work.evaluation)]
-    with ProgressMeter(console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left))) as meter:
-        meter.log(_describe_plan(pending, len(works)))
-        for number, (member, work) in enumerate(works.items(), start=1):
-            had_work = work.has_work and member not in diverged
-            if member in diverged:
-                failures.append(diverged[member])
-                meter.log(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
+    jobs = [job for work in pending.values() for job in work.items]
+    num_workers = _count_workers(sweep, sum(work.has_work for work in pending.values()))
+    with ProgressMeter(
+        console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left)), at_once=num_workers
+    ) as meter:
+        meter.log(_describe_plan(pending, len(works), num_workers))
+        for member, failure in diverged.items():
+            meter.log(f"{member.name}: {failure}; {RETRY_DIVERGED_HINT}")
+        for member, outcome in run_members(pending, meter, num_workers):
+            if isinstance(outcome, FarfieldError):
+                results.failures[member] = find_member_divergence(member) or build_failure(member, str(outcome))
+                for job in works[member].items:
+                    meter.skip(job)
+                meter.log(f"{member.name}: {results.failures[member]}")
             else:
-                try:
-                    records += run_member(member, work, meter)
-                except FarfieldError as error:
-                    failures.append(find_member_divergence(member) or build_failure(member, str(error)))
-                    meter.skip(work.training)
-                    meter.skip(work.evaluation)
-                    meter.log(f"{member.name}: {failures[-1]}")
-            if records and (had_work or number == len(works)):  # unchanged pictures take longer than all else
-                _write_results(sweep, records, failures)
-            if had_work and number < len(works) and (left := estimate_seconds_left(meter.jobs)) is not None:
-                meter.log(f"{number} of {len(works)} runs done, about {format_duration(left)} left")
-    return sort_baselines_last(records), failures
+                results.records[member] = outcome
+            if works[member].has_work:
+                results.write_if_due()
+                done = len(results.records) + len(results.failures)
+                if done < len(works) and (left := meter.estimate_seconds_left()) is not None:
+                    meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left")
+    results.write()
+    return results.list_records(), results.list_failures()
+
+
+def _count_workers(sweep: Sweep, num_pending: int) -> int:
+    """Members that run at once."""
+    jobs = sweep.options.jobs
+    return max(1, min(num_pending, count_cores() if jobs == "auto" else jobs))
+
+
+@dataclass
+class _SweepResults:
+    """What is measured so far, and when it was last written."""
+
+    sweep: Sweep
+    records: dict[SweepMember, list[Record]]
+    failures: dict[SweepMember, RunFailure]
+    next_write: float = 0.0
+
+    def list_records(self) -> list[Record]:
+        """In the order of the sweep's members."""
+        return sort_baselines_last([record for member in self.sweep.members for record in self.records.get(member, ())])
+
+    def list_failures(self) -> list[RunFailure]:
+        return [self.failures[member] for member in self.sweep.members if member in self.failures]
+
+    def write_if_due(self) -> None:
+        """Rewrite results and report, unless that was done so lately that it would take much of the time: of many
+        methods it takes half a minute."""
+        start_time = time.monotonic()
+        if start_time >= self.next_write and self.records:
+            self.write()
+            self.next_write = time.monotonic() + (time.monotonic() - start_time) / REPORT_SHARE
+
+    def write(self) -> None:
+        if self.records:
+            _write_results(self.sweep, self.list_records(), self.list_failures(), list(self.records))
 
 
 def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], console: Console) -> None:
     """The tables of a sweep, on the console."""
-    print_comparison_tables(console, records, failures)
-    options = sweep.options
+    options, experiment = sweep.options, _build_experiment(sweep)
+    if (leaderboard := experiment.get_leaderboard()) is not None:
+        print_leaderboard(console, LeaderboardReport(leaderboard, build_comparison_tables(records, failures)))
+        return
+    print_comparison_tables(console, records, failures, own_seeds=options.has_own_seeds)
     for grid in (
-        _build_experiment(sweep).build_tables(records, failures=failures)
+        experiment.build_tables(records, failures=failures)
         if options.published or options.against or options.differences
         else ()
     ):
@@ -294,16 +343,17 @@ def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> N
     log(f"corpus {info.folder} {'is there' if info.reused else 'prepared'}: {sizes}")
 
 
-def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int) -> str:
+def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_workers: int) -> str:
     """How much there is to do, before any speed is known."""
     runs = sum(work.has_work for work in works.values())
     if not runs:
         return f"nothing to do: {len(works)} of {num_members} runs are done"
     training = sum(work.training.work for work in works.values())
-    evaluation = sum(work.evaluation.work for work in works.values())
+    evaluation = sum(job.work for work in works.values() for job in work.evaluations.values())
+    at_once = "" if num_workers == 1 else f", {num_workers} at once"
     return (
-        f"{runs} of {num_members} runs to do: {format_flops(training)} of training and {format_flops(evaluation)} of "
-        f"evaluation; how long that takes follows with the first steps"
+        f"{runs} of {num_members} runs to do{at_once}: {format_flops(training)} of training and "
+        f"{format_flops(evaluation)} of evaluation; how long that takes follows with the first steps"
     )
 
 
@@ -319,27 +369,31 @@ def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
     return [*runs, *(record for index, record in enumerate(baselines) if record not in baselines[:index])]
 
 
-def _write_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> None:
-    """Rewrite the results and the report of what is measured so far."""
+def _write_results(
+    sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
+) -> None:
+    """Rewrite the results and the report of what is measured so far, of the members that are done."""
     from megatron.reports import paper_experiment, report
     from megatron.reports.results_output import write_results
 
     output = sweep.output_folder
-    records = sort_baselines_last(records)
-    write_results(output, records, failures)
+    write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds)
     experiment = _build_experiment(sweep)
-    if experiment.has_paper_comparison:  # the results of other sweeps may be put together with others
+    if experiment.is_worth_keeping:  # the results of other sweeps may be put together with others
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
-    measured = {(record.method, record.seed) for record in records}
     texts = dict(sweep.texts)
-    done = [member for member in sweep.members if (member.variant, member.seed) in measured]
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done) - len(failures)
     report.write_report(
         output / REPORT_FILE,
         [
             report.ReportSection(
-                sweep.options.title, records, experiment.build_tables(records, failures=failures), failures
+                sweep.options.title,
+                records,
+                experiment.build_tables(records, failures=failures),
+                failures,
+                experiment.own_seeds,
+                experiment.get_leaderboard(),
             )
         ],
         num_pending_runs=missing,
@@ -355,7 +409,13 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
         PublishedTable(table.source, table.train_length, table.metric, tuple(table.lengths), dict(table.rows))
         for table in options.published
     )
-    return Experiment(options.title, options.against, published, tuple(options.differences))
+    leaderboard = None
+    if options.leaderboard is not None:
+        additions = tuple(Addition(*addition) for addition in find_additions(sweep))
+        leaderboard = Leaderboard(options.against or sweep.members[0].variant, additions, options.leaderboard.drawn)
+    return Experiment(
+        options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
+    )
 
 
 @contextmanager

@@ -15,31 +15,40 @@
 A branch has the keys of the variant that it branches from, and its own on top; it goes on from that one's checkpoint
 of the same seed, which is not copied. So one trunk may have several decays.
 
+A benchmark is a further training of every variant, whose `keys` stand where the shared keys stand for the first:
+
+      benchmarks:
+        copy: {keys: {task: copy_string, task_length: 16, num_layers: 2, …}, evaluate: {lengths: [16, 64]}}
+
 torch is not imported: a mistake in the file is reported at once.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE
 from megatron.config.load import find_config, merge_documents, split_override
+from megatron.config.method_names import list_processor_values
+from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.sweep import BRANCH, SweepOptions
+from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
+
+EvaluationType = TypeVar("EvaluationType", bound=EvaluationOptions)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a configuration holds mappings, which have no hash
@@ -58,6 +67,22 @@ class SweepMember:
     """The member that it branches from."""
     first_step: int = 0
     """Of its own training: where it branches."""
+    benchmark: str | None = None
+    """The benchmark that its training belongs to; None for the sweep's own."""
+    further_evaluations: Mapping[str, FurtherEvaluationOptions] = field(default_factory=dict)
+    """By name, those that are of this variant."""
+
+    @property
+    def evaluations(self) -> dict[str | None, EvaluationOptions]:
+        """All evaluations of it by name; that of None is the first."""
+        evaluations: dict[str | None, EvaluationOptions] = {None: self.evaluation}
+        evaluations.update(self.further_evaluations)
+        return evaluations
+
+    def get_method(self, evaluation: str | None) -> str:
+        """Its name in the records of an evaluation: the variant, and the evaluation where that reads it otherwise."""
+        is_read_otherwise = any(value is not None for value in list_overrides(self.evaluations[evaluation]).values())
+        return f"{self.variant} ({evaluation})" if evaluation is not None and is_read_otherwise else self.variant
 
     @property
     def origin(self) -> Path | None:
@@ -71,7 +96,7 @@ class SweepMember:
 
     @property
     def name(self) -> str:
-        return f"{self.variant}, seed {self.seed}"
+        return ", ".join(filter(None, [self.variant, self.benchmark, f"seed {self.seed}"]))
 
     @cached_property
     def machine_config(self) -> Config:
@@ -144,10 +169,51 @@ def read_sweep(
     for document in shared:
         refuse_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
+    trainings = [_Training(None, shared, common, options.evaluate, options.evaluations)]
+    for name, benchmark in options.benchmarks.items():
+        path = ("sweep", "benchmarks", name, "keys")
+        overridden, in_file = _split_variant(benchmark.keys, path, locate)
+        layers = [
+            _select_part(setters["benchmarks"], path, in_file),
+            YamlDocument(f"{COMMAND_LINE}, benchmark {name}", overridden, {}),
+        ]
+        trainings.append(
+            _Training(name, layers, (), benchmark.evaluate, benchmark.evaluations, benchmark.variants, benchmark.seeds)
+        )
+    members: list[SweepMember] = []
+    for training in trainings:
+        members += _build_training(training, options, setters, locate, notes)
+    texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What all variants train alike: the sweep's own keys, or a benchmark's."""
+
+    benchmark: str | None
+    shared: Sequence[YamlDocument]
+    overrides: Sequence[str]
+    evaluation: EvaluationOptions
+    further_evaluations: Mapping[str, FurtherEvaluationOptions]
+    variants: Sequence[str] | None = None
+    seeds: Sequence[int] | None = None
+
+
+def _build_training(
+    training: _Training,
+    options: SweepOptions,
+    setters: dict[str, YamlDocument],
+    locate: Callable[[KeyPath], str],
+    notes: list[str],
+) -> list[SweepMember]:
+    """The members of one training, variant by variant. What merging their keys replaced is added to `notes`."""
     built: dict[str, list[SweepMember]] = {}
     layers_by_variant: dict[str, list[YamlDocument]] = {}
     for variant in options.sort_variants():
-        keys = {name: value for name, value in options.variants[variant].items() if name != BRANCH}
+        if training.benchmark is not None and variant not in (training.variants or options.list_unbranched()):
+            continue
+        keys = {name: value for name, value in options.variants[variant].items() if name not in (BRANCH, SEEDS)}
         overridden, in_file = _split_variant(keys, ("sweep", "variants", variant), locate)
         branch = options.branches.get(variant)
         layers_by_variant[variant] = [
@@ -158,13 +224,19 @@ def read_sweep(
         trunks = [] if branch is None else built[branch.variant]
         steps = sorted({other.step for other in options.branches.values() if other.variant == variant})
         built[variant], replaced = _build_members(
-            variant, options, shared, layers_by_variant[variant], common, trunks, 0 if branch is None else branch.step
+            variant, training, options, layers_by_variant[variant], trunks, 0 if branch is None else branch.step
         )
         built[variant] = [_save_for_branches(member, steps) for member in built[variant]]
         notes += replaced
     members = [member for variant_members in built.values() for member in variant_members]
+    _check_lengths(training, members)
+    return members
+
+
+def _check_lengths(training: _Training, members: Sequence[SweepMember]) -> None:
+    """Refuse evaluations whose lengths or targets would differ between variants. Raises UserError."""
     lengths = {member.trained_config.model.seq_length for member in members}
-    evaluation = options.evaluate
+    evaluation = training.evaluation
     if len(lengths) > 1 and (evaluation.lengths is None or evaluation.multiples is not None):
         raise UserError(
             f"seq_length: variants are trained at {', '.join(map(str, sorted(lengths)))} tokens, so "
@@ -175,8 +247,6 @@ def read_sweep(
             "seq_length: variants are trained at several lengths, so sweep.evaluate.targets has to say how many tokens "
             "of a window are scored: else each would have its own"
         )
-    texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
-    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts)
 
 
 def _save_for_branches(member: SweepMember, steps: Sequence[int]) -> SweepMember:
@@ -192,10 +262,9 @@ def _save_for_branches(member: SweepMember, steps: Sequence[int]) -> SweepMember
 
 def _build_members(
     variant: str,
+    training: _Training,
     options: SweepOptions,
-    shared: Sequence[YamlDocument],
     own: Sequence[YamlDocument],
-    common: Sequence[str],
     trunks: Sequence[SweepMember],
     first_step: int,
 ) -> tuple[list[SweepMember], list[str]]:
@@ -203,28 +272,64 @@ def _build_members(
 
     trunks, first_step: the members that a branch's go on from, by seed, and where.
     """
-    loaded = merge_documents([*shared, *own], common)
+    loaded = merge_documents([*training.shared, *own], training.overrides)
     # That a variant replaces a shared key is what it is for.
     locations = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
     intended = tuple(f"({location})" for location in (*locations, *(layer.source for layer in own)))
-    evaluation = options.evaluate
-    if "device" not in evaluation.model_fields_set:
-        evaluation = evaluation.replace(device=loaded.config.launch.device)
+    evaluation = _choose_device(training.evaluation, loaded.config)
+    further_evaluations = {
+        name: _choose_device(further, loaded.config)
+        for name, further in training.further_evaluations.items()
+        if variant in (further.variants or [variant])
+    }
     members = []
-    for seed in options.seeds:
+    for seed in training.seeds or options.get_seeds(variant):
         trunk = next((trunk for trunk in trunks if trunk.seed == seed), None)
+        if first_step and trunk is None:
+            raise UserError(f"sweep.variants.{variant}: seed {seed} has no run of the variant that it branches from")
         origin = None if trunk is None else (trunk.folder.parent.name, first_step)
-        results = get_output_folder(options) / variant / f"seed_{seed}"
+        results = get_output_folder(options).joinpath(
+            variant, *([] if training.benchmark is None else [training.benchmark]), f"seed_{seed}"
+        )
         folder = (
             results
             if options.runs is None
             else Path(options.runs) / compute_run_identity(loaded.config, origin) / f"seed_{seed}"
         )
-        member = SweepMember(variant, seed, loaded.config, folder, evaluation, results, trunk, first_step)
+        member = SweepMember(
+            variant, seed, loaded.config, folder, evaluation, results, trunk, first_step, training.benchmark,
+            further_evaluations,
+        )  # fmt: skip
         load = None if member.origin is None else str(member.origin)
         config = loaded.config.replace(seed=seed, save=str(folder), load=load)
         members.append(replace(member, config=config))
     return members, [note for note in loaded.notes if not note.endswith(intended)]
+
+
+def _choose_device(evaluation: EvaluationType, config: Config) -> EvaluationType:
+    """That of the training, unless one is named."""
+    return evaluation if "device" in evaluation.model_fields_set else evaluation.replace(device=config.launch.device)
+
+
+def find_additions(sweep: Sweep) -> list[tuple[str, str, str]]:
+    """The pairs of variants that differ in one of the leaderboard's additions alone: its name, the variant, and the one
+    without it."""
+    if sweep.options.leaderboard is None:
+        return []
+    configs = {
+        member.variant: {**member.config.training_fingerprint(), "seed": None}
+        for member in sweep.members
+        if member.benchmark is None
+    }
+    found = []
+    for name in sweep.options.leaderboard.additions:
+        key = "score_processor" if name in list_processor_values() else "attention_temperature"
+        for variant, config in configs.items():
+            if config[key] != name:
+                continue
+            without = {**config, key: "none", f"{key}_options": {}}
+            found += [(name, variant, base) for base, other in configs.items() if other == without]
+    return found
 
 
 def get_output_folder(options: SweepOptions) -> Path:

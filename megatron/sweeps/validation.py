@@ -1,22 +1,35 @@
 """What can be wrong in the `sweep:` mapping, one line per problem."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from megatron.config.method_names import list_processor_values, list_temperature_values
 from megatron.config.schema import KeyPath
 from megatron.config.validation_errors import describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection
-from megatron.options.sweep import BRANCH, BranchOptions, SweepCorpusOptions, SweepOptions
+from megatron.options.sweep import (
+    BRANCH,
+    SEEDS,
+    BenchmarkOptions,
+    BranchOptions,
+    FurtherEvaluationOptions,
+    LeaderboardOptions,
+    SweepCorpusOptions,
+    SweepOptions,
+)
+from megatron.options.training import MAX_SEED
 from megatron.reports.metrics import METRICS
 from megatron.utils.errors import UserError, shorten_text
 from megatron.utils.suggestions import format_choices, suggest_names
 
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Names of variants: they are folder names too."""
+RUN_FOLDER = re.compile(r"seed_\d+")
+"""Of a run, beside which those of benchmarks stand."""
 MAX_NAME_LENGTH = 255
 """Bytes of a name in the file systems of Linux."""
 
@@ -63,32 +76,61 @@ def refuse_owned_keys(names: Sequence[str], locate: Callable[[str], str]) -> Non
 
 
 def _find_unknown_keys(values: dict[str, Any], locate: Callable[[KeyPath], str]) -> Iterator[str]:
-    sections: tuple[tuple[KeyPath, type[ConfigSection]], ...] = (
+    sections: list[tuple[KeyPath, type[ConfigSection]]] = [
         (("sweep",), SweepOptions),
         (("sweep", "corpus"), SweepCorpusOptions),
         (("sweep", "evaluate"), EvaluationOptions),
-    )
+        (("sweep", "leaderboard"), LeaderboardOptions),
+        *((("sweep", "evaluations", name), FurtherEvaluationOptions) for name in _list_names(values, "evaluations")),
+    ]
+    for name in _list_names(values, "benchmarks"):
+        path: KeyPath = ("sweep", "benchmarks", name)
+        sections += [(path, BenchmarkOptions), ((*path, "evaluate"), EvaluationOptions)]
+        inner = _get_inside(values, path[1:])
+        further = _list_names(inner if isinstance(inner, dict) else {}, "evaluations")
+        sections += [((*path, "evaluations", inner_name), FurtherEvaluationOptions) for inner_name in further]
     for path, section in sections:
-        inside = values if len(path) == 1 else values.get(path[-1])
+        inside = _get_inside(values, path[1:])
         for name in inside if isinstance(inside, dict) else ():
             if name not in section.model_fields:
                 full, hint = (*path, name), _suggest_key(name, list(section.model_fields))
                 yield f"{locate(full)}: unknown key {'.'.join(full)!r}{hint}"
 
 
+def _get_inside(values: Any, path: KeyPath) -> Any:
+    """What stands under a path of keys; None if there is nothing."""
+    for name in path:
+        values = values.get(name) if isinstance(values, dict) else None
+    return values
+
+
+def _list_names(values: dict[str, Any], key: str) -> list[str]:
+    """The names in a mapping of the sweep; none if it is no mapping, which is told elsewhere."""
+    inside = values.get(key)
+    return list(inside) if isinstance(inside, dict) else []
+
+
 def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:
     for name, keys in options.variants.items():
-        if not VALID_NAME.fullmatch(name):
-            location = locate(("sweep", "variants", name))
-            yield f"{location}: variant {shorten_text(name)!r} names a folder too: use letters, digits and _.+- only"
-        elif len(name) > MAX_NAME_LENGTH:
-            location, shown = locate(("sweep", "variants", name)), shorten_text(name)
-            yield f"{location}: variant {shown} names a folder too: use {MAX_NAME_LENGTH} characters at most"
-        for key_name in keys:
-            if (instead := SWEEP_OWNED_KEYS.get(key_name.replace("-", "_"))) is not None:
-                inside = locate(("sweep", "variants", name, key_name))
-                yield f"{inside}: {key_name} is set by the sweep: use sweep.{instead}"
+        yield from _find_name_problems("variant", name, locate(("sweep", "variants", name)))
+        yield from _find_owned_keys(keys, ("sweep", "variants", name), locate)
+        yield from _find_seed_problems(keys, locate(("sweep", "variants", name, SEEDS)))
     yield from _find_branch_problems(options, locate)
+    yield from _find_variant_problems(options.evaluations, options, ("sweep", "evaluations"), locate)
+    for name, benchmark in options.benchmarks.items():
+        path: KeyPath = ("sweep", "benchmarks", name)
+        yield from _find_name_problems("benchmark", name, locate(path))
+        yield from _find_owned_keys(benchmark.keys, (*path, "keys"), locate)
+        yield from _find_variant_problems({name: benchmark}, options, ("sweep", "benchmarks"), locate)
+        yield from _find_variant_problems(benchmark.evaluations, options, (*path, "evaluations"), locate)
+        for variant in benchmark.variants or ():
+            if variant in options.branches:
+                yield f"{locate(path)}: {variant} branches from another variant's run, which no benchmark has"
+    methods = [name for name in (*list_processor_values(), *list_temperature_values()) if name != "none"]
+    for name in () if options.leaderboard is None else options.leaderboard.additions:
+        if name not in methods:
+            location = locate(("sweep", "leaderboard", "additions"))
+            yield f"{location}: {name!r} is no score processor and no temperature; {format_choices(name, methods)}"
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
@@ -108,6 +150,41 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
                 )
     if len(set(options.seeds)) < len(options.seeds):
         yield f"{locate(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"
+
+
+def _find_name_problems(kind: str, name: str, location: str) -> Iterator[str]:
+    """A name that cannot be that of a folder."""
+    if not VALID_NAME.fullmatch(name) or RUN_FOLDER.fullmatch(name):
+        yield f"{location}: {kind} {shorten_text(name)!r} names a folder too: use letters, digits and _.+- only"
+    elif len(name) > MAX_NAME_LENGTH:
+        yield f"{location}: {kind} {shorten_text(name)} names a folder too: use {MAX_NAME_LENGTH} characters at most"
+
+
+def _find_owned_keys(keys: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]) -> Iterator[str]:
+    for name in keys:
+        if (instead := SWEEP_OWNED_KEYS.get(name.replace("-", "_"))) is not None:
+            yield f"{locate((*path, name))}: {name} is set by the sweep: use sweep.{instead}"
+
+
+def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
+    seeds = keys.get(SEEDS, [0])
+    is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
+    if not is_valid or len(set(seeds)) < len(seeds):
+        yield f"{location}: seeds is {shorten_text(str(seeds))}; it must be a list of different whole numbers from 0 on"
+
+
+def _find_variant_problems(
+    parts: Mapping[str, FurtherEvaluationOptions | BenchmarkOptions],
+    options: SweepOptions,
+    path: KeyPath,
+    locate: Callable[[KeyPath], str],
+) -> Iterator[str]:
+    """Names of variants that there are not, in benchmarks or further evaluations."""
+    for name, part in parts.items():
+        for variant in part.variants or ():
+            if variant not in options.variants:
+                near = format_choices(variant, options.variants)
+                yield f"{locate((*path, name, 'variants'))}: {variant!r} is no variant; {near}"
 
 
 def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:

@@ -108,6 +108,11 @@ class TaskConfig:
         """The task in one word, with the options that differ from the default's."""
         return format_task_label(self.name, self.task)
 
+    @property
+    def dataset(self) -> str:
+        """What records of the task say that they were scored on."""
+        return f"task {self.label}"
+
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of inputs that training draws from, each as often, ascending."""

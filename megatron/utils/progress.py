@@ -4,7 +4,7 @@ The estimate works job by job: what starting up still takes, and what is left of
 the job's own once work has been seen twice, so that starting up can be told from working; before that they are those of
 other jobs of its kind, else of any. Those of its kind still count for a little while after it. Work can be in any unit
 that is alike within a kind (FLOPs here), so an estimate is bad only where speeds differ within a kind, and corrects
-itself when that job runs.
+itself when that job runs. Where several jobs run at once, what is left is divided among them.
 
 On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
 now and then, since a bar's control characters would fill the file.
@@ -94,9 +94,13 @@ class Throughput:
         return Throughput(start, sum(job.done for job, _ in measured) / seconds)
 
 
-def estimate_seconds_left(jobs: Sequence[WorkItem]) -> float | None:
-    """Estimate for all that is left, or None before any speed is known."""
-    left = 0.0
+def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float | None:
+    """Estimate for all that is left, or None before any speed is known.
+
+    at_once: jobs that run at the same time, each at the speed that jobs were seen at. The last ones are taken to end
+        together, and none to wait for another.
+    """
+    left = longest = 0.0
     for job in jobs:
         if job.is_finished:
             continue
@@ -105,8 +109,9 @@ def estimate_seconds_left(jobs: Sequence[WorkItem]) -> float | None:
         if throughput is None:
             return None
         start = 0.0 if job.done > 0 else max(0.0, throughput.start - job.seconds)
-        left += start + (job.work - job.done) / throughput.speed
-    return left
+        seconds = start + (job.work - job.done) / throughput.speed
+        left, longest = left + seconds, max(longest, seconds)
+    return max(left / at_once, longest)
 
 
 def _blend_estimates(job: WorkItem, kind_throughput: Throughput | None) -> Throughput | None:
@@ -136,7 +141,7 @@ def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 class ProgressMeter:
-    """Shows the progress of jobs that run one after the other.
+    """Shows the progress of jobs that run one after the other, or several at once.
 
     Args:
         console: where to show it; None shows nothing.
@@ -144,6 +149,7 @@ class ProgressMeter:
         clock: seconds; for tests.
         interval: seconds between plain lines.
         forecast: called once, with the seconds that are left, when the speed of a job has first been measured.
+        at_once: jobs that run at the same time.
     """
 
     def __init__(
@@ -154,12 +160,14 @@ class ProgressMeter:
         clock: Callable[[], float] = time.monotonic,
         interval: float = 15.0,
         forecast: Callable[[float], None] | None = None,
+        at_once: int = 1,
     ) -> None:
-        self.console, self.jobs = console, list(jobs)
+        self.console, self.jobs, self.at_once = console, list(jobs), at_once
         self._forecast = forecast
         self._clock, self._interval = clock, interval
         self._current: WorkItem | None = None
-        self._since = self._printed_at = clock()
+        self._printed_at = clock()
+        self._since: dict[str, float] = {}  # by the names of the jobs that have begun
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = build_progress_bar(console, TaskProgressColumn(), TimeElapsedColumn())
@@ -178,29 +186,35 @@ class ProgressMeter:
 
     def begin(self, job: WorkItem, detail: str = "") -> None:
         """Turn to a job. Time from here on counts for its speed."""
-        self._current, self._since = job, self._clock() - job.seconds
+        self._current, self._since[job.name] = job, self._clock() - job.seconds
         self._show(detail, is_start=True)
 
-    def update(self, done: float, detail: str = "") -> None:
-        """So much of the current job's work is done."""
+    def update(self, done: float, detail: str = "", job: WorkItem | None = None) -> None:
+        """So much of a job's work is done: of the one that began last, or of another that has begun."""
+        self._current = job or self._current
         assert self._current is not None
-        self._current.advance(done, self._clock() - self._since)
+        self._current.advance(done, self._clock() - self._since[self._current.name])
         if self._forecast is not None and self._current.is_measured:
             forecast, self._forecast = self._forecast, None
-            left = estimate_seconds_left(self.jobs)
+            left = self.estimate_seconds_left()
             assert left is not None  # this job has a speed
             forecast(left)
         self._show(detail, is_start=False)
+
+    def estimate_seconds_left(self) -> float | None:
+        """For all that is left; None before any speed is known."""
+        return estimate_seconds_left(self.jobs, self.at_once)
 
     def report_stage(self, stage: str, done: int, total: int) -> None:
         """So many steps of a stage of the current job are done, of so many. Each stage counts as the whole job."""
         assert self._current is not None
         self.update(self._current.work * done / max(total, 1), stage)
 
-    def finish(self) -> None:
-        """The current job is done."""
-        assert self._current is not None
-        self.update(self._current.work)
+    def finish(self, job: WorkItem | None = None) -> None:
+        """A job is done: the one that began last, or another."""
+        job = job or self._current
+        assert job is not None
+        self.update(job.work, job=job)
 
     def skip(self, job: WorkItem) -> None:
         """A job turned out to be done already: it takes no time and says nothing about speed."""
@@ -215,11 +229,11 @@ class ProgressMeter:
         job = self._current
         if job is None or self.console is None:
             return
-        left = estimate_seconds_left(self.jobs)
+        left = self.estimate_seconds_left()
         time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left"
         text = f"{job.name}: {detail}" if detail else job.name
         if self._bar is not None:
-            spent = sum(item.seconds for item in self.jobs)
+            spent = sum(item.seconds for item in self.jobs) / self.at_once
             fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
             self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
         elif is_start or self._clock() - self._printed_at >= self._interval:

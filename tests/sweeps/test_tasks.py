@@ -50,7 +50,7 @@ def test_work_counts_the_lengths_that_are_drawn(members) -> None:
     for each in found.values():
         assert each.training.work == pytest.approx(5 * 4 * sum(of_sequence) / 3)
         asked = sum(length * model.flops_per_token(length) for length in (12, 24))
-        assert each.evaluation.work == pytest.approx(6 * asked / 3)
+        assert each.evaluations[None].work == pytest.approx(6 * asked / 3)
     assert said == []
 
 

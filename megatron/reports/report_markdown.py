@@ -1,0 +1,101 @@
+"""The same report as a Markdown page, for records that are kept in a repository: its pictures lie beside it.
+
+zoo.md          what `report.html` says, but for the configurations
+zoo.png         its picture; with several sections zoo_2.png …
+zoo_cost.png    of a leaderboard
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.reports import plots
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
+from megatron.reports.report import (
+    ReportSection,
+    build_leaderboard_report,
+    describe_environment,
+    describe_measurements,
+    describe_plots,
+    get_section_title,
+    select_drawn_records,
+)
+from megatron.reports.results_output import build_missing_table
+from megatron.reports.table_formats import render_comparison_markdown
+from megatron.utils.atomic_io import write_bytes_atomically, write_text_atomically
+
+MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
+"""How every page begins."""
+LINE_LENGTH = 118
+"""Of sentences; tables are as wide as they are."""
+
+
+def is_generated_markdown(path: Path) -> bool:
+    """Is a file such a page?"""
+    return path.is_file() and path.read_bytes().startswith(MARKER.encode())
+
+
+def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[Path]:
+    """The page, and the pictures that are written beside it."""
+    pictures = [_get_picture_path(path, index) for index in range(len(sections))]
+    costs = [_get_cost_path(path, i) for i, section in enumerate(sections) if section.leaderboard is not None]
+    return [path, *pictures, *costs]
+
+
+def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: str | None = None) -> Path:
+    """Write a page and its pictures."""
+    parts = [f"# {title or get_section_title(sections[0])}\n"]
+    for index, section in enumerate(sections):
+        if len(sections) > 1:
+            parts.append(f"## {get_section_title(section)}\n")
+        parts += _render_section(path, index, section)
+    parts.append("## What was measured\n")
+    parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
+    facts = describe_environment(sections)
+    parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")
+    return write_text_atomically(path, MARKER + "\n".join(parts))
+
+
+def _render_section(path: Path, index: int, section: ReportSection) -> list[str]:
+    tables = build_comparison_tables(section.records, section.failures)
+    board = build_leaderboard_report(section)
+    parts = []
+    if board is not None:
+        for answer in board.build_answers():
+            parts.append(f"## {answer.question}\n\n{_break_sentences(' '.join(answer.sentences))}\n")
+        parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in board.build_tables()]
+        if list_cost_points(board):
+            picture = write_bytes_atomically(_get_cost_path(path, index), render_cost_png(board))
+            parts.append(f"![Perplexity over the time of a training step]({picture.name})\n")
+        parts.append("## All numbers\n")
+    drawn = select_drawn_records(section, board)
+    failures = section.failures if board is None else ()
+    picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn, failures=failures))
+    parts.append(f"![{describe_plots(build_comparison_tables(drawn))}]({picture.name})\n")
+    parts += [render_comparison_markdown(table) for table in tables]
+    missing_table = build_missing_table(tables, own_seeds=section.own_seeds)
+    text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]
+    return [*parts, *(table.to_markdown() for table in text_tables)]
+
+
+def _get_picture_path(path: Path, index: int) -> Path:
+    return path.with_name(f"{path.stem}{'' if index == 0 else f'_{index + 1}'}.png")
+
+
+def _get_cost_path(path: Path, index: int) -> Path:
+    return path.with_name(f"{path.stem}{'' if index == 0 else f'_{index + 1}'}_cost.png")
+
+
+def _break_sentences(text: str) -> str:
+    """A line for each sentence, and none longer than pages of this project have them."""
+    lines = []
+    for sentence in text.replace(". ", ".\n").split("\n"):
+        line = ""
+        for word in sentence.split(" "):
+            if line and len(line) + 1 + len(word) > LINE_LENGTH:
+                lines.append(line)
+                line = word
+            else:
+                line = f"{line} {word}" if line else word
+        lines.append(line)
+    return "\n".join(lines)

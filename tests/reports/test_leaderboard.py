@@ -1,0 +1,191 @@
+"""The leaderboard: ranks, differences and costs against plain arithmetic, and words that follow the numbers."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from megatron.reports.combine import combine_results
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.failures import RunFailure
+from megatron.reports.leaderboard import Addition, Contest, Leaderboard, LeaderboardReport, compare_texts
+from megatron.reports.leaderboard_plot import find_frontier
+from megatron.reports.metrics import get_metric
+from megatron.reports.paper_experiment import Experiment, write_experiment
+from megatron.reports.records import Record, record_from_row, write_records
+from megatron.reports.report import ReportSection, render_report
+from megatron.utils.errors import UserError
+
+BLOCKS, TOKENS = 40, 64
+BOARD = Leaderboard("rotary", (Addition("cdape", "cdape+alibi", "alibi"), Addition("cdape", "cdape+fox", "fox")), 2)
+
+
+def text(method: str, means: tuple[float, float], seed: int = 1, step: float = 0.1, **more: object) -> list[Record]:
+    """Records of one run at 64 and 2,048 tokens: nll of blocks around a mean, hard blocks alike for all."""
+    hardness = np.random.default_rng(0).normal(0, 0.4, BLOCKS)
+    noise = np.random.default_rng([seed, len(method), ord(method[0])])
+    records = []
+    for length, mean in zip((64, 2048), means, strict=True):
+        sums = (mean + hardness - hardness.mean() + noise.normal(0, 0.01, BLOCKS)) * TOKENS
+        nll = float(sums.sum() / (BLOCKS * TOKENS))
+        change = {} if length == 64 else {"change": math.exp(nll - records[0].nll), "change_from": 64}
+        records.append(
+            Record(
+                method=method,
+                train_length=64,
+                length=length,
+                protocol="last",
+                metric="perplexity",
+                tokens=2560,
+                value=math.exp(nll),
+                nll=nll,
+                seed=seed,
+                block_sums=sums.tolist(),
+                target_digest="d",
+                dataset="python",
+                run=f"runs/{method}/{seed}",
+                parameters=1000,
+                step_seconds=step,
+                seconds=step * length,
+                **change,
+                **more,
+            )
+        )
+    return records
+
+
+def task(method: str, value: float, seed: int = 1, metric: str = "mean_accuracy", name: str = "copy") -> Record:
+    run = {} if method.startswith("floor") else {"run": f"runs/{method}/{seed}"}
+    row = {"method": method, "train_length": 8, "length": 32, "protocol": "task", "dataset": f"task {name}"}
+    return record_from_row({**row, metric: value, "tokens": 50, "seed": seed, **run})
+
+
+def records() -> list[Record]:
+    """Rotary explodes; cdape helps alibi with two seeds, and does nothing on fox."""
+    return [
+        *text("rotary", (1.50, 3.2)),
+        *text("alibi", (1.60, 1.61), 1), *text("alibi", (1.61, 1.62), 2),
+        *text("cdape+alibi", (1.50, 1.50), 1, 0.15), *text("cdape+alibi", (1.51, 1.51), 2, 0.15),
+        *text("fox", (1.55, 1.57)), *text("cdape+fox", (1.55, 1.57), step=0.2),
+        task("rotary", 0.3), task("alibi", 0.5), task("cdape+alibi", 0.9), task("fox", 0.9), task("floor: guess", 0.4),
+    ]  # fmt: skip
+
+
+def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> LeaderboardReport:
+    return LeaderboardReport(BOARD, build_comparison_tables(found, failures))
+
+
+def test_ranks_share_ties_and_put_what_has_no_number_last() -> None:
+    accuracy = Contest("tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {})
+    assert accuracy.rank_methods("abcde") == {"a": 2.5, "b": 1, "c": 2.5, "d": 4, "e": 5}
+    assert accuracy.rank_methods("befg") == {"b": 1, "e": 3, "f": 3, "g": 3}
+    perplexity = Contest("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {})
+    assert perplexity.rank_methods("ab") == {"a": 1, "b": 2}
+
+
+def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
+    more = [task(m, v, name=f"task{i}") for i in range(3) for m, v in (("rotary", 0.9), ("alibi", 0.1))]
+    board = board_of([*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), *more])
+    assert board.ranks == {"rotary": {"text": 2, "tasks": 1}, "alibi": {"text": 1, "tasks": 2}}
+    assert next(contest.title for contest in board.contests) == "perplexity at 32×"
+
+
+def test_an_effective_length_stands_for_its_task() -> None:
+    found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
+    assert [contest.kind for contest in board_of(found).contests] == ["text", "tasks"]
+
+
+def test_a_difference_is_the_paired_test_over_blocks() -> None:
+    found = records()
+    (table, *_) = build_comparison_tables(found)
+    comparisons = compare_texts(table, [("cdape+alibi", "alibi"), ("cdape+fox", "fox"), ("gone", "fox")], 2048)
+    sums = {(r.method, r.seed): np.array(r.block_sums) for r in found if r.length == 2048 and r.metric == "perplexity"}
+    by_seed = np.stack([sums["cdape+alibi", seed] - sums["alibi", seed] for seed in (1, 2)])
+    helped, unchanged = comparisons
+    assert helped.change == pytest.approx(math.exp(by_seed.mean(axis=0).sum() / (BLOCKS * TOKENS)))
+    assert helped.p == pytest.approx(stats.ttest_1samp(by_seed.mean(axis=0) / TOKENS, 0).pvalue)
+    assert helped.seed_changes == pytest.approx([math.exp(d.sum() / (BLOCKS * TOKENS)) for d in by_seed])
+    one = sums["cdape+fox", 1] - sums["fox", 1]
+    assert unchanged.p == pytest.approx(stats.ttest_rel(sums["cdape+fox", 1], sums["fox", 1]).pvalue)
+    assert unchanged.change == pytest.approx(math.exp(one.sum() / (BLOCKS * TOKENS)))
+    assert (helped.holm_p, unchanged.holm_p) == (
+        pytest.approx(2 * helped.p),
+        pytest.approx(max(2 * helped.p, unchanged.p)),
+    )
+    assert (helped.verdict, unchanged.verdict) == ("better", "no difference")
+
+
+def test_seeds_that_disagree_are_no_difference() -> None:
+    found = [*text("a", (1, 1.0), 1), *text("a", (1, 1.3), 2), *text("b", (1, 1.1), 1), *text("b", (1, 1.15), 2)]
+    (comparison,) = compare_texts(build_comparison_tables(found)[0], [("a", "b")], 2048)
+    assert comparison.p < 1e-6
+    assert comparison.verdict == "no difference"
+    assert "1 of 2 seeds" in str(comparison)
+
+
+def test_words_follow_the_numbers() -> None:
+    board = board_of(records())
+    holds, adds, costs = (" ".join(answer.sentences) for answer in board.build_answers())
+    assert "Of 5 methods 4 hold" in holds
+    assert "cdape+alibi, cdape+fox, fox and alibi" in holds
+    assert "least rotary (+447%" in holds.replace("+448%", "+447%")
+    assert "least perplexity at 32× is that of cdape+alibi, 4.5" in holds
+    assert "no other method is as good within chance" in holds
+    assert "the best is cdape+alibi and fox with 90.00; 3 of 4 are above 40.00" in holds
+    assert "At 32× cdape lowers perplexity on 1 of 2 (alibi -10." in adds
+    assert "makes no difference beyond chance on 1 of 2 (fox " in adds
+    assert "1 of these pairs rest on one seed" in adds
+    assert "cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times the time to read 32×" in costs
+    assert "cdape makes a training step 1.75 times as long as the same method without it (1.50 to 2.00)" in costs
+    assert "No method that is not worse than the best beyond chance is within +10% of rotary" in costs
+    # The same methods with their numbers exchanged: every sentence turns round.
+    swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
+    turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
+    holds, adds, _ = (" ".join(answer.sentences) for answer in turned.build_answers())
+    assert "least perplexity at 32× is that of alibi" in holds
+    assert "least fox (+44" in holds
+    assert "raises it on 1 of 2 (alibi +11." in adds
+    assert "lowers perplexity on 1 of 2 (fox -" in adds
+
+
+def test_a_failed_method_is_last_and_told() -> None:
+    failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
+    board = board_of(records(), (failed,))
+    assert board.ranking[-1] == "gone"
+    assert "Without a number there: gone." in " ".join(board.build_answers()[0].sentences)
+    assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
+
+
+def test_the_frontier_holds_what_nothing_beats() -> None:
+    points = [("slow best", 3.0, 4.0), ("fast", 1.0, 6.0), ("beaten", 2.0, 6.5), ("middle", 2.0, 5.0)]
+    assert find_frontier(points) == ["fast", "middle", "slow best"]
+
+
+def test_pages_say_the_same(tmp_path: Path) -> None:
+    experiment = Experiment("All methods", "rotary", own_seeds=True, leaderboard=BOARD)
+    write_records(tmp_path / "results.json", records())
+    write_experiment(tmp_path / "results.json", experiment)
+    combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")
+    combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")  # its own page may be rewritten
+    page, markdown = (
+        render_report([ReportSection("All methods", records(), leaderboard=BOARD)]),
+        (tmp_path / "board.md").read_text(),
+    )
+    for answer in board_of(records()).build_answers():
+        assert answer.question in page
+        assert answer.question in markdown
+        for sentence in answer.sentences:
+            assert sentence in page.replace("&#39;", "'")
+            assert sentence in markdown.replace("\n", " ")
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("board.png", "board_cost.png"))
+    assert "What is missing" not in markdown
+    prose = markdown.split("## Leaderboard")[0]
+    assert max(map(len, prose.splitlines())) <= 118
+    (tmp_path / "mine.md").write_text("# Mine\n")
+    with pytest.raises(UserError, match=r"mine\.md"):
+        combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.md")
+    assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"

@@ -1,0 +1,171 @@
+"""Benchmarks, further evaluations, seeds of variants, and members that run at once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
+from megatron.reports.records import read_records
+from megatron.sweeps import worker_pool
+from megatron.sweeps.member_run import read_last_step
+from megatron.sweeps.spec import read_sweep
+from megatron.utils.errors import RunError, UserError
+
+from .conftest import BASE, ROOT, Initialiser, Trainer, run, write
+
+ZOO = BASE.replace(
+    "      evaluate: {multiples: [1, 4], windows: 3}\n",
+    """\
+      seeds: [1]
+      evaluate: {multiples: [1, 4], windows: 3}
+      evaluations:
+        scaled: {variants: [rotary], rope: "pi:4", lengths: [16, 64], windows: 3}
+      benchmarks:
+        copy:
+          keys: &copy
+            num_layers: 1
+            hidden_size: 16
+            num_attention_heads: 2
+            no_weight_tying: true
+            make_vocab_size_divisible_by: 1
+            task: copy_string
+            task_length: 4
+            train_iters: 4
+            train_micro_batch_size_per_gpu: 4
+            optimizer: {type: AdamW, params: {lr: 1e-2}}
+            eval_interval: 0
+            device: cpu
+            use_tensorboard: false
+          evaluate: {lengths: [4, 8], windows: 6}
+""",
+).replace("mine: {pos_emb: alibi,", "mine: {seeds: [1, 2], pos_emb: alibi,")
+
+
+def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> None:
+    write(ZOO)
+    members = read_sweep(["sweep.yml"]).members
+    assert [(m.name, str(m.folder), m.config.data.task) for m in members] == [
+        ("rotary, seed 1", "out/rotary/seed_1", None),
+        ("mine, seed 1", "out/mine/seed_1", None),
+        ("mine, seed 2", "out/mine/seed_2", None),
+        ("rotary, copy, seed 1", "out/rotary/copy/seed_1", "copy_string"),
+        ("mine, copy, seed 1", "out/mine/copy/seed_1", "copy_string"),
+        ("mine, copy, seed 2", "out/mine/copy/seed_2", "copy_string"),
+    ]
+    assert [list(m.evaluations) for m in members] == [[None, "scaled"], [None], [None], [None], [None], [None]]
+    assert members[0].get_method("scaled") == "rotary (scaled)"
+    # A benchmark's keys stand where the shared ones do, and the variant's on top of them.
+    assert members[5].config.position.score_processor == "cdape"
+    assert (members[5].config.training.train_iters, members[5].config.data.train_data_paths) == (4, [])
+    less = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.seeds=[7]", "sweep.benchmarks.copy.variants=[mine]"])
+    assert [m.name for m in less.members][3:] == ["mine, copy, seed 7"]
+    longer = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]).members
+    assert [m.config.training.train_iters for m in longer] == [2, 2, 2, 9, 9, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("copy:", "seed_3:"), "benchmark 'seed_3' names a folder too"),
+        (("task: copy_string", "task: copy_strig"), "copy_strig"),
+        (("task: copy_string", "seed: 3"), "seed is set by the sweep: use sweep.seeds"),
+        (("lengths: [4, 8]", "lenghts: [4, 8]"), "unknown key 'sweep.benchmarks.copy.evaluate.lenghts'"),
+        (("keys: &copy", "kes: &copy"), "unknown key 'sweep.benchmarks.copy.kes'; did you mean keys?"),
+        (("variants: [rotary]", "variants: [rotry]"), "'rotry' is no variant; did you mean rotary?"),
+        (("windows: 3}\n      benchmarks", "widows: 3}\n      benchmarks"), "sweep.evaluations.scaled.widows"),
+        (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of different whole numbers"),
+        (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
+        (("output: out", "output: out\n      jobs: 0"), "sweep.jobs"),
+        (("output: out", "output: out\n      leaderboard: {additions: [cdap]}"), "'cdap' is no score processor"),
+        (("output: out", "output: out\n      leaderboard: {addition: [cdape]}"), "unknown key 'sweep.leaderboard.add"),
+        (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_with_their_line(trainer: Trainer, change: tuple[str, str], message: str) -> None:
+    assert change[0] in ZOO
+    write(ZOO.replace(*change))
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        run()
+    assert "sweep.yml" in str(caught.value)
+    assert trainer.asked == []
+
+
+def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) -> None:
+    write(ZOO)
+    found, said = run()
+    perplexities = [(r.method, r.seed, r.length) for r in found if r.metric == "perplexity"]
+    assert perplexities == [
+        ("rotary", 1, 16), ("rotary", 1, 64), ("rotary (scaled)", 1, 16),
+        ("rotary (scaled)", 1, 64),
+        ("mine", 1, 16), ("mine", 1, 64), ("mine", 2, 16), ("mine", 2, 64),
+    ]  # fmt: skip
+    accuracies = [(r.method, r.seed, r.length) for r in found if r.metric == "accuracy" and r.run is not None]
+    assert accuracies == [(m, s, n) for m, s in (("rotary", 1), ("mine", 1), ("mine", 2)) for n in (4, 8)]
+    assert "What is missing" not in said  # rotary has no seed 2, and is to have none
+    assert len(initialiser.calls()) == 6
+    Path("out/mine/copy/seed_2/evaluated.json").unlink()
+    again, said = run()
+    assert initialiser.calls() == []
+    assert said.count("evaluated already") == 6
+    assert [(r.method, r.seed, r.length, r.value) for r in again] == [
+        (r.method, r.seed, r.length, r.value) for r in found
+    ]
+
+
+def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Path) -> None:
+    branch = "        late: {branch: {variant: rotary, step: 4}, train_iters: 8}\n      evaluate"
+    write(BASE.replace("      evaluate", branch, 1))
+    rotary, mine, late = read_sweep(["sweep.yml"]).members
+    assert worker_pool._choose_next([late, mine], [rotary]) is mine
+    assert worker_pool._choose_next([late], [rotary]) is None
+    assert worker_pool._choose_next([late], [mine]) is late
+    write(
+        BASE.replace("output: out", "output: out\n      runs: shared").replace(
+            "mine: {", "same: {pos_emb: rotary}\n        mine: {"
+        )
+    )
+    rotary, same, mine = read_sweep(["sweep.yml"]).members
+    assert worker_pool._choose_next([same, mine], [rotary]) is mine
+
+
+def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
+    """With the real programs: stopped while they train, all save; the same command ends what they began."""
+    steps = 1000
+    write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
+    variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
+    command = [sys.executable, str(ROOT / "deepy.py"), "sweep", "sweep.yml", "sweep.jobs=2", variants]
+    command += ["sweep.benchmarks={}", "sweep.evaluations={}"]
+    runs = [Path(f"out/{name}/seed_1") for name in ("rotary", "mine")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as sweep:
+        while not any(read_last_step(folder / "metrics.jsonl", 0.0) for folder in runs):
+            assert sweep.poll() is None
+            time.sleep(0.05)
+        os.kill(sweep.pid, signal.SIGTERM)
+        said, _ = sweep.communicate()
+    assert sweep.returncode == 128 + signal.SIGTERM
+    assert "2 of 2 runs to do, 2 at once" in said
+    assert "the same command carries on from here" in said
+    saved = [find_latest_checkpoint(folder) for folder in runs]
+    stopped = [step for path in saved if path is not None and 0 < (step := parse_step(path) or 0) < steps]
+    assert stopped
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert all(f"resumes after step {step} of {steps}" in done.stdout for step in stopped)
+    records = read_records("out/results.json")
+    assert [(r.method, r.length, r.step) for r in records] == [
+        (name, length, steps) for name in ("rotary", "mine") for length in (16, 64)
+    ]
+    assert all(r.step_seconds and r.train_memory_gib and r.memory_gib for r in records)
+
+
+def test_a_worker_that_dies_is_an_error_of_its_member_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(BASE)
+    monkeypatch.setattr(worker_pool, "ROOT", place)  # in which no worker can be started
+    with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process ended with exit code 1"):
+        run("sweep.jobs=auto", "sweep.jobs=2")
