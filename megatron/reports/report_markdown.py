@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.reports import plots
-from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.comparison_table import build_comparison_tables, select_curve_tables
+from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
@@ -71,8 +72,11 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     drawn = select_drawn_records(section, board)
     failures = section.failures if board is None else ()
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn, failures=failures))
-    parts.append(f"![{describe_plots(build_comparison_tables(drawn))}]({picture.name})\n")
-    parts += [render_comparison_markdown(table) for table in tables]
+    drawn_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
+    alt_text = " ".join([describe_plots(select_curve_tables(drawn_tables)), *(each.describe() for each in depth_maps)])
+    parts.append(f"![{alt_text.strip()}]({picture.name})\n")
+    parts += [render_comparison_markdown(table) for table in split_depth_maps(tables)[0]]
+    parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]
     missing_table = build_missing_table(tables, own_seeds=section.own_seeds)
     text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]
     return [*parts, *(table.to_markdown() for table in text_tables)]

@@ -97,6 +97,10 @@ def test_a_kind_counts_once_however_many_tasks_it_has() -> None:
 def test_an_effective_length_stands_for_its_task() -> None:
     found = [*text("rotary", (1.5, 3.2)), *text("alibi", (1.5, 1.6)), task("rotary", 0.9), task("alibi", 0.8)]
     assert [contest.kind for contest in board_of(found).contests] == ["text", "tasks"]
+    lengths = [task("rotary", 16.0, metric="effective_length"), task("alibi", 32.0, metric="effective_length")]
+    board = board_of([*found, *lengths])
+    assert [contest.kind for contest in board.contests] == ["text", "needles"]
+    assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
 
 
 def test_a_difference_is_the_paired_test_over_blocks() -> None:
