@@ -18,7 +18,7 @@ TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make zoo          set-up, then every position method at the quickstart's budget; it says how long that takes"
+	@echo "make zoo          set-up, then the leaderboard: every position method on a text, needles and copying, in about two hours on two cores"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
@@ -60,6 +60,7 @@ quickstart: setup
 
 zoo: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml configs/zoo.yml
+	@$(BIN)/python deepy.py report runs/zoo -o runs/zoo/zoo.md >/dev/null && echo "runs/zoo/report.html and runs/zoo/zoo.md say what it found"
 
 # With the packages that are there, in the environment of `make setup` or, without one, the system's.
 gpu-check:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.options.model import PositionOptions
-from megatron.position.registry import list_encodings, list_processors
-from megatron.sweeps.spec import read_sweep
+from megatron.position.registry import list_encodings, list_processors, list_temperatures
+from megatron.sweeps.spec import find_additions, read_sweep
 from megatron.utils.errors import UserError
 
 from .conftest import BASE, ROOT, Trainer, run, write
@@ -111,24 +111,37 @@ def test_the_quickstart_is_valid() -> None:
     assert found.notes == ()
 
 
-def test_the_zoo_has_every_encoding_alone_and_every_processor_at_the_quickstarts_budget() -> None:
+def test_the_zoo_has_every_method_at_the_quickstarts_budget_and_every_benchmark() -> None:
     configs = ROOT / "configs"
     zoo = read_sweep([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
     quickstart = read_sweep([str(configs / "quickstart.yml")])
     assert (zoo.options.output, zoo.options.evaluate, zoo.options.corpus, zoo.options.seeds) == (
         "runs/zoo", quickstart.options.evaluate, quickstart.options.corpus, quickstart.options.seeds,
     )  # fmt: skip
-    positions = {member.variant: member.config.position for member in zoo.members}
+    texts = [member for member in zoo.members if member.benchmark is None]
+    positions = {member.variant: member.config.position for member in texts}
     default = PositionOptions()
     for name in list_encodings():
         assert positions[name] == default.replace(pos_emb=name)
     assert {position.score_processor for position in positions.values()} == {"none", *list_processors()}
+    assert {position.temperature for position in positions.values() if position.period == 1} == {
+        "none", *list_temperatures(),
+    }  # fmt: skip
     positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
-    budgets = [
-        {name: value for name, value in member.config.to_flat().items() if name not in positional}
-        for member in (*zoo.members, *quickstart.members)
-    ]
-    assert all(budget == budgets[0] for budget in budgets)
+    groups = {name: [m for m in zoo.members if m.benchmark == name] for name in (None, *zoo.options.benchmarks)}
+    groups[None] += quickstart.members
+    for name, members in groups.items():
+        budgets = [
+            {key: value for key, value in member.config.to_flat().items() if key not in {*positional, "seed"}}
+            for member in members
+        ]
+        assert all(budget == budgets[0] for budget in budgets), name
+        assert {member.variant for member in members} >= positions.keys(), name
+    # What the page's questions are about: CDAPE on each, and on the new ones with several seeds.
+    pairs = {base: variant for name, variant, base in find_additions(zoo) if name == "cdape"}
+    assert pairs.keys() >= {"none", "rotary", "alibi", "kerple_log", "fire", "fox", "bam", "ssmax+rotary", "rnope_swa"}
+    for base in ("kerple_log", "fox", "bam", "ssmax+rotary", "rnope_swa"):
+        assert zoo.options.get_seeds(base) == zoo.options.get_seeds(pairs[base]) == [1234, 1235, 1236]
 
 
 def test_reading_a_sweep_needs_no_torch() -> None:
