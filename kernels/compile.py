@@ -87,6 +87,7 @@ class KernelConfig:
 FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
 INTEGER_POINTERS = ("first_keys_ptr",)
+FLOAT64_POINTERS = ("key_bias_ptr",)
 """Arguments that point to int32 numbers."""
 
 
@@ -100,7 +101,8 @@ def build_signature(
     absent: Collection[str] = (),
 ) -> dict[str, Any]:
     """The types of a kernel's arguments, read off their names: what ends in `ptr` is a pointer, a stride is divisible
-    by 16, and the rest are integers but for FLOAT_ARGUMENTS and INTEGER_POINTERS.
+    by 16, and the rest are integers but for FLOAT_ARGUMENTS, INTEGER_POINTERS and
+    FLOAT64_POINTERS.
 
     Args:
         constexprs: names that have no type.
@@ -114,6 +116,8 @@ def build_signature(
     def type_of(name: str) -> str:
         if name in INTEGER_POINTERS:
             return "*i32"
+        if name in FLOAT64_POINTERS:
+            return "*fp64"
         if name.endswith("ptr"):
             return "*fp32" if name in float32 else f"*{dtype_name}"
         if name in FLOAT_ARGUMENTS:

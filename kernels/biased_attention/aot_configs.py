@@ -30,7 +30,7 @@ SPILL_BUDGETS = {
 }
 """Bytes of half types, by kernel and whether a head has more than 64 dimensions. Most are spilled and read around the
 loops over tiles, not in them; tiles that spill nothing take half as many instructions again."""
-FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr")
+FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr")
 TUPLES = {
     **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
     **dict.fromkeys(("tables", "dtables"), Tables),
@@ -39,7 +39,8 @@ TUPLES = {
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """bias in all types, with a window and with documents; plain and bias + weight, which share the tiles, in bf16."""
+    """bias in all types, with a window and with documents; plain and bias + weight, which share the tiles, in bf16; a
+    bias of keys in bf16 and float32, and beside a table's in bf16."""
     for dim in HEAD_DIMS:
         for dtype_name in DTYPES_BY_NAME:
             yield from _list_kernels("bias", dim, dtype_name)
@@ -47,12 +48,15 @@ def list_configurations() -> Iterator[KernelConfig]:
         yield from _list_kernels("bias", dim, "bf16", documents=True)
         yield from _list_kernels("plain", dim, "bf16")
         yield from _list_kernels("bias+weight", dim, "bf16")
+        yield from _list_kernels("plain", dim, "bf16", keys=True)
+        yield from _list_kernels("plain", dim, "fp32", keys=True)
+        yield from _list_kernels("bias", dim, "bf16", keys=True)
 
 
 def _list_kernels(
-    tables: str, dim: int, dtype_name: str, *, windowed: bool = False, documents: bool = False
+    tables: str, dim: int, dtype_name: str, *, windowed: bool = False, documents: bool = False, keys: bool = False
 ) -> Iterator[KernelConfig]:
-    of_rows = " window" if windowed else " documents" if documents else ""
+    of_rows = " window" if windowed else " documents" if documents else " keys" if keys else ""
     for arch in (80, 90):
         tiles = configs.choose_tiles(arch, DTYPES_BY_NAME[dtype_name], dim)
         for kernel_name, kernel, tile in (
@@ -66,6 +70,8 @@ def _list_kernels(
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             if not documents:
                 constants["first_keys_ptr"] = None
+            if not keys:
+                constants |= {name: None for name in ("key_bias_ptr", "dkey_bias_ptr") if name in kernel.arg_names}
             yield KernelConfig(
                 name=f"{kernel_name} {tables}{of_rows} d={dim} {dtype_name}",
                 kernel=kernel,

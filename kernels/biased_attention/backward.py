@@ -4,6 +4,7 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, G 
 With P the probabilities, delta_i = dout_i · out_i − log2(e) dlse_i (lse in base 2) and dS = P ∘ (dout·vᵀ − delta)
 (FlashAttention-2, Dao 2023, algorithm 2), and for S = weight(n) · scale · q·k + bias(n), n = i − j:
 dbias[n] = sum of dS over the diagonal n; dweight[n] = sum of dS ∘ scale·q·k; dq = (dS ∘ weight) k · scale.
+The gradient of a key's own bias is the sum of dS over its column.
 """
 
 import triton
@@ -13,7 +14,9 @@ from kernels.biased_attention.forward import (
     LOG2E,
     column_ranges,
     finish_scores,
+    load_center,
     load_first_keys,
+    load_key_bias,
     load_table_window,
     offset_tables,
     select_head,
@@ -126,6 +129,8 @@ def _bwd_dq_inner(
     row,
     sizes,
     first_keys_ptr,
+    key_bias_ptr,
+    center,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
@@ -169,6 +174,8 @@ def _bwd_dq_inner(
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         scores, weight = finish_scores(products, tables, top - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, False)
+        if key_bias_ptr is not None:
+            scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[None, :]
         p = tl.exp2(scores - lse[:, None])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
@@ -205,6 +212,7 @@ def _bwd_dq_kernel(
     dq_ptr,
     delta_ptr,
     first_keys_ptr,
+    key_bias_ptr,
     sizes,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -238,6 +246,8 @@ def _bwd_dq_kernel(
     dtables = offset_tables(dtables, (pair * groups + group) * N)
     if first_keys_ptr is not None:
         first_keys_ptr += b * R
+    if key_bias_ptr is not None:
+        key_bias_ptr += pair * sizes.C
     blocks = tl.cdiv(R, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     for step in range(0, tl.cdiv(blocks, groups)):
@@ -267,19 +277,22 @@ def _bwd_dq_kernel(
             carry = (tl.zeros([BLOCK_M // 16, 8, 8], tl.float32), tl.zeros([BLOCK_M // 2, BLOCK_M], tl.float32))
             state = (dq_a, dq_b, carry, carry)
             top = sizes.offset + start
+            center = load_center(key_bias_ptr, top, sizes.C)
+            if key_bias_ptr is not None:
+                lse += load_key_bias(key_bias_ptr, top + t, sizes.C, center)
             first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
             block = (q_a, q_b, do_a, do_b, lse, delta)
             # fmt: off
             if HAS_WINDOW or first_keys_ptr is not None:
                 state = _bwd_dq_inner(state, first, full, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
-                                      True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
-                                      INPUT_PRECISION)
+                                      key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                      BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, full, partial, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
-                                  False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
-                                  INPUT_PRECISION)
+                                  key_bias_ptr, center, False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                  BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             state = _bwd_dq_inner(state, partial, last, block, k, v, tables, dtables, start, sizes, first_keys_ptr,
-                                  True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
-                                  INPUT_PRECISION)
+                                  key_bias_ptr, center, True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N,
+                                  BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
             # fmt: on
             dq_a, dq_b, carry_bias, carry_weight = state
             # What the last tile left: it began at the last multiple of BLOCK_N before `last`.
@@ -334,6 +347,9 @@ def _bwd_dkdv_inner(
     c0,
     sizes,
     first_keys_ptr,
+    key_bias_ptr,
+    dkey_bias_ptr,
+    center,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     JOINS_BIAS: tl.constexpr,
@@ -344,11 +360,12 @@ def _bwd_dkdv_inner(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to dk and dv of one column block.
+    """Add the rows first … last − 1, `skipped` more from `skipped_from` on, to dk, dv and the gradient of the bias of
+    one column block.
 
     Tiles are transposed: [BLOCK_N, BLOCK_M]. Not MASKED: all rows exist and see all columns.
     """
-    dk_a, dk_b, dv_a, dv_b = state
+    dk_a, dk_b, dv_a, dv_b, dkey_bias = state
     k_a, k_b, v_a, v_b = block
     scale, R, C, N, offset, window = sizes.scale, sizes.R, sizes.C, sizes.N, sizes.offset, sizes.window
     HOLDS_BIAS: tl.constexpr = joins_bias(tables, q.ptr.dtype.element_ty, JOINS_BIAS)
@@ -386,6 +403,9 @@ def _bwd_dkdv_inner(
             products = tl.dot(k_b, tl.trans(q_b), products, input_precision=INPUT_PRECISION)
             dp = tl.dot(v_b, tl.trans(do_b), dp, input_precision=INPUT_PRECISION)
         scores, weight = finish_scores(products, tables, offset + r0 - c0, sizes, HOLDS_BIAS, BLOCK_M, BLOCK_N, True)
+        if key_bias_ptr is not None:
+            scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[:, None]
+            lse += load_key_bias(key_bias_ptr, offset + rows, C, center)
         p = tl.exp2(scores - lse[None, :])
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[:, None]
@@ -396,13 +416,15 @@ def _bwd_dkdv_inner(
         if BLOCK_DB:
             dv_b = tl.dot(p.to(do_b.dtype), do_b, dv_b, input_precision=INPUT_PRECISION)
         ds = p * (dp - delta[None, :])
+        if dkey_bias_ptr is not None:
+            dkey_bias += tl.sum(ds, 1)
         if tables.weight_ptr is not None:
             ds *= weight
         ds = ds.to(q_a.dtype)
         dk_a = tl.dot(ds, q_a, dk_a, input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             dk_b = tl.dot(ds, q_b, dk_b, input_precision=INPUT_PRECISION)
-    return dk_a, dk_b, dv_a, dv_b
+    return dk_a, dk_b, dv_a, dv_b, dkey_bias
 
 
 @triton.jit
@@ -417,6 +439,8 @@ def _bwd_dkdv_kernel(
     dk_ptr,
     dv_ptr,
     first_keys_ptr,
+    key_bias_ptr,
+    dkey_bias_ptr,
     sizes,
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
@@ -431,7 +455,10 @@ def _bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """dk and dv [B, H, C, d], contiguous. Grid (blocks of BLOCK_N columns, B · H); the longest columns come first."""
+    """dk and dv [B, H, C, d], contiguous, and the gradient of keys' bias [B, H, C] or None.
+
+    Grid (blocks of BLOCK_N columns, B · H); the longest columns come first.
+    """
     c0 = tl.program_id(0) * BLOCK_N
     pair = tl.program_id(1).to(tl.int64)
     scale, H, R, C, N, offset, window = sizes
@@ -467,17 +494,25 @@ def _bwd_dkdv_kernel(
         partial = tl.minimum(partial, count_rows(first_keys_ptr, c0, R) // BLOCK_M * BLOCK_M)
     full = tl.minimum(full, last)
     partial = tl.maximum(partial, full)
-    state = (dk_a, dk_b, dv_a, dv_b)
+    dkey_bias = 0.0
+    if dkey_bias_ptr is not None:
+        dkey_bias = tl.zeros([BLOCK_N], tl.float32)
+    if key_bias_ptr is not None:
+        key_bias_ptr += pair * C
+    center = load_center(key_bias_ptr, c0, C)
+    state = (dk_a, dk_b, dv_a, dv_b, dkey_bias)
     block = (k_a, k_b, v_a, v_b)
     # fmt: off
     state = _bwd_dkdv_inner(state, first, last - (partial - full), full, partial - full, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, first_keys_ptr, True, HAS_WINDOW, JOINS_BIAS,
-                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                            delta_ptr, tables, c0, sizes, first_keys_ptr, key_bias_ptr, dkey_bias_ptr, center,
+                            True, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                            INPUT_PRECISION)
     state = _bwd_dkdv_inner(state, full, partial, 0, 0, block, q, do, lse_ptr,
-                            delta_ptr, tables, c0, sizes, first_keys_ptr, False, HAS_WINDOW, JOINS_BIAS,
-                                BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+                            delta_ptr, tables, c0, sizes, first_keys_ptr, key_bias_ptr, dkey_bias_ptr, center,
+                            False, HAS_WINDOW, JOINS_BIAS, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM,
+                            INPUT_PRECISION)
     # fmt: on
-    dk_a, dk_b, dv_a, dv_b = state
+    dk_a, dk_b, dv_a, dv_b, dkey_bias = state
     factor = scale
     if tables.weight_ptr is not None:
         factor = LN2
@@ -485,6 +520,9 @@ def _bwd_dkdv_kernel(
     dv_ptr += pair * C * HEAD_DIM
     store_rows(dk_ptr, dk_a * factor, c0, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     store_rows(dv_ptr, dv_a, c0, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    if dkey_bias_ptr is not None:
+        columns = c0 + tl.arange(0, BLOCK_N)
+        tl.store(dkey_bias_ptr + pair * C + columns, dkey_bias, mask=columns < C)
     if BLOCK_DB:
         store_rows(dk_ptr, dk_b * factor, c0, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
         store_rows(dv_ptr, dv_b, c0, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)

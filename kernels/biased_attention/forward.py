@@ -133,6 +133,23 @@ def finish_scores(
 
 
 @triton.jit
+def load_key_bias(key_bias_ptr, columns, C, center):
+    """The bias of keys in base 2, counted from `center`: in the type that it is given in, then in float32. The last
+    column's where there are no more."""
+    return (tl.load(key_bias_ptr + tl.minimum(columns, C - 1)) - center).to(tl.float32) * LOG2E
+
+
+@triton.jit
+def load_center(key_bias_ptr, column, C):
+    """The bias of a key near the tile, from which those of a head's keys are counted: sums over thousands of keys are
+    large, and what is near a row differs by little."""
+    center = 0.0
+    if key_bias_ptr is not None:
+        center = tl.load(key_bias_ptr + tl.minimum(column, C - 1))
+    return center
+
+
+@triton.jit
 def load_first_keys(first_keys_ptr, rows, R):
     """The first column that each row sees, 0 beyond the last row; None where all see column 0 or a window's last."""
     first_keys = None
@@ -200,6 +217,8 @@ def _fwd_inner(
     row,
     sizes,
     first_keys_ptr,
+    key_bias_ptr,
+    center,
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -222,6 +241,8 @@ def _fwd_inner(
             k_b = load_rows(k.ptr, c0, k.stride_row, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             products = tl.dot(q_b, tl.trans(k_b), products, input_precision=INPUT_PRECISION)
         scores, _ = finish_scores(products, tables, top - c0, sizes, False, BLOCK_M, BLOCK_N, False)
+        if key_bias_ptr is not None:
+            scores += load_key_bias(key_bias_ptr, c0 + tl.arange(0, BLOCK_N), C, center)[None, :]
         if MASKED:
             columns = c0 + tl.arange(0, BLOCK_N)[None, :]
             distance = top + tl.arange(0, BLOCK_M)[:, None] - columns
@@ -252,6 +273,7 @@ def _fwd_kernel(
     o_ptr,
     lse_ptr,
     first_keys_ptr,
+    key_bias_ptr,
     sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -264,7 +286,8 @@ def _fwd_kernel(
     """Grid (blocks of BLOCK_M rows, B · H). o [B, H, R, d] and lse [B, H, R] are contiguous, tables [H, N] or None.
 
     first_keys [B, R], the first column that each row sees, or None; there is no window beside them. lse is in base 2:
-    converting it there and back would cost the backward pass two roundings of its largest term.
+    converting it there and back would cost the backward pass two roundings of its largest term. With a bias of keys
+    [B, H, C], or None, it is counted from that of the row's own key, as is the bias of all keys that the row is near.
     """
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     pair = tl.program_id(1).to(tl.int64)
@@ -283,14 +306,17 @@ def _fwd_kernel(
         first_keys_ptr += b * R
     first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)
     block = (q_a, q_b)
+    if key_bias_ptr is not None:
+        key_bias_ptr += pair * sizes.C
+    center = load_center(key_bias_ptr, sizes.offset + start, sizes.C)
     # fmt: off
     if HAS_WINDOW or first_keys_ptr is not None:
-        state = _fwd_inner(state, first, full, block, k, v, tables, start, sizes, first_keys_ptr, True, HAS_WINDOW,
-                           BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, full, partial, block, k, v, tables, start, sizes, first_keys_ptr, False, HAS_WINDOW,
-                       BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
-    state = _fwd_inner(state, partial, last, block, k, v, tables, start, sizes, first_keys_ptr, True, HAS_WINDOW,
-                       BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+        state = _fwd_inner(state, first, full, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+                           center, True, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _fwd_inner(state, full, partial, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+                       center, False, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
+    state = _fwd_inner(state, partial, last, block, k, v, tables, start, sizes, first_keys_ptr, key_bias_ptr,
+                       center, True, HAS_WINDOW, BLOCK_M, BLOCK_N, BLOCK_DA, BLOCK_DB, HEAD_DIM, INPUT_PRECISION)
     # fmt: on
     maximum, total, o_a, o_b = state
     total = tl.where(total == 0.0, 1.0, total)  # rows beyond R, which are not stored
@@ -299,4 +325,6 @@ def _fwd_kernel(
     if BLOCK_DB:
         store_rows(o_ptr, o_b / total[:, None], start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
     rows = start + tl.arange(0, BLOCK_M)
+    if key_bias_ptr is not None:
+        maximum -= load_key_bias(key_bias_ptr, sizes.offset + rows, sizes.C, center)
     tl.store(lse_ptr + pair * R + rows, maximum + tl.log2(total), mask=rows < R)

@@ -25,21 +25,25 @@ def biased_attention(
     v: Tensor,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
     *,
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(weight(n) · scale · q_i·k_j + bias(n)) · v over the keys j ≤ i, n = i − j, in memory linear in R and C.
+    """softmax(weight(n) · scale · q_i·k_j + bias(n) + key_bias_j) · v over the keys j ≤ i, n = i − j, in memory linear
+    in R and C.
 
-    Differentiable in q, k, v, bias and weight; outputs and gradients are bitwise repeatable.
+    Differentiable in q, k, v and all biases and weights; outputs and gradients are bitwise repeatable.
 
     Args:
         q: [B, H, R, d]; row r stands at position offset + r of the keys.
         k, v: [B, H, C, d], of q's type: float16, bfloat16 or float32. d is at most 128.
         bias: float32 [H, N] over the distances 0 … N − 1, or None. −inf hides a distance.
         weight: float32 [H, N], multiplied into the scores, or None.
+        key_bias: finite [B, H, C], added to all scores of a key, or None; float64, whose differences are taken before
+            they are rounded to float32, or float32.
         offset: position of the first row, counted from key column 0; at least 0.
         window: a row sees the last `window` keys only, its own included; None for all.
         first_keys: int32 [B, R], the first key column that each row sees, which never falls from row to row: where
@@ -54,7 +58,7 @@ def biased_attention(
         ValueError: shapes, types or values that do not fit; a row that would see no key.
         RuntimeError: tensors on the CPU outside Triton's interpreter.
     """
-    return _checked_forward(q, k, v, bias, weight, offset, window, first_keys, scale)[0]
+    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -63,6 +67,7 @@ def biased_attention_with_lse(
     v: Tensor,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
     *,
     offset: int = 0,
     window: int | None = None,
@@ -70,8 +75,13 @@ def biased_attention_with_lse(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same with the logsumexp of every row, float32 [B, H, R], differentiable too: to join blocks of keys."""
-    out, lse = _checked_forward(q, k, v, bias, weight, offset, window, first_keys, scale)
-    return out, lse * math.log(2)
+    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)
+    lse = lse * math.log(2)
+    if key_bias is None:
+        return out, lse
+    # The kernels count it from the row's own key. Their gradient is of the whole already.
+    own = torch.arange(offset, offset + q.shape[2], device=q.device).clamp_(max=k.shape[2] - 1)
+    return out, lse + key_bias.detach()[:, :, own].float()
 
 
 def share_table(table: Tensor) -> Tensor:
@@ -114,6 +124,7 @@ def _checked_forward(
     v: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    key_bias: Tensor | None,
     offset: int,
     window: int | None,
     first_keys: Tensor | None,
@@ -121,7 +132,7 @@ def _checked_forward(
 ) -> tuple[Tensor, Tensor]:
     _check_call(
         *(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight)),
-        *(offset, window, _describe(first_keys)),
+        *(_describe(key_bias), offset, window, _describe(first_keys)),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0:  # the backward kernels add q·k to bias / scale
@@ -129,7 +140,7 @@ def _checked_forward(
     if first_keys is not None and window is not None:
         first_keys, window = _join_window(first_keys, offset, window), None
     apply = outside_graphs(_BiasedAttention)
-    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, first_keys, offset, window, scale)
+    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, key_bias, first_keys, offset, window, scale)
     return result
 
 
@@ -159,6 +170,7 @@ def _check_call(
     v: _Signature,
     bias: _Signature | None,
     weight: _Signature | None,
+    key_bias: _Signature | None,
     offset: int,
     window: int | None,
     first_keys: _Signature | None,
@@ -167,6 +179,13 @@ def _check_call(
     do."""
     _check_qkv(q, k, v)
     _check_tables(q, bias, weight, _count_distances(q, k, offset, window))
+    if key_bias is not None:
+        expected = _Signature(k.shape[:3], key_bias.dtype, q.device)
+        if key_bias != expected or key_bias.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"key_bias is {key_bias.dtype} {list(key_bias.shape)} on {key_bias.device}; it must be float32 or "
+                f"float64 {list(k.shape[:3])} on {q.device}"
+            )
     if first_keys is None:
         return
     expected = _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)
@@ -251,15 +270,17 @@ def _forward(
     v: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    key_bias: Tensor | None,
     first_keys: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and log2 of the softmax's denominator [B, H, R]."""
+    """Output, and log2 of the softmax's denominator [B, H, R], counted from the own key's bias where there is one."""
     arch = get_arch(q)
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, first_keys = _contiguous(bias), _contiguous(weight), _contiguous(first_keys)
+    key_bias = _contiguous(key_bias)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = q.new_empty(q.shape)
@@ -271,7 +292,7 @@ def _forward(
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (
                 *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
-                *(out, lse, first_keys, sizes),
+                *(out, lse, first_keys, key_bias, sizes),
             ),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
@@ -287,25 +308,26 @@ def _backward(
     v: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    key_bias: Tensor | None,
     out: Tensor,
     lse: Tensor,
     first_keys: Tensor | None,
     offset: int,
     window: int | None,
     scale: float,
-    needs_grad: tuple[bool, bool],
+    needs_grad: tuple[bool, bool, bool],
     shared: tuple[Any, Any] = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v and the two tables; None for a table that is absent or wants none.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, v, the two tables and the bias of keys; None for one that is absent or wants none.
 
     Args:
-        needs_grad: does bias, does weight?
+        needs_grad: does bias, does weight, does key_bias?
         shared: of both the node that keeps partial gradients (`share_table`), which the table's is then left to.
     """
     arch = get_arch(q)
     grad, q, k, v = _rows_contiguous(grad), _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, grad_lse = _contiguous(bias), _contiguous(weight), _contiguous(grad_lse)
-    first_keys = _contiguous(first_keys)
+    first_keys, key_bias = _contiguous(first_keys), _contiguous(key_bias)
     batch, heads, rows, dim = q.shape
     columns, size = k.shape[2], _table_size(bias, weight)
     tiles = configs.choose_tiles(arch, q.dtype, dim)
@@ -314,6 +336,7 @@ def _backward(
     else:
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     delta = torch.empty_like(lse)
+    dkey_bias = q.new_empty(k.shape[:3], dtype=torch.float32) if needs_grad[2] else None
     groups = configs.count_row_groups(rows, tiles.bwd_dq.block_m, batch * heads, needs_grad[0] or needs_grad[1])
     dbias_sums, bias_is_own = _take_partial(q, groups, size, needs_grad[0], shared[0])
     dweight_sums, weight_is_own = _take_partial(q, groups, size, needs_grad[1], shared[1])
@@ -327,20 +350,28 @@ def _backward(
         launch(
             _bwd_dq_kernel,
             (groups, batch * heads, 1),
-            (q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta, first_keys, sizes),
+            (
+                *(q_rows, k_rows, v_rows, grad_rows, tables, dtables, out, lse, grad_lse, dq, delta),
+                *(first_keys, key_bias, sizes),
+            ),
             configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
             tiles.bwd_dq.options,
         )
         launch(
             _bwd_dkdv_kernel,
             (cdiv(columns, tiles.bwd_dkdv.block_n), batch * heads, 1),
-            (q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv, first_keys, sizes),
+            (
+                *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv),
+                *(first_keys, key_bias, dkey_bias, sizes),
+            ),
             configs.tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
             tiles.bwd_dkdv.options,
         )
     dbias = dbias_sums.sum((0, 2)) if dbias_sums is not None and bias_is_own else None
     dweight = dweight_sums.sum((0, 2)) if dweight_sums is not None and weight_is_own else None
-    return dq, dk, dv, dbias, dweight
+    if dkey_bias is not None and key_bias is not None:
+        dkey_bias = dkey_bias.to(key_bias.dtype)
+    return dq, dk, dv, dbias, dweight, dkey_bias
 
 
 def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
@@ -369,21 +400,22 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        bias, weight, first_keys, ctx.offset, ctx.window, ctx.scale = rest
-        output = _forward(q, k, v, bias, weight, first_keys, ctx.offset, ctx.window, ctx.scale)
-        ctx.save_for_backward(q, k, v, bias, weight, *output, first_keys)
+        bias, weight, key_bias, first_keys, ctx.offset, ctx.window, ctx.scale = rest
+        output = _forward(q, k, v, bias, weight, key_bias, first_keys, ctx.offset, ctx.window, ctx.scale)
+        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, first_keys)
         ctx.shared = _find_shared(bias), _find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, out, lse, first_keys = ctx.saved_tensors
+        q, k, v, bias, weight, key_bias, out, lse, first_keys = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
-        needs_grad = (bias is not None and ctx.needs_input_grad[3], weight is not None and ctx.needs_input_grad[4])
+        given = (bias, weight, key_bias)
+        needs_grad = tuple(x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate(given))
         gradients = _backward(
-            *(grad, grad_lse, q, k, v, bias, weight, out, lse, first_keys),
+            *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, first_keys),
             *(ctx.offset, ctx.window, ctx.scale, needs_grad, ctx.shared),
         )
         return (*gradients, None, None, None, None)

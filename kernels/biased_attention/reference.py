@@ -13,14 +13,15 @@ def biased_attention(
     v: Tensor,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
     *,
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(weight(n) · scale · q·k + bias(n)) · v; arguments and result as in `op.biased_attention`."""
-    return _attend(q, k, v, bias, weight, offset, window, first_keys, scale)[0]
+    """softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments and result as in `op.biased_attention`."""
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[0]
 
 
 def logsumexp(
@@ -29,6 +30,7 @@ def logsumexp(
     v: Tensor,
     bias: Tensor | None = None,
     weight: Tensor | None = None,
+    key_bias: Tensor | None = None,
     *,
     offset: int = 0,
     window: int | None = None,
@@ -36,7 +38,7 @@ def logsumexp(
     scale: float | None = None,
 ) -> Tensor:
     """Logarithm of the softmax's denominator, [B, H, R]."""
-    return _attend(q, k, v, bias, weight, offset, window, first_keys, scale)[1]
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[1]
 
 
 def _attend(
@@ -45,6 +47,7 @@ def _attend(
     v: Tensor,
     bias: Tensor | None,
     weight: Tensor | None,
+    key_bias: Tensor | None,
     offset: int,
     window: int | None,
     first_keys: Tensor | None,
@@ -64,5 +67,7 @@ def _attend(
         scores = scores * weight[:, n]
     if bias is not None:
         scores = scores + bias[:, n]
+    if key_bias is not None:
+        scores = scores + key_bias[..., None, :]
     scores = scores.masked_fill(~visible, float("-inf"))
     return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v), torch.logsumexp(scores, -1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from position_methods import build, random_qkv
+from position_methods import build, inputs_of, random_qkv
 from torch.nn.attention import flex_attention as torch_flex
 
 from megatron.attention.backends import flex
@@ -76,7 +76,7 @@ def results(
         "first_keys": first_keys,
         "document_mask": document_mask,
     }
-    out = backend(AttentionInputs(*leaves, query, key, encoding, processor, **options))
+    out = backend(inputs_of(*leaves, query, key, encoding, processor, **options))
     named = dict(encoding.named_parameters())
     upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
     found = torch.autograd.grad(out, [*leaves, *named.values()], upstream)
@@ -93,6 +93,7 @@ def results(
         ("none", 7, 9, slice(None), 0.7, False),
         ("kerple_log", 0, None, slice(None), None, True),
         ("t5", 7, 5, slice(1, 3), 0.7, True),
+        ("fox", 7, None, slice(None), 0.7, True),
     ],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept import Peak
 from models import build_model
-from position_methods import MAPPED, build, random_qkv
+from position_methods import MAPPED, build, inputs_of, random_qkv
 from torch.utils.checkpoint import checkpoint
 
 from kernels.bias.configs import MAX_WIDTH
@@ -83,7 +83,7 @@ def results(
     """Output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
-    out = backend(AttentionInputs(*inputs, query, key, encoding, processor, window=window, first_keys=first_keys))
+    out = backend(inputs_of(*inputs, query, key, encoding, processor, window=window, first_keys=first_keys))
     modules = {"encoding": encoding} if processor is None else {"encoding": encoding, "processor": processor}
     named = {f"{part}.{name}": x for part, module in modules.items() for name, x in module.named_parameters()}
     leaves = [*inputs, *named.values()]
@@ -99,6 +99,7 @@ def test_what_the_kernels_can_do_is_every_toeplitz_bias_and_fire() -> None:
         if (not load_encoding_class(encoding).overrides_hook("dense") or encoding == "fire")
         and not load_encoding_class(encoding).overrides_hook("contextual")
         and (processor == "none" or not build(encoding, "none", SHAPE)[0].multiplies_scores)
+        and (processor == "none" or not load_encoding_class(encoding).overrides_hook("gate"))
     ]
     assert expected == ABLE
     assert len(ABLE) > 40

@@ -47,6 +47,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "z_loss": 0.01,
         "checkpoint_activations": "selective",
     },
+    "cdape(fox) per layer, documents": {
+        "pos_emb": "fox", "pos_emb_per_layer": True, "score_processor": "cdape", "attention_mask": "document",
+        "checkpoint_activations": "selective",
+    },
+    "fox, grouped": {"pos_emb": "fox", **GROUPED},
     # All documents at once, and one by one.
     "cdape(kerple_log), documents": {
         "pos_emb": "kerple_log", "score_processor": "cdape", "attention_mask": "document",

@@ -59,7 +59,9 @@ BACKEND_CAPABILITIES = {
         frozenset({"processor"}),
         "it is for score processors",
     ),
-    "triton": BackendCapabilities(("contextual", "softcap", "matrix", "weight before a processor", "gate")),
+    "triton": BackendCapabilities(
+        ("contextual", "softcap", "matrix", "weight before a processor", "gate before a processor")
+    ),
 }
 """By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
 

@@ -121,8 +121,10 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     offset = inputs.query.start - inputs.key.start
     terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
     table, cap = None if terms.bias is None else select_heads(terms.bias, inputs.heads), inputs.softcap
-    # The rows' terms are the same for all keys of a softmax.
-    key_bias = None if inputs.key_bias is None else inputs.key_bias.float()
+    # The rows' terms are the same for all keys of a softmax. Those of keys are counted from the last, near zero.
+    key_bias = inputs.key_bias
+    if key_bias is not None:
+        key_bias = (key_bias - key_bias.detach()[..., -1:]).to(torch.promote_types(inputs.q.dtype, torch.float32))
 
     def modify_score(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         score = soft_cap(score, cap)

@@ -3,6 +3,7 @@
 | encoding             | processor     | computed by                                                            |
 |----------------------|---------------|------------------------------------------------------------------------|
 | Toeplitz or none     | none          | `kernels/biased_attention`; under dropout `kernels/bias` and PyTorch's |
+| a gate, Toeplitz     | none          | `kernels/biased_attention`, the terms of keys alone                    |
 | Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
@@ -247,7 +248,7 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
     bias = None if bias is None else select_heads(bias, inputs.heads)
     weight = None if weight is None else select_heads(weight, inputs.heads)
     return biased_attention(
-        *(inputs.q, inputs.k, inputs.v, bias, weight),
+        *(inputs.q, inputs.k, inputs.v, bias, weight, inputs.key_bias),
         offset=inputs.query.start - inputs.key.start,
         window=inputs.window,
         first_keys=inputs.first_columns,

@@ -20,7 +20,7 @@ from kernels.biased_attention.op import biased_attention, biased_attention_with_
 from kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias")
 Values = dict[str, Tensor]
 
 
@@ -37,6 +37,8 @@ class Case:
     window: int | None = None
     bias: bool = True
     weight: bool = False
+    keys: float = 0.0
+    """How much the bias of keys rises from one to the next, on average; 0 for none."""
     documents: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each sequence, C in all; one each if there are none."""
 
@@ -56,8 +58,9 @@ class Case:
 
     def inputs(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q, k, v in `dtype`; a bias that falls with the distance and weights around 1, float32 [H, offset + R]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """q, k, v in `dtype`; a bias that falls with the distance and weights around 1, float32 [H, offset + R]; and a
+        bias of keys that rises from a large number, float64 [B, H, C]."""
         generator = torch.Generator().manual_seed(seed)
         q = torch.randn(self.B, self.H, self.R, self.d, generator=generator)
         k = torch.randn(self.B, self.H, self.C, self.d, generator=generator)
@@ -67,7 +70,11 @@ class Case:
         bias = slope + 0.1 * torch.randn(self.H, size, generator=generator)
         weight = torch.rand(self.H, size, generator=generator) + 0.5
         q, k, v = (x.to(device, dtype) for x in (q, k, v))
-        return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None
+        key_bias = None
+        if self.keys:
+            steps = torch.rand(self.B, self.H, self.C, generator=generator, dtype=torch.float64)
+            key_bias = (1_000 + (2 * self.keys * steps).cumsum(-1)).to(device)
+        return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
 
 SMALL = (
@@ -83,6 +90,9 @@ SMALL = (
     Case(2, 2, 75, 75, 16, documents=((10, 33, 2, 30), (75,))),
     Case(2, 1, 40, 75, 20, offset=35, weight=True, documents=((20, 32, 16, 7), (74, 1))),
     Case(2, 1, 75, 75, 16, window=9, documents=((10, 33, 2, 30), (32, 1, 1, 41))),
+    Case(2, 2, 70, 70, 20, bias=False, keys=0.7),
+    Case(1, 2, 35, 90, 80, offset=55, window=40, weight=True, keys=0.1),
+    Case(2, 1, 75, 75, 16, keys=0.3, documents=((10, 33, 2, 30), (75,))),
 )
 """For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees,
 a tile whose last column is the first of a block, and documents that begin within tiles and with them."""
@@ -130,13 +140,17 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
 
 def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], Values]:
     """The same from the formulas of the kernels (backward.py), so that it can round where they round."""
-    q, k, v, bias, weight = _doubled(case.inputs(dtype))
+    q, k, v, bias, weight, key_bias = _doubled(case.inputs(dtype))
     grad, grad_lse = _doubled(_upstream(case, dtype))
     distance = case.offset + torch.arange(case.R)[:, None] - torch.arange(case.C)
     visible = (distance >= 0) if case.window is None else (distance >= 0) & (distance < case.window)
     n, scale = distance.where(visible, 0), case.d**-0.5
     if (first_keys := case.first_keys()) is not None:
         visible = visible & (torch.arange(case.C) >= first_keys[:, None, :, None])
+
+    # Of differences, which are taken in float64; large in lse alone.
+    own = (case.offset + torch.arange(case.R)).clamp(max=case.C - 1)
+    near = None if key_bias is None else key_bias[:, :, None, :] - key_bias[:, :, own, None]
 
     def diagonals(of_scores: Tensor) -> Tensor:
         empty = torch.zeros(case.H, case.offset + case.R, dtype=torch.float64)
@@ -146,6 +160,7 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
         products = (q @ k.mT) * scale
         scores = products if weight is None else products * weight[:, n]
         scores = scores if bias is None else scores + bias[:, n]
+        scores = scores if near is None else scores + near
         scores = scores.masked_fill(~visible, float("-inf"))
         p = torch.softmax(scores, -1)
         out = p @ v
@@ -153,12 +168,15 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
         mean = (grad.unsqueeze(-2) @ out.unsqueeze(-1)).squeeze(-1) - grad_lse.unsqueeze(-1)
         ds = p * (grad @ v.mT - (mean if delta == 1 else mean * delta))
         into = ds if weight is None else ds * weight[:, n]
-        found = {"out": out, "lse": torch.logsumexp(scores, -1)}
+        lse = torch.logsumexp(scores, -1)
+        found = {"out": out, "lse": lse if key_bias is None else lse + key_bias[:, :, own]}
         found |= {"dq": (into @ k) * scale, "dk": (into.mT @ q) * scale, "dv": p.mT @ grad}
         if bias is not None:
             found["dbias"] = diagonals(ds)
         if weight is not None:
             found["dweight"] = diagonals(ds * products)
+        if key_bias is not None:
+            found["dkey_bias"] = ds.sum(2)
         return found
 
     return compute
@@ -177,6 +195,7 @@ def test_the_formulas_whose_rounding_is_allowed_are_the_reference(case: Case) ->
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _ours(case, dtype, device)
     kinds = {name: torch.float32 if name in ("lse", "dbias", "dweight") else dtype for name in found}
+    kinds |= {"dkey_bias": torch.float64} if case.keys else {}
     assert {name: x.dtype for name, x in found.items()} == kinds
     assert_within_rounding(found, _flash(case, dtype), dtype)
 
@@ -241,7 +260,7 @@ def test_few_groups_share_many_row_blocks(device: str, monkeypatch: pytest.Monke
 def test_a_bias_that_is_added_to_all_distances_changes_nothing(device: str) -> None:
     """So the table's gradient sums to zero over n; not exactly, each of its terms being rounded."""
     case = SMALL[0]
-    q, k, v, bias, _ = (_leaf(x) for x in case.inputs(torch.float32, device))
+    q, k, v, bias, *_ = (_leaf(x) for x in case.inputs(torch.float32, device))
     biased_attention(q, k, v, bias).square().sum().backward()
     assert bias is not None
     assert bias.grad is not None
@@ -253,7 +272,7 @@ def test_a_bias_that_is_added_to_all_distances_changes_nothing(device: str) -> N
 def test_an_infinite_bias_hides_a_distance(device: str) -> None:
     """Even where a row's first tiles are hidden altogether."""
     case = Case(1, 2, 60, 60, 16)
-    q, k, v, bias, _ = (_leaf(x) for x in case.inputs(torch.float32, device))
+    q, k, v, bias, *_ = (_leaf(x) for x in case.inputs(torch.float32, device))
     hidden = torch.zeros_like(bias)
     hidden[:, 9:] = float("-inf")
     ours = torch.autograd.grad(biased_attention(q, k, v, bias + hidden).square().sum(), (q, k, v, bias))
@@ -277,7 +296,7 @@ def test_any_lengths_offset_window_and_layout(
     if window is not None:
         window = max(window, offset + rows - columns + 1)  # every row sees a key
     case = Case(1, 1, rows, columns, 16, offset=offset, window=window)
-    q, k, v, bias, _ = case.inputs(torch.float32, device)
+    q, k, v, bias, *_ = case.inputs(torch.float32, device)
     if transposed:
         q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v))
     found = {"out": biased_attention(q, k, v, bias, offset=offset, window=window)}
@@ -294,7 +313,7 @@ def test_tiles_of_other_documents_are_not_read(device: str) -> None:
     tiles = configs.choose_tiles(get_arch(torch.zeros(1, device=device)), torch.float32, 16)
     size = max(max(tile.block_m, tile.block_n) for tile in (tiles.fwd, tiles.bwd_dq, tiles.bwd_dkdv))
     case = Case(1, 1, 5 * size, 5 * size, 16, documents=((2 * size, size, 2 * size),))
-    q, k, v, bias, _ = case.inputs(torch.float32, device)
+    q, k, v, bias, *_ = case.inputs(torch.float32, device)
     upstream = _upstream(case, torch.float32, device)[0]
     found = []
     for nan in (False, True):
@@ -344,7 +363,7 @@ def test_compiled_and_checkpointed_equal_plain_calls(device: str) -> None:
 
 
 def test_fixed_tables_need_no_gradient(device: str) -> None:
-    q, k, v, bias, weight = Case(1, 1, 20, 20, 16, weight=True).inputs(torch.float32, device)
+    q, k, v, bias, weight, _ = Case(1, 1, 20, 20, 16, weight=True).inputs(torch.float32, device)
     q.requires_grad_()
     biased_attention(q, k, v, bias, weight).sum().backward()
     assert q.grad is not None
@@ -354,7 +373,7 @@ def test_fixed_tables_need_no_gradient(device: str) -> None:
 
 def _call(device: str, **changes: object) -> None:
     changes = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in changes.items()}
-    q, k, v, bias, _ = Case(1, 2, 8, 8, 16).inputs(torch.float32, device)
+    q, k, v, bias, *_ = Case(1, 2, 8, 8, 16).inputs(torch.float32, device)
     arguments: dict[str, object] = {"q": q, "k": k, "v": v, "bias": bias}
     biased_attention(**(arguments | changes))  # type: ignore[arg-type]
 
@@ -373,6 +392,8 @@ def _call(device: str, **changes: object) -> None:
         ({"weight": torch.zeros(2, 9)}, "must have the same shape"),
         ({name: torch.zeros(1, 2, 8, 144) for name in "qkv"}, "head dimension 144"),
         ({"bias": None, "offset": 20, "window": 4}, "sees none of the 8 keys"),
+        ({"key_bias": torch.zeros(1, 2, 9)}, r"key_bias is torch.float32 \[1, 2, 9\] .* float64 \[1, 2, 8\]"),
+        ({"key_bias": torch.zeros(1, 2, 8).half()}, "key_bias is torch.float16"),
         ({"first_keys": torch.zeros(1, 8)}, r"first_keys is torch.float32 \[1, 8\] on .*; it must be torch.int32"),
         ({"first_keys": torch.zeros(1, 9, dtype=torch.int32)}, r"torch.int32 \[1, 9\] .* must be torch.int32 \[1, 8\]"),
     ],
@@ -385,7 +406,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str, 
 def test_a_table_that_calls_share_gets_the_sum_of_their_gradients(device: str) -> None:
     """Calls alike add to one place; those over other rows, and what is no call, come to it; a graph goes back twice."""
     alike, other = Case(1, 2, 9, 9, 8, weight=True), Case(2, 2, 35, 35, 8, weight=True)
-    tables = [_leaf(x) for x in other.inputs(torch.float32, device)[3:]]
+    tables = [_leaf(x) for x in other.inputs(torch.float32, device)[3:5]]
     cases = [alike, other, alike, other, alike]
     inputs = [[_leaf(x) for x in case.inputs(torch.float32, device, seed)[:3]] for seed, case in enumerate(cases)]
 
