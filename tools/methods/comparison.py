@@ -5,7 +5,7 @@ H heads, d head dimension, D hidden size.
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -60,18 +60,43 @@ class ModelComparison:
         return compare_tensors(self.ours(tokens), self.call(tokens, codes))
 
 
+@dataclass(frozen=True)
+class AttentionComparison:
+    """One published attention and that of our first layer, its projections among both."""
+
+    title: str
+    ours: GPT
+    call: Callable[[Tensor], Tensor]
+    """Their output [B, T, D] from the layer's input [B, T, D]."""
+
+    @torch.no_grad()
+    def measure(self, length: int) -> float:
+        """Of any number of the output."""
+        x = torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+        ours, _ = self.ours.decoder.layers[0].self_attention(x.transpose(0, 1))
+        return compare_tensors(ours.transpose(0, 1), self.call(x))
+
+
+@torch.no_grad()
+def share_attention(ours: GPT, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> None:
+    """Give our first layer their projections [D, D]."""
+    attention = ours.decoder.layers[0].self_attention
+    attention.linear_qkv.weight.copy_(torch.cat([x.unflatten(0, (HEADS, -1)) for x in (q, k, v)], 1).flatten(0, 1))
+    attention.linear_proj.weight.copy_(output)
+
+
 def compare_tensors(ours: Tensor, theirs: Tensor) -> float:
     """The largest difference of any number, relative to the largest one."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def build_gpt(**position: Any) -> GPT:
-    """Llama's layers with our attention."""
+def build_gpt(sizes: Mapping[str, Any] | None = None, **position: Any) -> GPT:
+    """Llama's layers with our attention; `sizes` are further keys of the model."""
     model = ModelOptions(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, seq_length=64, norm="rmsnorm",
         activation="swiglu", intermediate_size=3 * WIDTH, mlp_multiple_of=1, no_weight_tying=True,
         use_bias_in_attn_linear=False, use_bias_in_mlp=False, make_vocab_size_divisible_by=VOCABULARY,
-        rms_norm_epsilon=1e-5,
+        rms_norm_epsilon=1e-5, **(sizes or {}),
     )  # fmt: skip
     return build_model(model, PositionOptions(**position), VOCABULARY, groups=single_process(), seed=1).eval()
 
