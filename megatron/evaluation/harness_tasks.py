@@ -36,7 +36,13 @@ from megatron.evaluation.jobs import (
 from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.evaluation.targets import build_meta_model, describe_length_limit
-from megatron.options.evaluation import EvaluationOptions, TaskOptions, refuse_choices_of_text, refuse_task_options
+from megatron.options.evaluation import (
+    LOSS_OPTIONS,
+    EvaluationOptions,
+    TaskOptions,
+    refuse_choices_of_text,
+    refuse_task_options,
+)
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
 OPTIONS_UNUSED_BY_HARNESS = (
     "data", "protocol", "windows", "targets", "stride", "measures", "depths", "effective_score",
+    *LOSS_OPTIONS,
 )  # fmt: skip
 """Options that have no meaning for tasks."""
 

@@ -5,6 +5,9 @@
                        before them (2410.04798, appendix A), and log P(T) − log P(L), which compares across corpora
     position           perplexity by the place of the target in its window (KERPLE, 2205.09921, section 5.5), in bins
                        that end at the training length and at its doubles and halves
+    token_loss         the loss by that place, each value the mean of its neighbours on both sides too (Forgetting
+                       Transformer, 2503.02130, section 4.2, which takes 101), of the largest length
+    long_perplexity    perplexity of the key tokens alone, with its ratio as `perplexity` has it (`key_tokens.py`)
 
 Blocks of text are the independent samples of every interval (`megatron.reports.bootstrap`).
 """
@@ -16,15 +19,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.options.evaluation import EvaluationOptions
-from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_means
+from megatron.reports.bootstrap import compute_percentile_interval, draw_bootstrap_curves, draw_bootstrap_means
 from megatron.reports.metrics import MAX_NLL, clamped_exp
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
 
 MAX_BLOCKS = 4096
 """Records keep the sums of their blocks up to so many."""
+
+
+DEFAULT_SMOOTHING = 101
+"""Positions that a value of token_loss is the mean of, unless said otherwise."""
+MIN_SMOOTHED_PARTS = 16
+"""Windows hold so many of these at least, unless said otherwise."""
+MAX_CURVE_STEPS = 160
+"""Steps of equal size between positions of token_loss; between the first ones they are smaller."""
 
 
 class LossSummary(NamedTuple):
@@ -84,8 +96,17 @@ def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> LossSummary:
 def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
     """Refuse measures that a plan has no losses for. Raises UserError."""
     measures = options.measures or []
-    if "position" in measures and plan.protocol != "nonoverlapping":
-        raise UserError("measures: position needs every token of a window scored: protocol nonoverlapping")
+    for name in ("position", "token_loss"):
+        if name in measures and plan.protocol != "nonoverlapping":
+            raise UserError(f"measures: {name} needs every token of a window scored: protocol nonoverlapping")
+    if options.smoothing is not None:
+        if "token_loss" not in measures:
+            raise UserError("smoothing: it is of the measure token_loss; add it to measures")
+        if options.smoothing % 2 == 0 or options.smoothing > plan.lengths[-1]:
+            raise UserError(
+                f"smoothing = {options.smoothing}: a mean of as many neighbours on both sides is over an odd number of "
+                f"positions, at most {plan.lengths[-1]:,}"
+            )
     if "delta_perplexity" in measures:
         if plan.protocol != "last":
             raise UserError("measures: delta_perplexity needs protocol last: the same targets, with more before them")
@@ -108,6 +129,8 @@ class RecordBuilder:
         train_length: of the model.
         measures: of which records are built.
         record_fields: those that are the same for all records.
+        smoothing: of token_loss; what is usual if None.
+        key_tokens: of long_perplexity.
     """
 
     def __init__(
@@ -118,7 +141,11 @@ class RecordBuilder:
         train_length: int,
         measures: Sequence[str],
         record_fields: Mapping[str, Any],
+        *,
+        smoothing: int | None = None,
+        key_tokens: KeyTokenFile | None = None,
     ) -> None:
+        self.smoothing, self.key_tokens = smoothing, key_tokens
         self.plan, self.target_set, self.tokens = plan, target_set, tokens
         self.train_length, self.measures = train_length, measures
         self.record_fields = {
@@ -130,6 +157,9 @@ class RecordBuilder:
         self.counts = tokens.loss_mask.sum(axis=1)
         self.summaries: list[LengthSummary] = []
         self.position_records: list[Record] = []
+        self.curve_records: list[Record] = []
+        self.losses: dict[int, np.ndarray] = {}
+        """By length, kept where key tokens are chosen among them."""
 
     def add(self, scored: ScoredLength) -> None:
         """Take the losses of the next length, which are not stored. Raises RunError if they have no perplexity."""
@@ -148,6 +178,10 @@ class RecordBuilder:
         self.summaries.append(LengthSummary(summary, sums, fields))
         if "position" in self.measures:
             self.position_records += self._build_position_records(scored, fields)
+        if "token_loss" in self.measures:  # lengths ascend, and the largest is what stays
+            self.curve_records = list(self._build_curve_records(scored, fields))
+        if "long_perplexity" in self.measures:
+            self.losses[scored.length] = scored.losses
 
     def build_records(self) -> list[Record]:
         """The records in the order of the measures; none if no length was scored."""
@@ -155,16 +189,23 @@ class RecordBuilder:
             return []
         draws = draw_bootstrap_means(np.stack([length.sums for length in self.summaries]), self.counts)
         builders: dict[str, Callable[[], list[Record]]] = {
-            "perplexity": lambda: list(self._build_perplexity_records(draws)),
+            "perplexity": lambda: list(
+                self._build_perplexity_records("perplexity", self.summaries, self.counts, draws)
+            ),
             "delta_perplexity": lambda: list(self._build_gain_records(draws)),
             "position": lambda: self.position_records,
+            "token_loss": lambda: self.curve_records,
+            "long_perplexity": self._build_key_records,
         }
         return [record for measure in self.measures for record in builders[measure]()]
 
-    def _build_perplexity_records(self, draws: np.ndarray | None) -> Iterator[Record]:
-        first = self.summaries[0]
-        for index, (summary, sums, fields) in enumerate(self.summaries):
-            optional = self._block_fields(sums)
+    def _build_perplexity_records(
+        self, metric: str, summaries: Sequence[LengthSummary], counts: np.ndarray, draws: np.ndarray | None
+    ) -> Iterator[Record]:
+        """A record of each length, with its change from the first, from draws [lengths, resamples] of the means."""
+        first = summaries[0]
+        for index, (summary, sums, fields) in enumerate(summaries):
+            optional = self._block_fields(sums, counts)
             if draws is not None:
                 optional |= _interval_fields("", map(clamped_exp, compute_percentile_interval(draws[index])))
             if index > 0:
@@ -174,26 +215,77 @@ class RecordBuilder:
                     optional |= _interval_fields(
                         "change_", map(clamped_exp, compute_percentile_interval(draws[index] - draws[0]))
                     )
+            if metric == "perplexity":
+                optional["bits_per_byte"] = self._bits_per_byte(summary)
             yield Record(
-                **self.record_fields,
-                **fields,
-                metric="perplexity",
-                value=math.exp(summary.nll),
+                **{**self.record_fields, **fields},
+                metric=metric,
+                value=clamped_exp(summary.nll),
                 tokens=summary.tokens,
                 nll=summary.nll,
                 stderr=summary.stderr,
-                bits_per_byte=self._bits_per_byte(summary),
                 **optional,
             )
 
-    def _block_fields(self, sums: np.ndarray) -> dict[str, Any]:
+    def _block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
         """The fields of records on blocks, which are compared with those of other methods."""
         if not 2 <= self.target_set.blocks <= MAX_BLOCKS:
             return {}
         fields: dict[str, Any] = {"block_sums": [round(float(block_sum), 6) for block_sum in sums]}
-        if np.ptp(self.counts) > 0:
-            fields["block_tokens"] = self.counts.tolist()
+        if np.ptp(counts) > 0:
+            fields["block_tokens"] = counts.tolist()
         return fields
+
+    def _build_key_records(self) -> list[Record]:
+        """LongPPL at every length, of the key tokens that the reference fixed; this model fixes them if none has."""
+        key_tokens, loss_mask = self.key_tokens, self.tokens.loss_mask
+        assert key_tokens is not None
+        if key_tokens.tokens is None:
+            key_tokens.find(self.plan, self.target_set, self.losses, loss_mask, self.record_fields)
+        assert key_tokens.tokens is not None
+        is_key = key_tokens.select(self.plan, self.target_set) & loss_mask
+        counts = is_key.sum(axis=1)
+        fields = {"target_digest": key_tokens.tokens.digest, "remark": key_tokens.tokens.remark}
+        if not counts.any():
+            raise RunError(f"{self.record_fields['method']}: was not trained to predict any of the key tokens")
+        summaries = []
+        for scored, losses in zip(self.summaries, self.losses.values(), strict=True):
+            sums = np.where(is_key, losses, 0.0).sum(axis=1)
+            summaries.append(LengthSummary(summarize_losses(sums, counts), sums, {**scored.record_fields, **fields}))
+        draws = draw_bootstrap_means(np.stack([summary.sums for summary in summaries]), counts)
+        return list(self._build_perplexity_records("long_perplexity", summaries, counts, draws))
+
+    def _build_curve_records(self, scored: ScoredLength, fields: Mapping[str, Any]) -> Iterator[Record]:
+        """The loss by position, smoothed; blocks are the samples of its intervals."""
+        length, blocks = scored.length, self.target_set.blocks
+        loss_mask = self.tokens.loss_mask.reshape(blocks, -1, length)
+        losses = np.where(loss_mask, scored.losses.reshape(loss_mask.shape), 0.0)
+        width = self.smoothing or choose_smoothing(length)
+        positions = list_curve_positions(self.train_length, length)
+        sums, counts = (smooth_by_position(array.sum(axis=1), positions, width) for array in (losses, loss_mask))
+        has_tokens = counts.sum(axis=0) > 0
+        positions, sums, counts = positions[has_tokens], sums[:, has_tokens], counts[:, has_tokens]
+        draws = draw_bootstrap_curves(sums, counts)
+        remark = (
+            f"Each value is the mean of {width} neighbouring positions, of as many on both sides: fewer within "
+            f"{width // 2} of either end of the window."
+        )
+        for index, position in enumerate(positions.tolist()):
+            tokens = int(counts[:, index].sum())
+            nll = float(sums[:, index].sum() / tokens)
+            interval = {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
+            yield Record(
+                **{**self.record_fields, **fields, "flops": None, "seconds": None},
+                **interval,
+                axis="tokens_seen",
+                place=float(position),
+                metric="loss",
+                value=nll,
+                tokens=tokens,
+                nll=nll,
+                smoothing=width,
+                remark=remark,
+            )
 
     def _build_gain_records(self, draws: np.ndarray | None) -> Iterator[Record]:
         """ΔP and the log-ratio, at every length but the first."""
@@ -259,6 +351,34 @@ def list_position_bins(train_length: int, length: int) -> list[int]:
         ends.add(end)
         end *= 2
     return sorted(end for end in ends if end <= length)
+
+
+def choose_smoothing(length: int) -> int:
+    """Positions that a value of token_loss is the mean of, for windows of a length: 101, fewer in short windows."""
+    width = min(DEFAULT_SMOOTHING, max(length // MIN_SMOOTHED_PARTS, 1))
+    return width - (width % 2 == 0)
+
+
+def list_curve_positions(train_length: int, length: int) -> np.ndarray:
+    """The positions, from 1, that token_loss is told at, int64 ascending: an eighth of an octave apart at first, then
+    in equal steps, and the training length with its doubles and halves among them."""
+    octaves = np.arange(0, 8 * math.log2(length) + 1)
+    step = max(1, -(-length // MAX_CURVE_STEPS))
+    positions = {*np.rint(2 ** (octaves / 8)).astype(int).tolist(), *range(step, length + 1, step)}
+    positions |= {*list_position_bins(train_length, length)}
+    return np.array(sorted(position for position in positions if position <= length), dtype=np.int64)
+
+
+def smooth_by_position(values: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
+    """Sums of values [blocks, L] over the `width` positions around each of some, [blocks, positions].
+
+    Near the beginning, where the loss is steep, as many neighbours on both sides as fit; near the end those that are.
+    """
+    length = values.shape[1]
+    before = np.minimum(width // 2, positions - 1)
+    after = np.minimum(before, length - positions)
+    sums = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1, dtype=np.float64)], axis=1)
+    return sums[:, positions + after] - sums[:, positions - before - 1]
 
 
 def _interval_fields(prefix: str, ends: Iterable[float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.evaluation.batching import run_batched
 from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.key_tokens import KeyTokenFile
 from megatron.evaluation.loss_records import RecordBuilder, ScoredLength, TargetTokens
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.provenance import describe_model, start_stopwatch
@@ -115,6 +116,9 @@ def evaluate_perplexity(
     plan: ScoringPlan,
     scoring: ScoringContext,
     measures: Sequence[str] = ("perplexity",),
+    *,
+    smoothing: int | None = None,
+    key_tokens: KeyTokenFile | None = None,
 ) -> list[Record]:
     """Score a model at each length of a plan, every length on the same target tokens.
 
@@ -127,6 +131,7 @@ def evaluate_perplexity(
         plan: which of its tokens are scored.
         scoring: what goes with every scoring.
         measures: of which records are built (`megatron.evaluation.loss_records`).
+        smoothing, key_tokens: as for `RecordBuilder`.
 
     Returns:
         For each measure, records in ascending order of the lengths that the model has positions for. The targets are
@@ -142,7 +147,18 @@ def evaluate_perplexity(
     builders = []
     for target_set in plan.target_sets:
         tokens = find_target_tokens(text, plan, target_set, eod_mask_loss=config.data.eod_mask_loss)
-        builders.append(RecordBuilder(plan, target_set, tokens, config.model.seq_length, measures, shared))
+        builders.append(
+            RecordBuilder(
+                plan,
+                target_set,
+                tokens,
+                config.model.seq_length,
+                measures,
+                shared,
+                smoothing=smoothing,
+                key_tokens=key_tokens,
+            )
+        )
     flops = plan.count_flops(model)
     total, done = sum(flops.values()), 0.0
     for length in flops:

@@ -19,6 +19,7 @@ from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import EvalTarget, ScoringContext
 from megatron.evaluation.jobs import check_end_of_document
+from megatron.evaluation.key_tokens import KeyTokenFile, open_key_tokens
 from megatron.evaluation.lengths import choose_lengths, limit_lengths
 from megatron.evaluation.loss_records import check_measures
 from megatron.evaluation.probes.passkey import Passkey
@@ -28,7 +29,7 @@ from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
 from megatron.model.device_dtype import check_backend
-from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text, refuse_task_options
+from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, refuse_choices_of_text, refuse_task_options
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
 
@@ -50,6 +51,8 @@ class TextEval:
     text: EvalText
     plan: ScoringPlan
     measures: Sequence[str]
+    smoothing: int | None = None
+    key_tokens: KeyTokenFile | None = None
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
@@ -61,7 +64,15 @@ class TextEval:
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         from megatron.evaluation.perplexity import evaluate_perplexity
 
-        return evaluate_perplexity(loaded, self.text, self.plan, scoring, self.measures)
+        return evaluate_perplexity(
+            loaded,
+            self.text,
+            self.plan,
+            scoring,
+            self.measures,
+            smoothing=self.smoothing,
+            key_tokens=self.key_tokens,
+        )
 
     def build_baseline_records(self) -> list[Record]:
         return []
@@ -118,6 +129,8 @@ def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) ->
 
 def build_eval_target_of_config(name: str, config: Config, options: EvaluationOptions) -> EvalTarget:
     """The target of a model that is still to be trained. Raises as `build_eval_target`."""
+    if options.find_key_tokens:
+        raise UserError("find_key_tokens: one run fixes the key tokens, with evaluate; a sweep reads key_tokens")
     if config.data.task is not None:
         return build_task_eval(options, [config])
     refuse_task_options(options)
@@ -132,7 +145,8 @@ def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text
             raise UserError(f"{name}: a needle map is of protocol passkey, or of a task that was learned; leave it out")
     plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
     check_measures(options, plan)
-    return TextEval(text, plan, options.measures or ("perplexity",))
+    key_tokens = open_key_tokens(options, text, plan)
+    return TextEval(text, plan, options.measures or ("perplexity",), options.smoothing, key_tokens)
 
 
 def _build_probe_for(configs: Sequence[Config], options: EvaluationOptions, tokenizer: Tokenizer) -> EvalTarget:
@@ -150,7 +164,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
     Raises:
         UserError: an option that says which text is scored, or lengths that are too short.
     """
-    unused = ("data", "stride", "measures", "attention_mask")
+    unused = ("data", "stride", "measures", "attention_mask", *LOSS_OPTIONS)
     refuse_choices_of_text(options, unused, f"protocol {options.protocol} makes its own")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)

@@ -30,7 +30,7 @@ from megatron.evaluation.needle_map import (
     score_needle_map,
 )
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.options.evaluation import EvaluationOptions, refuse_choices_of_text
+from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, refuse_choices_of_text
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 from megatron.tasks.task import TaskBatch
 from megatron.tasks.task_config import TaskConfig, build_task, read_task_config
@@ -58,7 +58,7 @@ MAX_FITTING_TOKENS = 1 << 26
 
 TASK_SEED = 20_230_609
 
-OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures", "attention_mask")
+OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures", "attention_mask", *LOSS_OPTIONS)
 """Options that have no meaning for a task."""
 
 

@@ -12,7 +12,7 @@ Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
 PROBE_PROTOCOLS = ("repeated", "passkey")
 """Protocols that make up what they score."""
 
-Measure = Literal["perplexity", "delta_perplexity", "position"]
+Measure = Literal["perplexity", "delta_perplexity", "position", "long_perplexity", "token_loss"]
 
 
 MAX_EVALUATION_LENGTH = 2**40
@@ -150,8 +150,26 @@ class EvaluationOptions(LengthOptions):
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
         "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "
-        "position (perplexity by position in the window); perplexity if absent",
+        "position (perplexity by position in the window, in bins), token_loss (loss at every position, smoothed), "
+        "long_perplexity (LongPPL, of key tokens); perplexity if absent",
         min_length=1,
+    )
+    smoothing: int | None = config_field(
+        None,
+        "of token_loss: positions that each value is the mean of, odd; 101 if absent, fewer in short windows",
+        ge=1,
+    )
+    key_tokens: str | None = config_field(
+        None, "of long_perplexity: file with the key tokens, which a reference run fixed (find_key_tokens)"
+    )
+    find_key_tokens: bool = config_field(
+        False, "the first run is the reference of long_perplexity: its key tokens are written to the file key_tokens"
+    )
+    key_alpha: float | None = config_field(
+        None, "with find_key_tokens: nats that a key token gains from the long context, more than; 2 if absent", ge=0
+    )
+    key_beta: float | None = config_field(
+        None, "with find_key_tokens: log-probability of a key token in the long context, above; -2 if absent", le=0
     )
     data: str | None = config_field(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
@@ -187,6 +205,10 @@ class EvaluationOptions(LengthOptions):
     batch_tokens: int | None = config_field(
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1
     )
+
+
+LOSS_OPTIONS = ("smoothing", "key_tokens", "find_key_tokens", "key_alpha", "key_beta")
+"""Options of what is told of a text's losses."""
 
 
 def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why: str) -> None:

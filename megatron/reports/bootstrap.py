@@ -59,6 +59,35 @@ def draw_bootstrap_means(
     return means
 
 
+def draw_bootstrap_curves(
+    block_sums: np.ndarray, block_counts: np.ndarray, *, num_resamples: int = 2000, seed: int = BOOTSTRAP_SEED
+) -> np.ndarray | None:
+    """The same of many points at once, each of which has its own counts: the same blocks are drawn for all points.
+
+    Args:
+        block_sums, block_counts: float64 [B, points].
+
+    Returns:
+        float64 [resamples, points]; None for fewer than two blocks. A point of which no drawn block counts a token has
+        the mean of all blocks.
+    """
+    num_blocks = len(block_sums)
+    if num_blocks < 2:
+        return None
+    generator = np.random.Generator(np.random.PCG64(seed))
+    overall = block_sums.sum(axis=0) / block_counts.sum(axis=0)
+    draws = np.empty((num_resamples, block_sums.shape[1]))
+    chunk_size = max(1, MAX_DRAWS_PER_CHUNK // num_blocks)
+    for start in range(0, num_resamples, chunk_size):
+        # How often each block is drawn, which is all that a sum needs to know.
+        size = min(chunk_size, num_resamples - start)
+        weights = generator.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), size=size).astype(np.float64)
+        counts = weights @ block_counts
+        means = weights @ block_sums / np.maximum(counts, 1.0)
+        draws[start : start + size] = np.where(counts > 0, means, overall)
+    return draws
+
+
 def compute_percentile_interval(samples: np.ndarray) -> tuple[float, float]:
     """The ends of the 95% interval that draws [resamples] amount to."""
     low, high = np.quantile(samples, ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2))

@@ -32,6 +32,9 @@ from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 from megatron.reports.x_axes import XAxis, format_multiple
 
+MAX_NAMED_PLACES = 10
+"""Columns of a table over a dense axis."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -104,7 +107,7 @@ class ComparisonTable:
     records: tuple[Record, ...]
     axis: XAxis
     methods: tuple[str, ...]  # in the order of the records
-    x_values: tuple[float, ...]  # on the axis, ascending
+    x_values: tuple[float, ...]  # on the axis, ascending; of a dense axis those that the table names
     cells: dict[tuple[str, float], Cell]
     changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known, over lengths
     max_lengths: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
@@ -149,7 +152,7 @@ class ComparisonTable:
         """What the table shows, in one line."""
         text = "" if self.text is None else f", text {self.text}"
         window = self.records[0].length
-        axis_text = "" if self.axis.name == "length" else f" by {self.axis.name}, windows of {window:,} tokens"
+        axis_text = "" if self.axis.name == "length" else f" by {self.axis.inline_name}, windows of {window:,} tokens"
         return (
             f"{self.metric.title_with_unit}{axis_text}, trained at {self.train_length:,} tokens, "
             f"{self.protocol_description}{text}"
@@ -307,7 +310,10 @@ def _build_comparison_table(
     records_by_cell: dict[tuple[str, float], list[Record]] = {}
     for record in latest.values():
         records_by_cell.setdefault((record.method, record.x_value), []).append(record)
+    axis = x_axes.get_x_axis(records[0].axis)
     x_values = tuple(sorted({record.x_value for record in records}))
+    if axis.is_dense:
+        x_values = _choose_octaves(x_values, records[0].train_length)
     metric = records[0].metric_info
     means = {x: statistics.fmean(item.value for item in cell_records) for x, cell_records in records_by_cell.items()}
     trivial_baselines = {record.method for record in records if record.is_trivial_baseline}
@@ -333,8 +339,8 @@ def _build_comparison_table(
             else None,
         )
         for (method, x), cell_records in records_by_cell.items()
+        if x in x_values
     }
-    axis = x_axes.get_x_axis(records[0].axis)
     # A change is from another length: a table over places inside windows has no column for it.
     changes = {}
     for (method, x), cell_records in records_by_cell.items():
@@ -361,6 +367,14 @@ def _build_comparison_table(
         failures=tuple(failures),
         trivial_baselines=tuple(dict.fromkeys(record.method for record in records if record.is_trivial_baseline)),
     )
+
+
+def _choose_octaves(places: Sequence[float], train_length: int) -> tuple[float, ...]:
+    """Of many places, the last ones that are nearest to a training length, its halves and its doubles, and the last."""
+    octaves = [train_length * 2.0**power for power in range(-40, 41)]
+    inside = [octave for octave in octaves if places[0] <= octave <= places[-1]]
+    nearest = {min(places, key=lambda place: abs(place - octave)) for octave in inside}
+    return tuple(sorted({*nearest, places[-1]})[-MAX_NAMED_PLACES:])
 
 
 def _aggregate_changes(

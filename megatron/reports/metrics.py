@@ -240,6 +240,7 @@ METRICS = {
             )
             for name, of, by, what in (
                 ("perplexity", "token", "", "token"),
+                ("long_perplexity", "key token", " of key tokens (LongPPL)", "token that gains from far context"),
                 ("word_perplexity", "word", " per word", "word of a task's documents"),
                 ("byte_perplexity", "byte", " per byte", "byte of a task's documents"),
                 ("target_perplexity", "target", " per target", "text that a task's document asks for"),

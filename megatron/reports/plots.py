@@ -11,7 +11,7 @@ intervals of the same text overlap and areas or bars on top of each other could 
 import io
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -114,6 +114,10 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     lines: list[Line2D] = []
     for index, ((x_values, means, bars), x_factor) in enumerate(zip(curve_data, x_factors, strict=True)):
         style_kwargs = get_curve_style(index)
+        if table.axis.is_dense:
+            lines += _draw_dense_curve(axes, style_kwargs, x_values, means, bars)
+            low, high = min([low, *means]), max([high, *means])
+            continue
         lines += axes.plot(x_values, means, **style_kwargs, markersize=5, linewidth=1.8 if not has_bars else 1.4)  # type: ignore[arg-type]
         if has_bars and any(bars):
             bar_x = [x * x_factor for x, bar in zip(x_values, bars, strict=True) if bar is not None]
@@ -137,6 +141,7 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     axes.set_title(table.title, loc="left", fontsize=8.5 if narrow else 11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
     bar = "bar: smallest to\nlargest seed" if table.max_seeds > 1 else "bar: 95% interval\nover windows"
+    bar = bar.replace("bar", "band", 1) if table.axis.is_dense else bar
     legend_title = bar.replace("\n", " " if narrow else "\n") if has_bars else None
     # Outside the axes, where no curve can run through it.
     legend_location: dict[str, Any] = (
@@ -150,6 +155,21 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     ]
     legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)
     legend.get_title().set_fontsize(8)
+
+
+def _draw_dense_curve(
+    axes: Axes,
+    style_kwargs: Mapping[str, str],
+    x_values: Sequence[float],
+    means: Sequence[float],
+    bars: Sequence[tuple[float, float] | None],
+) -> list[Line2D]:
+    """A line without markers, and a band in the place of bars."""
+    color, linestyle = style_kwargs["color"], style_kwargs["linestyle"]
+    if x_values and all(bar is not None for bar in bars):
+        lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
+        axes.fill_between(x_values, lower, upper, color=color, alpha=0.18, linewidth=0)
+    return axes.plot(x_values, means, color=color, linestyle=linestyle, linewidth=1.3)
 
 
 def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, narrow: bool) -> None:

@@ -74,6 +74,9 @@ class Record(BaseModel):
     )
     targets: int | None = Field(default=None, ge=1, description="tokens scored at the end of each window")
     windows: int | None = Field(default=None, ge=1, description="windows the model was given")
+    smoothing: int | None = Field(
+        default=None, ge=1, description="neighbouring places that the value is the mean of, fewer near the ends"
+    )
     blocks: int | None = Field(
         default=None, ge=1, description="independent pieces of text that stderr and intervals were taken over"
     )

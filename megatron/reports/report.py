@@ -227,7 +227,7 @@ def _describe_plot(table: ComparisonTable) -> str:
     if len(table.x_values) > 1:
         x_range = f"{axis.format_value(table.x_values[0])} to {axis.format_value_with_unit(table.x_values[-1])}"
     y_description = metric.axis_label + table.title.removeprefix(metric.title_with_unit)
-    return f"Plot of {y_description}, over {axis.name} {x_range}: {'; '.join(ordered)}."
+    return f"Plot of {y_description}, over {axis.inline_name} {x_range}: {'; '.join(ordered)}."
 
 
 def _build_title(tables: Sequence[ComparisonTable]) -> str:
@@ -272,7 +272,7 @@ def _summarize_table(table: ComparisonTable) -> str:
     x_text = (
         axis.format_value_with_unit(last_x)
         if axis.name == "length"
-        else f"{axis.name} {axis.format_value_with_unit(last_x)}"
+        else f"{axis.inline_name} {axis.format_value_with_unit(last_x)}"
     )
     multiple_text = f"{format_multiple(last_x / table.train_length)}, " if axis.in_tokens else ""
     at_text = "over the lengths" if metric.length_summary else f"at {x_text}"

@@ -23,6 +23,13 @@ class XAxis:
     """Are places counts of tokens, which can be told in training lengths and have a logarithmic axis? Else shares."""
     min_value: float = 1.0
     max_value: float = float("inf")
+    is_dense: bool = False
+    """Are there so many places that a table names some of them?"""
+
+    @property
+    def inline_name(self) -> str:
+        """In a sentence, after "by"."""
+        return self.name.replace("_", " ")
 
     def format_value(self, x: float) -> str:
         """A place at a plot's axis or over a column."""
@@ -42,6 +49,7 @@ X_AXES = {
     for axis in (
         XAxis("length", "length: tokens", "at every length"),
         XAxis("position", "position in the window: tokens seen, the own included", "in a bin of positions"),
+        XAxis("tokens_seen", "position in the window: tokens seen, the own included", "at a position", is_dense=True),
         XAxis("distance", "distance to the first occurrence: tokens", "at a distance"),
         XAxis(
             "depth",

@@ -81,4 +81,5 @@ def scored(
     """Records of a model by the plan that options ask for."""
     plan = plan_from_options(options, [TRAIN_LENGTH], len(stream))
     text = EvalText(stream, "a text", vocabulary)
-    return evaluate_perplexity(loaded, text, plan, ScoringContext(**scoring), options.measures or ("perplexity",))  # type: ignore[arg-type]
+    measures, smoothing = options.measures or ("perplexity",), options.smoothing
+    return evaluate_perplexity(loaded, text, plan, ScoringContext(**scoring), measures, smoothing=smoothing)  # type: ignore[arg-type]

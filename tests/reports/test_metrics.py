@@ -124,7 +124,7 @@ def test_no_metric_is_called_like_a_field_of_a_record() -> None:
         ({"perplexity": 0.0}, "perplexity must be greater than 0, not 0"),
         ({"perplexity": 2.0, "change": -0.5}, "change is a ratio and must be greater than 0, not -0.5"),
         ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; a record holds one metric"),
-        ({}, "no value; give one of perplexity, word_perplexity"),
+        ({}, "no value; give one of perplexity, long_perplexity"),
         ({"acuracy": 0.5}, "unknown field acuracy; did you mean accuracy?"),
         ({"accuracy": 0.5, "perplexity_low": 1.0}, "unknown field perplexity_low"),
         ({"accuracy": 0.5, "metric": "accuracy"}, "unknown field metric"),

@@ -1,0 +1,221 @@
+"""Key tokens: those that a model predicts well from a long context and badly from a short one (LongPPL).
+
+Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Modeling?, 2410.23771), section 3:
+
+    LSD    log p(token | long context) − log p(token | short context)      long-short difference
+    LCL    log p(token | long context)                                     long-context likelihood
+    key    LSD > α and LCL > β                                             α = 2, β = −2 there, in nats
+
+LongPPL is the perplexity of a model over the key tokens, with its long context. The key tokens are those of *one*
+reference model, so that all others are asked for the same: they are written to a file, and read by every evaluation
+after it. The paper's reference is Llama 3.1 8B, its short context the 4,096 to 5,119 tokens before a target
+(`trunc_len=4096`, `sliding_window=1024` of the published code, PKU-ML/LongPPL@1decd2a, which scores no target that has
+fewer); here the two contexts are the shortest and the largest length of the evaluation, whose targets are the same.
+Protocol `strided` with stride 1024 and lengths 5120 and more is theirs.
+
+Files hold no text: positions in the stream, and digests by which another text, tokenizer or choice of windows is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.evaluation.protocols import ScoringPlan, TargetSet
+from megatron.evaluation.texts import EvalText
+from megatron.options.evaluation import EvaluationOptions
+from megatron.utils.atomic_io import check_folder, parse_json, write_text_atomically
+from megatron.utils.errors import RunError, UserError
+
+DEFAULT_ALPHA, DEFAULT_BETA = 2.0, -2.0
+"""In nats, as in the paper."""
+
+FORMAT = 1
+
+
+class KeyTokens(BaseModel):
+    """Key tokens of one text, as files hold them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = Field(description="of the file")
+    alpha: float
+    beta: float
+    short_length: int = Field(description="tokens of the windows with the short context")
+    long_length: int = Field(description="of those with the long one")
+    protocol: str
+    num_targets: int = Field(description="that the key tokens were chosen from")
+    positions_digest: str = Field(description="of the positions of these")
+    text_digest: str
+    tokenizer: str
+    reference: dict[str, Any] = Field(description="the model that fixed them")
+    positions: list[int] = Field(min_length=1, description="in the stream of tokens, ascending")
+
+    @property
+    def digest(self) -> str:
+        """Equal digests, equal key tokens."""
+        return _hash_array(np.array(self.positions), self.text_digest, self.tokenizer)
+
+    @property
+    def remark(self) -> str:
+        """What they are, in sentences for every table."""
+        share = len(self.positions) / self.num_targets
+        return (
+            f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets, which "
+            f"{self.reference['method']} ({self.reference['run']}, step {self.reference['step']}) predicts with "
+            f"log p > {self.beta:g} from {self.long_length:,} tokens, and more than {self.alpha:g} nats better than "
+            f"from {self.short_length:,}."
+        )
+
+
+def find_key_tokens(short_losses: np.ndarray, long_losses: np.ndarray, alpha: float, beta: float) -> np.ndarray:
+    """Which targets are key tokens, bool, from their losses in nats with a short and a long context."""
+    return (short_losses - long_losses > alpha) & (-long_losses > beta)
+
+
+@dataclass
+class KeyTokenFile:
+    """Where the key tokens of an evaluation come from: a file, or the first run that is scored, which writes it."""
+
+    path: Path
+    alpha: float
+    beta: float
+    tokens: KeyTokens | None = None
+    """None until the reference has been scored."""
+
+    def select(self, plan: ScoringPlan, target_set: TargetSet) -> np.ndarray:
+        """Which targets are key tokens, bool [blocks, targets]."""
+        assert self.tokens is not None
+        positions = plan.target_positions(target_set, target_set.lengths[0])
+        return np.isin(positions, np.array(self.tokens.positions))
+
+    def find(
+        self,
+        plan: ScoringPlan,
+        target_set: TargetSet,
+        losses: Mapping[int, np.ndarray],
+        loss_mask: np.ndarray,
+        record_fields: Mapping[str, Any],
+    ) -> None:
+        """Fix the key tokens by the losses of the reference, and write the file.
+
+        Args:
+            plan, target_set: what was scored.
+            losses: by length, float64 [blocks, targets].
+            loss_mask: which targets count, bool [blocks, targets].
+            record_fields: that say which model it is, and on which text.
+
+        Raises:
+            RunError: there is none, or the model has no positions for the largest length.
+        """
+        short_length, long_length = target_set.lengths[0], target_set.lengths[-1]
+        if long_length not in losses:
+            raise RunError(
+                f"{record_fields['method']} is the reference of key tokens, and its positions end before length "
+                f"{long_length:,}: name another run first, or shorter lengths"
+            )
+        is_key = find_key_tokens(losses[short_length], losses[long_length], self.alpha, self.beta) & loss_mask
+        if not is_key.any():
+            raise RunError(
+                f"{record_fields['method']}: no target is a key token, none gains more than {self.alpha:g} nats from "
+                f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; take more windows, another "
+                "reference, or a smaller key_alpha"
+            )
+        positions = plan.target_positions(target_set, short_length)
+        self.tokens = KeyTokens(
+            format=FORMAT,
+            alpha=self.alpha,
+            beta=self.beta,
+            short_length=short_length,
+            long_length=long_length,
+            protocol=plan.protocol,
+            num_targets=int(loss_mask.sum()),
+            positions_digest=_hash_array(positions),
+            text_digest=record_fields["text_digest"],
+            tokenizer=record_fields["tokenizer"],
+            reference={name: record_fields.get(name) for name in ("method", "run", "step", "seed", "software")},
+            positions=sorted(positions[is_key].tolist()),
+        )
+        fields = self.tokens.model_dump()
+        lines = [f'  "{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in fields.items()]
+        write_text_atomically(self.path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPlan) -> KeyTokenFile | None:
+    """The key tokens that options ask for; None if no measure needs them.
+
+    Raises:
+        UserError: there is no such file, it is of another text, tokenizer or choice of windows, or it would be written
+            over.
+    """
+    if "long_perplexity" not in (options.measures or ()):
+        for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
+            if getattr(options, name):
+                raise UserError(f"{name}: it is for the measure long_perplexity; add it to measures")
+        return None
+    if options.key_tokens is None:
+        raise UserError(
+            "measures: long_perplexity needs key_tokens, a file that a reference run fixed, or writes with "
+            "find_key_tokens"
+        )
+    if plan.protocol == "nonoverlapping" or len(plan.target_sets) > 1:
+        raise UserError(
+            "measures: long_perplexity is over one set of targets with a long context each: protocol last, with one "
+            "number of targets, or strided"
+        )
+    path = Path(options.key_tokens)
+    if not options.find_key_tokens:
+        if options.key_alpha is not None or options.key_beta is not None:
+            raise UserError("key_alpha, key_beta: they fix key tokens, which are read here; give find_key_tokens too")
+        tokens = _read_key_tokens(path)
+        _check_key_tokens(path, tokens, text, plan)
+        return KeyTokenFile(path, tokens.alpha, tokens.beta, tokens)
+    if path.exists():
+        raise UserError(f"key_tokens {path}: is there, and other evaluations may rest on it; name another file")
+    check_folder("--key-tokens", path.parent)
+    if len(plan.lengths) < 2:
+        raise UserError("find_key_tokens: give two lengths, of the short context and of the long one")
+    alpha = DEFAULT_ALPHA if options.key_alpha is None else options.key_alpha
+    beta = DEFAULT_BETA if options.key_beta is None else options.key_beta
+    return KeyTokenFile(path, alpha, beta)
+
+
+def _read_key_tokens(path: Path) -> KeyTokens:
+    try:
+        return KeyTokens.model_validate(parse_json(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        reason = "no such file; find_key_tokens writes it" if not path.exists() else error.strerror or str(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"no key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except ValueError as error:
+        reason = f"not JSON ({error})"
+    raise UserError(f"key_tokens {path}: {reason}")
+
+
+def _check_key_tokens(path: Path, tokens: KeyTokens, text: EvalText, plan: ScoringPlan) -> None:
+    """Raises UserError unless they are of the targets of a plan."""
+    (target_set,) = plan.target_sets
+    positions = plan.target_positions(target_set, target_set.lengths[0])
+    for what, theirs, ours in (
+        ("tokenizer", tokens.tokenizer, text.vocabulary.name),
+        ("text, by its digest", tokens.text_digest, text.digest),
+        ("protocol", tokens.protocol, plan.protocol),
+        ("largest length", tokens.long_length, plan.lengths[-1]),
+        ("choice of windows and targets, by digest", tokens.positions_digest, _hash_array(positions)),
+        ("format", tokens.format, FORMAT),
+    ):
+        if theirs != ours:
+            raise UserError(f"key_tokens {path}: is of another {what}: {theirs}, and this is {ours}")
+
+
+def _hash_array(positions: np.ndarray, *texts: str) -> str:
+    content = np.ascontiguousarray(positions, dtype="<i8").tobytes() + " ".join(texts).encode()
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,188 @@
+"""LongPPL and the loss by position against plain loops in float64, and key tokens that fit no other evaluation."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.evaluation.eval_target import ScoringContext
+from megatron.evaluation.key_tokens import DEFAULT_ALPHA, DEFAULT_BETA, find_key_tokens, open_key_tokens
+from megatron.evaluation.loss_records import check_measures, list_curve_positions, smooth_by_position
+from megatron.evaluation.perplexity import evaluate_perplexity
+from megatron.evaluation.protocols import plan_from_options
+from megatron.evaluation.texts import EvalText
+from megatron.options.evaluation import EvaluationOptions as Options
+from megatron.reports.bootstrap import draw_bootstrap_curves, draw_bootstrap_means
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.plots import render_plots_png
+from megatron.reports.records import Record
+from megatron.utils.errors import RunError, UserError
+
+from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
+from .test_perplexity import ROUNDING, STREAM, one_loss
+
+FIELDS = {"run": "runs/a", "step": 3}
+KEYS = {"lengths": [5, 9, 27], "targets": 5, "windows": 7, "measures": ["long_perplexity"]}
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    assert (DEFAULT_ALPHA, DEFAULT_BETA) == (2.0, -2.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1), st.floats(0, 3), st.floats(-3, 0))
+def test_key_tokens_by_a_loop(pairs: list[tuple[float, float]], alpha: float, beta: float) -> None:
+    short, long = (np.array(column) for column in zip(*pairs, strict=True))
+    expected = [(-b) - (-a) > alpha and -b > beta for a, b in pairs]
+    assert find_key_tokens(short, long, alpha, beta).tolist() == expected
+
+
+def long_perplexity(
+    model: RunningMean, options: Options, *, method: str = "a", stream: np.ndarray = STREAM, eod_mask_loss: bool = False
+) -> list[Record]:
+    text, plan = EvalText(stream, "a text", BYTES), plan_from_options(options, [TRAIN_LENGTH], len(stream))
+    scoring = ScoringContext({**FIELDS, "method": method})
+    key_tokens = open_key_tokens(options, text, plan)
+    measures = options.measures or ()
+    of_model = loaded(model, eod_mask_loss=eod_mask_loss)
+    return evaluate_perplexity(of_model, text, plan, scoring, measures, key_tokens=key_tokens)  # type: ignore[arg-type]
+
+
+def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
+    """The reference fixes the key tokens by two losses of each target; another model is asked for those alone."""
+    reference, other = RunningMean().eval(), RunningMean().eval()
+    alpha, beta = 0.02, -3.2
+    path = tmp_path / "keys.json"
+    found = long_perplexity(
+        reference,
+        Options(**KEYS, key_tokens=str(path), find_key_tokens=True, key_alpha=alpha, key_beta=beta),
+    )
+    ends = [27 + number * 175 // 6 for number in range(7)]
+    targets = [end - 4 + number for end in ends for number in range(5)]
+
+    def loss(model: RunningMean, target: int, length: int) -> float:
+        end = min(each for each in ends if each >= target)
+        return one_loss(model, STREAM[end - length : target], int(STREAM[target]))
+
+    gains = {target: loss(reference, target, 5) - loss(reference, target, 27) for target in targets}
+    keys = [target for target in targets if gains[target] > alpha and -loss(reference, target, 27) > beta]
+    assert 3 <= len(keys) < len(targets) - 3, "the case says something"
+    content = json.loads(path.read_text())
+    assert content["positions"] == sorted(keys)
+    assert (content["short_length"], content["long_length"], content["num_targets"]) == (5, 27, 35)
+    read = Options(**KEYS, key_tokens=str(path))
+    for model, records in ((reference, found), (other, long_perplexity(other, read))):
+        assert [record.length for record in records] == [5, 9, 27]
+        for record in records:
+            expected = sum(loss(model, key, record.length) for key in keys) / len(keys)
+            assert record.nll == pytest.approx(expected, abs=ROUNDING)
+            assert record.value == pytest.approx(math.exp(expected), rel=2 * ROUNDING)
+            assert (record.metric, record.tokens) == ("long_perplexity", len(keys))
+            assert record.low <= record.value <= record.high
+            assert f"{len(keys)} key tokens" in record.remark
+    (table,) = build_comparison_tables([*found, *long_perplexity(other, read, method="b")])
+    assert table.methods == ("a", "b")
+    assert table.title.startswith("Perplexity per key token")
+    masked = long_perplexity(other, read, eod_mask_loss=True)
+    after_eod = sum(STREAM[key - 1] == BYTES.eod for key in keys)
+    assert masked[0].tokens == len(keys) - after_eod
+
+
+def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, running_mean: RunningMean) -> None:
+    path = str(tmp_path / "keys.json")
+    finding = {"find_key_tokens": True, "key_alpha": 0.0, "key_beta": -9.0}
+    long_perplexity(running_mean, Options(**KEYS, key_tokens=path, **finding))
+    missing = str(tmp_path / "none.json")
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"format": 1}')
+    for choices, message in (
+        ({"lengths": [5, 20]}, "another largest length: 27, and this is 20"),
+        ({"windows": 6}, "another choice of windows and targets, by digest"),
+        ({"targets": 4}, "another choice of windows and targets, by digest"),
+        ({"key_alpha": 1.0}, "they fix key tokens, which are read here"),
+        ({"find_key_tokens": True}, "is there, and other evaluations may rest on it"),
+        ({"key_tokens": missing}, "no such file; find_key_tokens writes it"),
+        ({"key_tokens": str(damaged)}, "no key tokens: alpha: Field required"),
+        ({"key_tokens": None}, "long_perplexity needs key_tokens"),
+        ({"measures": ["perplexity"]}, "it is for the measure long_perplexity"),
+        ({"targets": [3, 5]}, "over one set of targets"),
+        ({"protocol": "nonoverlapping", "targets": None, "windows": None}, "over one set of targets"),
+        ({"protocol": "strided", "targets": None, "windows": None, "stride": 5}, "another protocol: last, "),
+        ({"lengths": [27], "find_key_tokens": True, "key_tokens": missing}, "give two lengths"),
+    ):
+        with pytest.raises(UserError, match=message):
+            long_perplexity(running_mean, Options(**{**KEYS, "key_tokens": path, **choices}))
+    with pytest.raises(UserError, match="another text, by its digest"):
+        long_perplexity(running_mean, Options(**KEYS, key_tokens=path), stream=STREAM[::-1].copy())
+    with pytest.raises(RunError, match="no target is a key token"):
+        long_perplexity(running_mean, Options(**KEYS, key_tokens=missing, **{**finding, "key_alpha": 50.0}))
+    running_mean.max_length = 9
+    with pytest.raises(RunError, match="its positions end before length 27"):
+        long_perplexity(running_mean, Options(**KEYS, key_tokens=missing, **finding))
+    assert not Path(missing).exists()
+
+
+@given(st.integers(1, 40), st.integers(1, 12).map(lambda half: 2 * half - 1), st.integers(1, 20))
+def test_smoothing_by_a_loop(length: int, width: int, train_length: int) -> None:
+    values = np.random.default_rng(length).normal(size=(3, length))
+    positions = list_curve_positions(train_length, length)
+    assert {1, length} <= set(positions.tolist())
+    assert train_length > length or train_length in positions
+    for index, position in enumerate(positions.tolist()):
+        before = min(width // 2, position - 1)
+        seen = range(position - before, min(position + before, length) + 1)
+        expected = [sum(row[at - 1] for at in seen) for row in values]
+        np.testing.assert_allclose(smooth_by_position(values, positions, width)[:, index], expected, atol=1e-12)
+
+
+def test_draws_of_curves_are_the_bootstrap() -> None:
+    """Against the draws of means of single points, which take other samples: equal up to their own scatter."""
+    generator = np.random.default_rng(5)
+    counts = generator.integers(1, 5, size=(40, 3)).astype(float)
+    sums = generator.normal(2, 1, size=(40, 3)) * counts
+    draws = draw_bootstrap_curves(sums, counts)
+    assert draws is not None
+    for point in range(3):
+        single = draw_bootstrap_means(sums[None, :, point], counts[:, point].astype(int))
+        assert single is not None
+        np.testing.assert_allclose(np.std(draws[:, point]), np.std(single[0]), rtol=0.1)
+        np.testing.assert_allclose(np.mean(draws[:, point]), np.mean(single[0]), atol=0.02)
+    assert draw_bootstrap_curves(sums[:1], counts[:1]) is None
+
+
+def test_the_loss_at_every_position(running_mean: RunningMean) -> None:
+    """Forgetting Transformer's figure: losses by position, each value the mean of its neighbours."""
+    length, width = 20, 5
+    measures = {"measures": ["perplexity", "token_loss"], "smoothing": width}
+    options = Options(lengths=[10, length], windows=4, protocol="nonoverlapping", **measures)
+    found = [each for each in scored(loaded(running_mean), STREAM, options) if each.axis == "tokens_seen"]
+    assert {each.length for each in found} == {length}
+    losses = [
+        [one_loss(running_mean, STREAM[start : start + at], int(STREAM[start + at])) for at in range(1, length + 1)]
+        for start in range(0, 4 * length, length)
+    ]
+    assert [each.place for each in found] == [float(at) for at in range(1, length + 1)]
+    for each in found:
+        at = int(each.place)
+        before = min(width // 2, at - 1)
+        seen = [row[place - 1] for row in losses for place in range(at - before, min(at + before, length) + 1)]
+        assert each.value == pytest.approx(sum(seen) / len(seen), abs=ROUNDING)
+        assert (each.tokens, each.smoothing, each.metric) == (len(seen), width, "loss")
+        assert each.low <= each.value <= each.high
+    far = [each.replace(method="b", value=each.value + 1) for each in found]
+    (table,) = build_comparison_tables([*found, *far])
+    assert table.x_values == (1.0, 2.0, 4.0, 8.0, 16.0, 20.0)
+    assert "by tokens seen, windows of 20 tokens" in table.title
+    assert render_plots_png([*found, *far])[:4] == b"\x89PNG"
+    for choices, message in (
+        ({"protocol": "last"}, "token_loss needs every token of a window scored"),
+        ({"smoothing": 4}, "odd number of positions"),
+        ({"smoothing": 21}, "at most 20"),
+        ({"measures": ["position"]}, "it is of the measure token_loss"),
+    ):
+        changed = options.replace(**choices)
+        with pytest.raises(UserError, match=message):
+            check_measures(changed, plan_from_options(changed, [TRAIN_LENGTH], len(STREAM)))
