@@ -1,5 +1,6 @@
 """Benchmarks, further evaluations, seeds of variants, and members that run at once."""
 
+import html
 import os
 import re
 import signal
@@ -9,8 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
+from megatron.reports.combine import combine_results
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.leaderboard import Addition, Leaderboard, LeaderboardReport
 from megatron.reports.records import read_records
 from megatron.sweeps import worker_pool
 from megatron.sweeps.member_run import read_last_step
@@ -23,6 +28,8 @@ ZOO = BASE.replace(
     "      evaluate: {multiples: [1, 4], windows: 3}\n",
     """\
       seeds: [1]
+      against: rotary
+      leaderboard: {additions: [cdape]}
       evaluate: {multiples: [1, 4], windows: 3}
       evaluations:
         scaled: {variants: [rotary], rope: "pi:4", lengths: [16, 64], windows: 3}
@@ -44,7 +51,7 @@ ZOO = BASE.replace(
             use_tensorboard: false
           evaluate: {lengths: [4, 8], windows: 6}
 """,
-).replace("mine: {pos_emb: alibi,", "mine: {seeds: [1, 2], pos_emb: alibi,")
+).replace("mine: {pos_emb: alibi,", "mine: {seeds: [1, 2], pos_emb: rotary,")
 
 
 def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> None:
@@ -82,8 +89,8 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
         (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of different whole numbers"),
         (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
         (("output: out", "output: out\n      jobs: 0"), "sweep.jobs"),
-        (("output: out", "output: out\n      leaderboard: {additions: [cdap]}"), "'cdap' is no score processor"),
-        (("output: out", "output: out\n      leaderboard: {addition: [cdape]}"), "unknown key 'sweep.leaderboard.add"),
+        (("additions: [cdape]", "additions: [cdap]"), "'cdap' is no score processor"),
+        (("additions: [cdape]", "addition: [cdape]"), "unknown key 'sweep.leaderboard.add"),
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
     ],
 )  # fmt: skip
@@ -107,7 +114,17 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     ]  # fmt: skip
     accuracies = [(r.method, r.seed, r.length) for r in found if r.metric == "accuracy" and r.run is not None]
     assert accuracies == [(m, s, n) for m, s in (("rotary", 1), ("mine", 1), ("mine", 2)) for n in (4, 8)]
-    assert "What is missing" not in said  # rotary has no seed 2, and is to have none
+    page = html.unescape(Path("out/report.html").read_text(encoding="utf-8"))
+    assert "What is missing" not in page  # rotary has no seed 2, and is to have none
+    # The page, the console and `report` say the same, made of these records.
+    board = LeaderboardReport(
+        Leaderboard("rotary", (Addition("cdape", "mine", "rotary"),)), build_comparison_tables(found)
+    )
+    combine_results([Path("out")], Console(quiet=True), output=Path("out/board.md"))
+    markdown = Path("out/board.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert [contest.kind for contest in board.contests] == ["text", "tasks"]
+    for answer in board.build_answers():
+        assert all(sentence in said and sentence in page and sentence in markdown for sentence in answer.sentences)
     assert len(initialiser.calls()) == 6
     Path("out/mine/copy/seed_2/evaluated.json").unlink()
     again, said = run()
