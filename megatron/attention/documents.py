@@ -149,7 +149,11 @@ def compute_document_masks(
 
 
 def restart_positions(
-    starts: Tensor, columns: Tensor, device: torch.device, segments: Sequence[Segment] = ()
+    starts: Tensor,
+    columns: Tensor,
+    device: torch.device,
+    segments: Sequence[Segment] = (),
+    capacity: int | None = None,
 ) -> TokenRange:
     """The positions of the tokens at some columns of all sequences, those at one column next to each other: T · B.
 
@@ -158,13 +162,16 @@ def restart_positions(
         columns: int64 [T] on the CPU.
         device: where the positions go.
         segments: those of the whole rows, if their positions are sampled.
+        capacity: tokens that rows will have at most; None for no more than these.
     """
     indices = torch.arange(starts.shape[1]) - starts
     positions, limit = indices, int(indices.max()) + 1
+    if any(segment.tokens.is_continuous for segment in segments):
+        positions = positions.double()
     for segment in segments:
         if segment.tokens.sampled is not None:
             first, last = segment.first_key_column, segment.first_key_column + segment.tokens.stop
             own = segment.tokens.sampled
             positions[segment.sequences, first:last], limit = own.values[: last - first], own.limit
     values = positions[:, columns].t().flatten().to(device, non_blocking=True)
-    return TokenRange(0, len(values), SampledPositions(values, limit))
+    return TokenRange(0, len(values), SampledPositions(values, limit), capacity or starts.shape[1])

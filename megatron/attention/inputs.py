@@ -7,13 +7,17 @@ B batch, H heads, h requested heads, R query rows, C key columns, d head dimensi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
+
+BackendT = TypeVar("BackendT")
 
 DenseFunction = Callable[[TokenRange, TokenRange, Tensor, slice], ScoreTerms]
 """Computes what `Encoding.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
@@ -24,9 +28,10 @@ class AttentionInputs:
     """Everything that the attention of some query rows depends on."""
 
     q: Tensor
-    """Rotated queries [B, H, R, d]; without a processor [B, h, R, d]."""
+    """Rotated queries [B, H, R, e]; without a processor [B, h, R, e]. e is d unless the encoding has it otherwise
+    (`Encoding.qk_head_dim`)."""
     k: Tensor
-    """Rotated keys [B, H or h, C, d]."""
+    """Rotated keys [B, H or h, C, e]."""
     v: Tensor
     """Values [B, h, C, d]."""
     query: TokenRange
@@ -116,6 +121,20 @@ class AttentionInputs:
             key_bias=None if self.key_bias is None else self.key_bias[:, :, left:right],
             document_mask=None,
         )
+
+
+def pad_values(attend: Callable[[BackendT, AttentionInputs], Tensor]) -> Callable[[BackendT, AttentionInputs], Tensor]:
+    """A backend's `__call__` whose fused attention takes queries, keys and values of one length: values get zeros at
+    their end where rotated queries are longer, and the output loses them again."""
+
+    @wraps(attend)
+    def attend_padded(backend: BackendT, inputs: AttentionInputs) -> Tensor:
+        size, length = inputs.v.shape[-1], inputs.q.shape[-1]
+        if size == length:
+            return attend(backend, inputs)
+        return attend(backend, replace(inputs, v=pad(inputs.v, (0, length - size))))[..., :size]
+
+    return attend_padded
 
 
 def iter_row_blocks(inputs: AttentionInputs, size: int) -> Iterator[AttentionInputs]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
 from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
-from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances
+from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
 
 MAX_ENTRIES_TOGETHER = 1 << 24
 """Of the tables of all layers that are computed at once: 64 MiB."""
@@ -40,7 +40,8 @@ def _keep_distances(count: int, device: torch.device) -> Tensor:
 def compute_table(
     encoding: Encoding, query: TokenRange, key: TokenRange, device: torch.device | str | None = None
 ) -> ScoreTerms | None:
-    """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz."""
+    """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz, and where
+    positions are continuous."""
     return compute_table_of_ranges(encoding, [(query, key)], device)
 
 
@@ -50,6 +51,9 @@ def compute_table_of_ranges(
     """The same for several ranges of rows and columns together."""
     if not type(encoding).overrides_hook("table"):
         return None
+    ranges = list(ranges)
+    if any(query.is_continuous for query, _ in ranges):
+        return None  # hardly two distances are the same
     return encoding.table(_get_distances(max(count_distances(*pair) for pair in ranges), device))
 
 
@@ -64,6 +68,9 @@ def compute_tables_of_layers(
     """The same of the layers' own encodings, all at once; None where their heads are not independent, or where all
     tables together are large, of which one layer needs but its own at a time."""
     first = encodings[0]
+    ranges = list(ranges)
+    if any(query.is_continuous for query, _ in ranges):
+        return None
     count = max(count_distances(*pair) for pair in ranges)
     is_large = len(encodings) * first.dims.num_heads * count > MAX_ENTRIES_TOGETHER
     if is_large or not (type(first).overrides_hook("table") and first.has_independent_heads):
@@ -108,6 +115,10 @@ def compute_dense_terms(
     """
     if table is None:
         table = compute_table(encoding, query, key, like.device)
+    if table is None and query.is_continuous and type(encoding).overrides_hook("table"):
+        distance = query.positions(like.device)[:, None] - key.positions(like.device)[None, :]
+        terms = encoding.table(distance.clamp_(min=0).float().flatten())
+        return ScoreTerms(*(None if x is None else select_heads(x, heads).unflatten(1, distance.shape) for x in terms))
     if table is None:
         return encoding.dense(query, key, like, heads)
     return ScoreTerms(*(None if term is None else toeplitz(term[heads], query, key) for term in table))
@@ -156,7 +167,7 @@ def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
     read capped ones.
     """
     q, k, encoding, heads = inputs.q, inputs.k, inputs.encoding, inputs.score_heads
-    scores = soft_cap(torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2)), inputs.softcap)
+    scores = soft_cap(_compute_products(q, k, inputs), inputs.softcap)
     if inputs.dense is not None:
         terms = inputs.dense(inputs.query, inputs.key, q, heads)
     else:
@@ -173,6 +184,20 @@ def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
         )
         bias = of_sequences if bias is None else bias + of_sequences
     return scores, bias
+
+
+def _compute_products(q: Tensor, k: Tensor, inputs: AttentionInputs) -> Tensor:
+    """q·k/√e [B, h, R, C] of rotated queries and keys, whose length is e; of two rotations that of the distance."""
+
+    def multiply(q: Tensor, k: Tensor) -> Tensor:
+        return torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+
+    far_distance = inputs.encoding.far_distance
+    if far_distance is None:
+        return multiply(q, k)
+    near, far = (multiply(*halves) for halves in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True))
+    distance = inputs.query.indices(q.device)[:, None] - inputs.key.indices(q.device)[None, :]
+    return torch.where(distance < far_distance, near, far)
 
 
 def compute_logits(inputs: AttentionInputs) -> Tensor:

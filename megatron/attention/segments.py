@@ -14,6 +14,7 @@ B batch, H heads, T tokens of the forward pass, d head dimension.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding
-from megatron.position.token_range import SampledPositions, TokenRange
+from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
 
 ALL_SEQUENCES = slice(None)
 
@@ -210,27 +211,51 @@ def add_position_embeddings(
 
 
 def rotate_segments(
-    q: Tensor, k: Tensor, encoding: Encoding, segments: Sequence[Segment], restarted: TokenRange | None = None
+    q: Tensor,
+    k: Tensor,
+    encoding: Encoding,
+    segments: Sequence[Segment],
+    restarted: TokenRange | None = None,
+    heads: slice = ALL_HEADS,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, H, T, d] and keys [B, g, T, d] turned by their positions: their heads side by side, all at once.
+    """Queries [B, h, T, d] and keys [B, g, T, d] turned by their positions, [B, h or g, T, e]: their heads side by
+    side, all at once, where the encoding turns both alike.
 
     restarted: where positions begin anew with documents, see `documents.restart_positions`.
+    heads: which of the encoding's the queries are of.
+
+    Raises OptionError: the encoding cannot turn so many tokens.
     """
     if not type(encoding).overrides_hook("rotate"):
         return q, k
-    if restarted is not None:
-        # All tokens as those of one sequence, [H + g, T · B, d]: activations lie as [T, B, …].
-        one_row = torch.cat([x.permute(1, 2, 0, 3).flatten(1, 2) for x in (q, k)])
-        turned = encoding.rotate(one_row[None], restarted)[0].unflatten(1, (q.shape[2], q.shape[0]))
-        q, k = turned.permute(2, 0, 1, 3).split([q.shape[1], k.shape[1]], dim=1)
+    if encoding.rotates_alike:
+        rotated = _rotate_heads([q, k], encoding.rotate, segments, restarted)
+        q, k = rotated.split([q.shape[1], k.shape[1]], dim=1)
         return q, k
-    x = torch.cat([q, k], dim=1)
+    key_heads = slice(heads.start, heads.stop, q.shape[1] // k.shape[1])
+    return (
+        _rotate_heads([q], partial(encoding.rotate, heads=heads), segments, restarted),
+        _rotate_heads([k], partial(encoding.rotate_keys, heads=key_heads), segments, restarted),
+    )
+
+
+def _rotate_heads(
+    parts: Sequence[Tensor],
+    rotate: Callable[[Tensor, TokenRange], Tensor],
+    segments: Sequence[Segment],
+    restarted: TokenRange | None,
+) -> Tensor:
+    """The heads of all parts side by side, turned."""
+    if restarted is not None:
+        # All tokens as those of one sequence, [heads, T · B, d]: activations lie as [T, B, …].
+        batch, _, length, _ = parts[0].shape
+        one_row = _concatenate([x.permute(1, 2, 0, 3).flatten(1, 2) for x in parts], 0)
+        return rotate(one_row[None], restarted)[0].unflatten(1, (length, batch)).permute(2, 0, 1, 3)
+    x = _concatenate(parts, 1)
     rotated = [
-        encoding.rotate(part, segment.tokens)
-        for part, segment in zip(_split_segments(x, segments, 2), segments, strict=True)
+        rotate(part, segment.tokens) for part, segment in zip(_split_segments(x, segments, 2), segments, strict=True)
     ]
-    q, k = _scatter_outputs(rotated, segments, x, dim=2).split([q.shape[1], k.shape[1]], dim=1)
-    return q, k
+    return _scatter_outputs(rotated, segments, x, dim=2)
 
 
 def attend_segments(

@@ -148,8 +148,11 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
         "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
     },
     "pos_emb": {
-        **dict.fromkeys(("xpos", "longrope"), "of its kind there is rotary, whose base is pos_emb_options.base"),
-        **{name: f"use rotary with pos_emb_options.scaling: {name}" for name in ("yarn", "ntk", "hope", "p_rope")},
+        "xpos": "use rotary with pos_emb_options.xpos: true",
+        **{
+            name: f"use rotary with pos_emb_options.scaling: {name}"
+            for name in ("yarn", "ntk", "hope", "p_rope", "longrope", "selfextend", "rerope")
+        },
         "kerple_power_original": "it is ALiBi whose slopes are at least 0.01; use alibi, which has no such bound",
     },
     "lr_decay_style": {

@@ -1,29 +1,49 @@
 """What reading a trained model may change of its positions: its window, which documents it keeps
-apart, a temperature without learned parameters, and the frequencies of rotary positions.
+apart, a temperature without learned parameters, and rotary's frequencies or far distances.
 
 Nothing here depends on torch, so that a mistake in an option of a command is reported at once.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.config import method_names
 from megatron.config.validation import validate_methods
-from megatron.config.yaml_files import parse_scalar
+from megatron.config.yaml_files import parse_scalar, read_yaml
 from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
 from megatron.options.section import ConfigSection
-from megatron.position.catalog import read_temperature_facts
+from megatron.position.catalog import read_encoding_facts, read_temperature_facts, select_encoding_options
 from megatron.utils.errors import UserError
 
 OVERRIDES = ("window", "attention_mask", "temperature", "rope")
 """The options of commands that override something of a run's positions: the arguments of `override_position`."""
 
-ROPE_KINDS = {"pi": "linear", "linear": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn"}
-"""What `rope` may name, and rotary's scaling (`position/encodings/rotary.py`); the first name of one is the usual."""
+ROPE_KINDS = {
+    "pi": "linear", "linear": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn", "longrope": "longrope",
+    "selfextend": "selfextend", "rerope": "rerope",
+}  # fmt: skip
+"""What `rope` may name, and rotary's scaling (`position/rotary_scaling.py`); the first name of one is the usual."""
 ROPE_OPTIONS = {
     "linear": ("factor",), "ntk": ("factor",), "dynamic": ("factor",),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
+    "selfextend": ("group", "neighbors"), "rerope": ("neighbors",),
 }  # fmt: skip
+"""The options that each may be given, of which those in `ROPE_FORMS` may come without their names."""
+ROPE_FORMS = {
+    "pi": "FACTOR", "ntk": "FACTOR", "dynamic": "", "yarn": "FACTOR", "longrope": "FILE",
+    "selfextend": "GROUP,NEIGHBORS", "rerope": "NEIGHBORS",
+}  # fmt: skip
+ROPE_EXAMPLES = {"selfextend": "selfextend:8,256", "rerope": "rerope:256"}
+LONGROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+"""Where the config.json of a model of transformers has what a longrope file holds."""
+LONGROPE_KEYS = {
+    "short_factor": "short_factor", "long_factor": "long_factor", "factor": "factor",
+    "attention_factor": "attention_factor", "original_max_position_embeddings": "original_length",
+}  # fmt: skip
+"""transformers' names, and rotary's options."""
 
 
 def list_overrides(options: ConfigSection) -> dict[str, Any]:
@@ -46,7 +66,7 @@ def override_position(
         model, position: the run's.
         window, attention_mask: instead of its attention_window and attention_mask; None keeps that.
         temperature: instead of its attention_temperature, as `NAME` or `NAME:OPTION=VALUE,…`; None keeps that.
-        rope: scaling of rotary's frequencies, as `NAME:FACTOR` or `NAME:OPTION=VALUE,…`; None keeps them.
+        rope: scaling of rotary's frequencies or of far distances, as `parse_rope` reads it; None keeps them.
 
     Raises:
         UserError: a value that makes no sense, a temperature with learned parameters, the run's or the other, or rope
@@ -91,61 +111,125 @@ def _scale_rotary(model: ModelOptions, position: PositionOptions, rope: str) -> 
             f"rope {rope}: the run's positions are drawn from {position.randomized_positions} "
             "(randomized_positions), so that it has learned the long distances"
         )
-    if options["scaling"] in ("dynamic", "yarn"):
-        options["original_length"] = model.seq_length
+    if options["scaling"] in ("dynamic", "yarn", "longrope"):
+        options.setdefault("original_length", model.seq_length)
     return position.replace(pos_emb_options={**trained, **options})
 
 
 def parse_rope(text: str) -> dict[str, Any]:
-    """Rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64` or `dynamic`, without the length of the training.
-    Raises UserError for what is none."""
-    name, parts = _split_override("rope", text)
+    """Rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64`, `selfextend:8,256` or `dynamic`, without the length
+    of the training, which a longrope file alone may say. Raises UserError for what is none."""
+    name, _, rest = text.partition(":")
     if name not in ROPE_KINDS:
-        raise UserError(f"rope {text}: there is no {name!r}; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn:FACTOR")
+        forms = (":".join(filter(None, form)) for form in ROPE_FORMS.items())
+        raise UserError(f"rope {text}: there is no {name!r}; choose from {', '.join(forms)}")
     scaling = ROPE_KINDS[name]
-    if None in parts:
-        parts = {"factor": parts[None], **{key: value for key, value in parts.items() if key is not None}}
+    if scaling == "longrope":
+        return {"scaling": scaling, **_read_longrope(text, rest)}
+    known = ROPE_OPTIONS[scaling]
+    _, unnamed, named = _split_override("rope", text, max_unnamed=2 if scaling == "selfextend" else 1)
+    parts: dict[str, Any] = {**dict(zip(known, unnamed, strict=False)), **named}
     if scaling == "dynamic":
         parts.setdefault("factor", 1.0)
     for option, value in parts.items():
-        if option not in ROPE_OPTIONS[scaling]:
-            raise UserError(
-                f"rope {text}: {name} has no option {option!r}; it takes {', '.join(ROPE_OPTIONS[scaling])}"
-            )
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise UserError(f"rope {text}: {option} is {value!r}; it must be a positive number")
+        if option not in known:
+            raise UserError(f"rope {text}: {name} has no option {option!r}; it takes {', '.join(known)}")
+        _check_number(text, option, value)
+    if "factor" not in known:
+        for option in known:
+            if option not in parts:
+                raise UserError(f"rope {text}: {option} is missing, as in {ROPE_EXAMPLES[scaling]}")
+            if not isinstance(parts[option], int):
+                raise UserError(f"rope {text}: {option} is {parts[option]!r}; it must be a whole number")
+        return {"scaling": scaling, **parts}
     if parts.get("factor", 0) < 1:
         given = f"factor is {parts['factor']}" if "factor" in parts else "the factor is missing"
         raise UserError(f"rope {text}: {given}; it must be at least 1, as in {name}:8")
-    return {"scaling": scaling, **{str(option): float(value) for option, value in parts.items()}}
+    return {"scaling": scaling, **{option: float(value) for option, value in parts.items()}}
+
+
+def _check_number(text: str, option: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise UserError(f"rope {text}: {option} is {value!r}; it must be a positive number")
+
+
+def _read_longrope(text: str, path: str) -> dict[str, Any]:
+    """Rotary's options of a file of factors, in the words of transformers: JSON or YAML, a mapping of `LONGROPE_KEYS`
+    or a whole config.json."""
+    if not path:
+        raise UserError(f"rope {text}: the file of factors is missing, as in longrope:factors.json")
+    values = dict(read_yaml(Path(path)).values)
+    longest = values.get("max_position_embeddings")
+    for section in LONGROPE_SECTIONS:
+        if isinstance(values.get(section), dict):
+            outer = values.get("original_max_position_embeddings")
+            values = {"original_max_position_embeddings": outer, **values[section]}
+    kinds = {values.get(key) for key in ("rope_type", "type")} - {None, "longrope"}
+    if kinds:
+        raise UserError(f"{path}: rope_type is {kinds.pop()!r}; it must be longrope")
+    for key in ("short_factor", "long_factor"):
+        if not isinstance(values.get(key), list):
+            raise UserError(f"{path}: {key} is {values.get(key)!r}; it must be a list of numbers")
+        for number in values[key]:
+            _check_number(text, f"{key} of {path}", number)
+    original = values.get("original_max_position_embeddings")
+    if values.get("factor") is None and values.get("attention_factor") is None:
+        if original is None or longest is None:
+            raise UserError(f"{path}: factor or attention_factor is missing: by what are cosines and sines multiplied?")
+        values["factor"] = longest / original
+    options = {ours: values[key] for key, ours in LONGROPE_KEYS.items() if values.get(key) is not None}
+    for name in ("factor", "attention_factor", "original_length"):
+        if name in options:
+            _check_number(text, f"{name} of {path}", options[name])
+    return {**options, **{name: [float(x) for x in options[name]] for name in ("short_factor", "long_factor")}}
 
 
 def format_rope(options: Mapping[str, Any]) -> str:
-    """What `parse_rope` reads, of rotary's options."""
+    """What `parse_rope` reads, of rotary's options; of longrope's factors, whose file is not known, what tells them
+    apart."""
     scaling = options["scaling"]
     name = next(name for name, kind in ROPE_KINDS.items() if kind == scaling)
+    if scaling == "longrope":
+        factors = [
+            options[key] for key in ("short_factor", "long_factor", "factor", "attention_factor") if key in options
+        ]
+        return f"longrope:{hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:8]}"
+    known = ROPE_OPTIONS[scaling]
+    if "factor" not in known:
+        return f"{name}:{','.join(str(options[key]) for key in known)}"
     factor = [] if scaling == "dynamic" and options["factor"] == 1 else [f"{options['factor']:g}"]
-    others = [f"{key}={options[key]:g}" for key in ROPE_OPTIONS[scaling][1:] if key in options]
+    others = [f"{key}={options[key]:g}" for key in known[1:] if key in options]
     return ":".join(filter(None, (name, ",".join(factor + others))))
 
 
-def _split_override(key: str, text: str) -> tuple[str, dict[str | None, Any]]:
-    """Name and options of `NAME:OPTION=VALUE,…`; with the key None a value at the beginning that has no name, of an
-    override that takes one (rope)."""
+def has_two_rotations(position: PositionOptions) -> bool:
+    """Does a layer rotate queries and keys once more for far keys?"""
+    return any(
+        read_encoding_facts(name).count_rotations(select_encoding_options(name, position.pos_emb_options)) > 1
+        for name in position.encodings
+    )
+
+
+def _split_override(key: str, text: str, *, max_unnamed: int = 0) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name and options of `NAME:OPTION=VALUE,…`, and the values at the beginning that have no names."""
     name, _, rest = text.partition(":")
-    options: dict[str | None, Any] = {}
-    for number, part in enumerate(filter(None, rest.split(","))):
+    unnamed: list[Any] = []
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
         option, equals, value = part.partition("=")
-        if not equals and not (key == "rope" and number == 0):
+        if not equals and (options or len(unnamed) == max_unnamed):
             raise UserError(f"{key} {text}: {part!r} must be OPTION=VALUE")
-        options[option.strip() if equals else None] = parse_scalar(value if equals else part, f"{key} {text}")
-    return name, options
+        parsed = parse_scalar(value if equals else part, f"{key} {text}")
+        if equals:
+            options[option.strip()] = parsed
+        else:
+            unnamed.append(parsed)
+    return name, unnamed, options
 
 
 def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of `logn` or `logn:length=512`. Raises UserError for what is no temperature."""
-    name, parts = _split_override("temperature", text)
-    options = {str(option): value for option, value in parts.items()}
+    name, _, options = _split_override("temperature", text)
     known, list_options = method_names.list_temperature_values(), method_names.list_temperature_options
     for _, problem in validate_methods("attention_temperature", [name], known, options, list_options):
         raise UserError(problem)

@@ -140,6 +140,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
             facts,
             has_processor=own.processor != "none",
             has_softcap=config.model.attn_logit_softcapping is not None,
+            options=own.pos_emb_options,
         )
         if reason is not None:
             method = f"pos_emb {own.encoding}"

@@ -237,7 +237,9 @@ def check_rope_scaling(options: Mapping[str, Any]) -> str | None:
     """Why the classes of transformers have no such rotary positions, `pos_emb_options`; None if they do."""
     scaling = options.get("scaling", "none")
     known = ROPE_TYPES.values()
-    return None if scaling in known else f"pos_emb_options.scaling is {scaling}; the family has {' or '.join(known)}"
+    if scaling not in known:
+        return f"pos_emb_options.scaling is {scaling}; the family has {' or '.join(known)}"
+    return "pos_emb_options.xpos is true, which the family has not" if options.get("xpos") else None
 
 
 def _raise_unknown_parameter(

@@ -82,6 +82,7 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions, ma
         options.append("per_layer")
     if position.randomized_positions is not None:
         options.append(f"randomized={position.randomized_positions}")
+        options += ["continuous"] if position.continuous_positions else []
     for key, (before, now) in {
         "window": (position.window, evaluated.window),
         "temperature": (_name_temperature(position), _name_temperature(evaluated)),

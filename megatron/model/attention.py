@@ -18,7 +18,7 @@ every method, so a rank needs the keys and values of all tokens and computes the
 others' keys is theirs to add.
 
 T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of these that have keys and values of their
-own (h, unless queries are grouped), d head dimension.
+own (h, unless queries are grouped), d head dimension. Rotated queries and keys may be longer (`Encoding.qk_head_dim`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +49,7 @@ from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import OptionError
 from megatron.position.numerics import has_parameters_divided_by_zero_3
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
@@ -82,7 +83,7 @@ def gather_sequence(k: Tensor, v: Tensor, groups: ProcessGroups) -> tuple[Tensor
     ranks."""
     if groups.mesh.context.size == 1:
         return k, v
-    if k.shape != v.shape:  # a processor has the keys of all heads, and values of this rank's
+    if k.shape != v.shape:  # keys of all heads and values of this rank's (a processor), or rotated keys that are longer
         return tuple(all_gather(x, 2, groups, "context", reduce_grad=True) for x in (k, v))  # type: ignore[return-value]
     k, v = all_gather(torch.stack((k, v)), 3, groups, "context", reduce_grad=True).unbind()
     return k, v
@@ -325,11 +326,17 @@ class PositionedAttention(MegatronModule):
         GPT layers leave at the causal default.
         """
         context = attention_mask if attention_mask is not None else AttentionContext(build_segments(query.shape[0]))
-        if self.query_multiplier != 1.0:
+        turns_multiples = self.encoding.rotates_linearly
+        if self.query_multiplier != 1.0 and turns_multiples:
             query = query * self.query_multiplier
         # Not einops here, which takes longer than what it calls: the host issues this for every layer of a step.
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted)
+        try:
+            q, k = rotate_segments(q, k, self.encoding, context.segments, context.restarted, self.heads)
+        except OptionError as error:
+            raise UserError(str(error)) from error
+        if self.query_multiplier != 1.0 and not turns_multiples:
+            q = q * self.query_multiplier
         if self.temperature is not None:
             rows = context.query_rows or describe_layer_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)

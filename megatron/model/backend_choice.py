@@ -289,7 +289,10 @@ def list_calls(
     """The rows of a sequence that this rank computes, and of which heads, as `GPT` and `PositionedAttention` divide
     them."""
     limit, mesh = position.randomized_positions, groups.mesh
-    sampled = None if limit is None else sample_positions(target.length, limit, target.length)
+    continuous = position.continuous_positions
+    sampled = None
+    if limit is not None:
+        sampled = sample_positions(target.length, limit, target.length, continuous=continuous)
     chunks = list_context_chunks(target.length, mesh.context)
     segments = concatenate_ranges([TokenRange(start, size, sampled) for start, size in chunks])
     rows, heads = target.length // mesh.context.size, tensor_parallel_heads(mesh.tensor, num_heads)
@@ -307,7 +310,10 @@ def _describe_documents(
     if starts is None:
         return None
     masked = can_mask_documents(encoding, backend, randomized=limit is not None)
-    sample: SampleFunction = no_sampling if limit is None else lambda length: sample_positions(length, limit, length)
+    sample: SampleFunction = no_sampling
+    if limit is not None:
+        continuous = position.continuous_positions
+        sample = lambda length: sample_positions(length, limit, length, continuous=continuous)  # noqa: E731
     return CheckedDocuments(starts, masked, sample)
 
 

@@ -142,8 +142,13 @@ def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) 
             f"randomized_positions: {limit}, but pos_emb {', '.join(position.encodings)} takes no positions",
             "randomized_positions",
         )
-    for encoding in encodings:
-        _check_limit(position, encoding, limit)
+    for own in encodings:
+        _check_limit(position, own, limit)
+        if position.continuous_positions and not own.takes_real_positions:
+            raise UserError(
+                f"continuous_positions: true, but pos_emb {', '.join(position.encodings)} knows whole positions alone",
+                "continuous_positions",
+            )
 
 
 def _check_limit(position: PositionOptions, encoding: Encoding, limit: int) -> None:
@@ -352,6 +357,7 @@ def _build_gpt(
         encoding_names=position.encodings,
         positions=shared,
         randomized=position.randomized_positions,
+        continuous=position.continuous_positions,
         masks_documents=all(
             can_mask_documents(encoding, backend, randomized=position.randomized_positions is not None)
             for _, encoding, _, backend in parts

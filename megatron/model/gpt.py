@@ -63,6 +63,7 @@ class GPT(GPTModel):
         encoding_names: of all layers' encodings, each once.
         positions: the encodings that layers share, by these names; none if every layer has its own.
         randomized: how many positions those of a sequence are sampled from; None for the tokens' indices themselves.
+        continuous: these are real numbers.
         masks_documents: attention is computed for all documents of a row at once, see `attention/documents.py`.
         mup: how its sizes stand to those of its base model; None without muP.
         multipliers: what the forward pass multiplies.
@@ -79,6 +80,7 @@ class GPT(GPTModel):
         encoding_names: Sequence[str],
         positions: Mapping[str, Encoding],
         randomized: int | None = None,
+        continuous: bool = False,
         masks_documents: bool = False,
         mup: MupScaling | None = None,
         multipliers: Multipliers,
@@ -94,7 +96,7 @@ class GPT(GPTModel):
         self.positions = nn.ModuleDict(positions if len(positions) > 1 else {})
         """The encodings by their names, if layers share several; none of them adds to the token embeddings."""
         self.encoding_names = tuple(encoding_names)
-        self.randomized = randomized
+        self.randomized, self.continuous = randomized, continuous
         self.masks_documents = masks_documents
         self.end_of_document: int | None = None
         """The token after which another document begins, where the model is to find that out by itself
@@ -187,7 +189,8 @@ class GPT(GPTModel):
         if self.randomized is None:
             return None
         try:
-            return sample_positions(length, self.randomized, length if seed is None else seed)
+            seed = length if seed is None else seed
+            return sample_positions(length, self.randomized, seed, continuous=self.continuous)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -245,7 +248,8 @@ class GPT(GPTModel):
             segments = split_documents(starts, past, no_sampling if self.randomized is None else sample)
         chunks = list_context_chunks(length * context.size, context)
         columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
-        restarted = restart_positions(starts, columns, device, segments)
+        capacity = None if kv_cache is None else kv_cache.capacity
+        restarted = restart_positions(starts, columns, device, segments, capacity)
         if context.size > 1:
             segments = select_chunks(segments, chunks, join_neighbours=False)
         if self.max_length is not None and restarted.position_limit > self.max_length:
@@ -485,15 +489,16 @@ class GPT(GPTModel):
         """Forward and backward FLOPs per token at a sequence length, counting the scores that are seen only.
 
         Matrix products count 2 FLOPs per multiply-add and the backward pass twice the forward: 6 per weight, plus per
-        score (b, h, i, j ≤ i) 4·d for q·k and p·v, and what the encoding's contextual terms and the score processor
-        say of themselves. All ranks must call it.
+        score (b, h, i, j ≤ i) 4·d for q·k and p·v (more where rotated queries are longer than d), and what the
+        encoding's contextual terms and the score processor say of themselves. All ranks must call it.
         """
         forward = 2.0 * sum(full_numel(p, self.groups.mesh) for p in self._matrices())
         for layer in self.local_layers:
             attention: PositionedAttention = layer.self_attention.core_attention
             seen = min(attention.window or length, length)
             scores = seen - seen * (seen - 1) / 2 / length  # the mean of min(i + 1, window)
-            per_score = 4.0 * self.config.kv_channels * self.config.num_attention_heads
+            sizes = attention.encoding.qk_head_dim + self.config.kv_channels
+            per_score = 2.0 * sizes * self.config.num_attention_heads
             if attention.processor is not None:
                 per_score += attention.processor.flops_per_score()
             forward += per_score * scores + attention.encoding.product_flops(scores)

@@ -48,8 +48,8 @@ class AnalysisOptions(LengthOptions):
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
-        "yarn:8",
+        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
     device: str = config_field("auto", "where models read, auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
@@ -87,8 +87,8 @@ class GenerationOptions(ConfigSection):
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
-        "yarn:8",
+        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
     device: str = config_field("auto", "where the model computes: auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(

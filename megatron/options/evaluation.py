@@ -187,8 +187,8 @@ class EvaluationOptions(LengthOptions):
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary's frequencies to read with, of a run that was trained without: pi:8, ntk:8, dynamic, or "
-        "yarn:8",
+        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
     task_options: str | None = config_field(
         None,

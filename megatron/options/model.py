@@ -306,6 +306,11 @@ class PositionOptions(ConfigSection):
         le=MAX_POSITIONS,
         policy="context",
     )
+    continuous_positions: bool = config_field(
+        False,
+        "with randomized_positions: real numbers below that many instead of integers (2602.14050)",
+        policy="context",
+    )
     score_processor: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
         "score processor: none, or a file of megatron/position/processors; a list is a pattern of layers",
@@ -521,6 +526,8 @@ def find_model_conflicts(model: ModelOptions, position: PositionOptions) -> Iter
     if position.randomized_positions is not None and position.randomized_positions < length:
         limit = position.randomized_positions
         yield "randomized_positions", f"randomized_positions {limit} is less than seq_length {length}"
+    if position.continuous_positions and position.randomized_positions is None:
+        yield "continuous_positions", "continuous_positions: true says how randomized_positions are drawn; set that too"
 
 
 def _find_pattern_conflicts(model: ModelOptions, position: PositionOptions) -> Iterator[tuple[str, str]]:

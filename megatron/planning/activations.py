@@ -173,7 +173,7 @@ class _LayerEstimator:
         )  # of the keys and values that attention reads
         gathers = self.sizes.context > 1 or self.shares_rows
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
-        rotates = self.encoding.facts.rotates_qk
+        rotates, numbers = self.encoding.facts.rotates_qk, self.encoding.count_qk_numbers()
         # Where ranks share a sequence, rows of its two chunks are joined, and a view would keep the keys beside it.
         query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
         # They lie in one tensor, which is kept whole for whatever is a view of it.
@@ -184,13 +184,15 @@ class _LayerEstimator:
                 n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
             )  # of one group: in that tensor too
         elif has_grouped_queries or not query_is_view:
-            size += n * part * b
+            size += n * part * b * numbers
+        # Kernels have values as long as rotated keys.
+        both = 2 * numbers if self.attention.pads_values else numbers + 1
         if self.attention.copies_keys:
-            size += 2 * self.micro_batch_size * self.shape.num_distances * keys_part * b  # of each segment
+            size += both * self.micro_batch_size * self.shape.num_distances * keys_part * b  # of each segment
         elif gathers or has_grouped_queries:
-            size += 2 * self.sizes.context * n * keys_part * b  # of all places, repeated
+            size += both * self.sizes.context * n * keys_part * b  # of all places, repeated
         elif rotates:
-            size += n * part * b
+            size += n * part * b * (both if numbers > 1 and self.attention.pads_values else numbers)
         size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
         size += n * part * b  # the output, which the projection after it reads
         if self.scales_queries:

@@ -98,9 +98,19 @@ class AttentionShape:
         return max(start + length for start, length in self.segments)
 
     @property
+    def rotated_dim(self) -> int:
+        """Numbers of a rotated query or key; kernels have values and outputs of that length too (`pad_values`)."""
+        return self.head_dim * self.encoding.count_qk_numbers()
+
+    @property
     def query_bytes(self) -> int:
-        """Of the queries, or of an output, [B, H, R, d]."""
-        return self.batch_size * self.num_rows * self.num_heads * self.head_dim * self.bytes_per_element
+        """Of the queries, or of a kernel's output, [B, H, R, e]."""
+        return self.batch_size * self.num_rows * self.num_heads * self.rotated_dim * self.bytes_per_element
+
+    @property
+    def key_bytes(self) -> int:
+        """Of the keys, or of a kernel's values, [B, H, C, e]."""
+        return self.batch_size * self.num_columns * self.num_heads * self.rotated_dim * self.bytes_per_element
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,8 @@ class AttentionMemory:
     """Is a copy of the queries kept (scaled) where they would else be a view?"""
     copies_keys: bool = False
     """Are contiguous copies of each segment's keys and values kept, and not what they were made of?"""
+    pads_values: bool = False
+    """Are values as long as rotated queries (`pad_values`)?"""
     recomputed_fraction: float = 0.0
     """Of the forward pass's score products, what the backward pass computes again."""
 
@@ -202,7 +214,7 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     work_bytes = _score_workspace_bytes(shape, is_eager=is_eager)
     recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
     # The gradients of keys and values, which each block but the last, the first to be differentiated, finds there.
-    added_to = 2 * shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
+    added_to = shape.key_bytes + shape.key_bytes * shape.head_dim // shape.rotated_dim
     workspace = []
     for index, block in enumerate(blocks):
         per_score = work_bytes - (map_bytes if block.is_saved else 0)
@@ -297,11 +309,13 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
     # PyTorch's plain causal attention is for whole sequences of one document, and flash attention takes whole rows of
     # several; else masks in the compute type are kept, those of documents once for all layers.
-    is_half = shape.bytes_per_element == 2 and shape.head_dim % 8 == 0 and shape.head_dim <= MAX_PACKED_HEAD_DIM
+    is_half = shape.bytes_per_element == 2 and shape.rotated_dim % 8 == 0 and shape.rotated_dim <= MAX_PACKED_HEAD_DIM
     if shape.has_documents and is_half and len(shape.segments) == 1 and not shape.has_dropout:
         copies = shape.batch_size > 1  # of several rows, one after another
         size += shape.query_bytes if copies else 0
-        return AttentionMemory(saved_bytes=size, copies_query=copies, copies_keys=copies, recomputed_fraction=0.5)
+        return AttentionMemory(
+            saved_bytes=size, copies_query=copies, copies_keys=copies, pads_values=True, recomputed_fraction=0.5
+        )
     if shape.has_documents:
         blocks = [
             (min(first + MASKED_ROWS, start + length) - first, min(first + MASKED_ROWS, start + length))
@@ -309,11 +323,13 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
             for first in range(start, start + length, MASKED_ROWS)
         ]
         masks = shape.batch_size * shape.bytes_per_element * sum(rows * columns for rows, columns in blocks)
-        return AttentionMemory(saved_bytes=size + shape.query_bytes, shared_bytes=masks, recomputed_fraction=0.5)
+        return AttentionMemory(
+            saved_bytes=size + shape.query_bytes, shared_bytes=masks, pads_values=True, recomputed_fraction=0.5
+        )
     if len(shape.segments) > 1:
         masked = [(start, length) for start, length in shape.segments if start]
         size += shape.query_bytes + shape.bytes_per_element * sum(length * (start + length) for start, length in masked)
-    return AttentionMemory(saved_bytes=size, recomputed_fraction=0.5)
+    return AttentionMemory(saved_bytes=size, pads_values=True, recomputed_fraction=0.5)
 
 
 def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
@@ -322,21 +338,23 @@ def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
     tables = facts.adds_bias + facts.multiplies_scores if "table" in facts.hooks else 0
     pairs = shape.batch_size * shape.num_heads
     groups = max(1, min(-(-shape.num_rows // 64), -(-PARTIAL_SUMS // pairs)))
-    keys_bytes = shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
     sums_bytes = 4 * tables * pairs * groups * shape.num_columns
     saved = shape.query_bytes + 4 * rows
     if not shape.has_shared_tables:
         saved += 4 * (tables + shape.encoding.cost.num_saved_tables) * shape.num_heads * shape.num_distances
     return AttentionMemory(
-        saved_bytes=saved, workspace_bytes=shape.query_bytes + 2 * keys_bytes + sums_bytes, recomputed_fraction=0.5
+        saved_bytes=saved,
+        workspace_bytes=shape.query_bytes + 2 * shape.key_bytes + sums_bytes,
+        pads_values=True,
+        recomputed_fraction=0.5,
     )
 
 
 def estimate_flex(shape: AttentionShape) -> AttentionMemory:
     """PyTorch's FlexAttention: as our kernel, but for the sums of table gradients, which are atomic."""
-    keys_bytes = 2 * shape.batch_size * shape.num_columns * shape.num_heads * shape.head_dim * shape.bytes_per_element
     saved = shape.query_bytes + 4 * shape.batch_size * shape.num_rows * shape.num_heads
-    return AttentionMemory(saved_bytes=saved, workspace_bytes=shape.query_bytes + keys_bytes, recomputed_fraction=0.5)
+    workspace = shape.query_bytes + 2 * shape.key_bytes
+    return AttentionMemory(saved_bytes=saved, workspace_bytes=workspace, pads_values=True, recomputed_fraction=0.5)
 
 
 def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
@@ -346,7 +364,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     columns, batch, heads = shape.num_columns, shape.batch_size, shape.num_heads
     chunk_rows = min(choose_chunk_rows(shape), max(length for _, length in shape.segments))
     maps = batch * chunk_rows * columns * kernel_map_bytes(heads, shape.bytes_per_element)
-    keys = batch * columns * heads * shape.head_dim
+    keys = batch * columns * heads * shape.rotated_dim
     is_one_chunk = chunk_rows >= shape.num_rows
     # Sums of dk and dv, in float32 where chunks add to them; then a chunk's part, in the compute type.
     sums = keys * (2 * shape.bytes_per_element if is_one_chunk else 2 * 4 + shape.bytes_per_element)
@@ -359,6 +377,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
         workspace_map_bytes=maps,
         copies_query=True,
         copies_keys=True,
+        pads_values=True,
         recomputed_fraction=1.0,
     )
 
@@ -428,7 +447,9 @@ def supports_triton(
     encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
 ) -> bool:
     """Can the kernels compute a method, or a part of it?"""
-    fits = head_dim <= MAX_HEAD_DIM and (processor is None or processor.width <= MAX_PROCESSOR_WIDTH)
+    fits = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
+        processor is None or processor.width <= MAX_PROCESSOR_WIDTH
+    )
     return fits and _can_compute("triton", encoding, processor, has_softcap=has_softcap)
 
 
@@ -436,9 +457,10 @@ def _can_compute(
     backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool
 ) -> bool:
     has_processor = processor is not None
-    return (
-        find_unsupported_method(backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap) is None
+    reason = find_unsupported_method(
+        backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap, options=encoding.options
     )
+    return reason is None
 
 
 def list_backends(

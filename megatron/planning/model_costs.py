@@ -50,6 +50,10 @@ class PlannedEncoding:
     cost: EncodingCost
     options: MethodOptions
 
+    def count_qk_numbers(self) -> int:
+        """Numbers of a rotated query or key for each of the head's dimensions."""
+        return self.cost.count_qk_numbers(self.options)
+
 
 @dataclass(frozen=True)
 class PlannedProcessor:
@@ -301,7 +305,10 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
     return ForwardFlops(
         linear=2.0 * hidden_size * (2 * q_hidden_size(model) + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
         attention=q_hidden_size(model)
-        * (4.0 * keys_per_token + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token))
+        * (
+            2.0 * (1 + encoding.count_qk_numbers()) * keys_per_token
+            + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)
+        )
         + 2.0 * encoding.cost.num_input_products(build_attention_dims(model), encoding.options),
         processor=0.0
         if processor_cost is None

@@ -90,6 +90,14 @@ class MethodFacts:
             return True
         return self.cost.num_parameters(AttentionDims(**dims), self.fill_options(options)) > 0
 
+    def count_rotations(self, options: Mapping[str, Any]) -> int:
+        """Of queries and keys by an encoding with these options: see `EncodingCost.num_rotations`."""
+        return self.cost.num_rotations(self.fill_options(options)) if isinstance(self.cost, EncodingCost) else 1
+
+    def count_qk_numbers(self, options: Mapping[str, Any]) -> int:
+        """Numbers of a query or key that it rotated, for each of the head's dimensions."""
+        return self.cost.count_qk_numbers(self.fill_options(options)) if isinstance(self.cost, EncodingCost) else 1
+
     def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
         """All options: those that are given, and defaults for the others."""
         return {**(self.defaults or {}), **options}

@@ -25,7 +25,7 @@ from megatron.position.base import PositionModule
 from megatron.position.bounded_parameter import JoinedParameter
 from megatron.position.facts import HOOKS, ORDER_FREE_HOOKS, EncodingCost
 from megatron.position.series_tails import SeriesTail, constant_tail, unknown_tail
-from megatron.position.token_range import TokenRange
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class ScoreTerms(NamedTuple):
@@ -44,7 +44,7 @@ class Encoding(PositionModule):
     An encoding whose parameters are shared by all layers is built once and handed to each layer.
     """
 
-    relative: ClassVar[bool] = True
+    relative: bool = True
     """Does moving all positions by the same amount change nothing?"""
     takes_positions: ClassVar[bool] = True
     """Is it told where tokens are? If not, only their order matters, through the causal mask."""
@@ -65,6 +65,19 @@ class Encoding(PositionModule):
 
     max_length: int | None = None
     """The largest number of positions that the encoding knows, or None."""
+
+    takes_real_positions: ClassVar[bool] = True
+    """Is it defined at positions and distances that are no integers?"""
+
+    rotates_alike: bool = True
+    """Does `rotate` turn queries and keys, and all heads, alike? If not, `rotate_keys` turns the keys."""
+
+    rotates_linearly: ClassVar[bool] = True
+    """Is the rotation of a multiple of a query that multiple of its rotation?"""
+
+    far_distance: int | None = None
+    """From this distance on, scores are products of the second halves of rotated queries and keys, else of the first;
+    None where there is one rotation."""
 
     # Traits are read off the hooks that a subclass overrides, so they cannot disagree with its code.
 
@@ -91,6 +104,12 @@ class Encoding(PositionModule):
         toeplitz = cls.overrides_hook("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
 
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a rotated query or key: d, unless it says in `cost` that there are more."""
+        cost = self.cost
+        return self.dims.head_dim * (cost.count_qk_numbers(self.option_values) if isinstance(cost, EncodingCost) else 1)
+
     def bias_tails(self) -> list[SeriesTail]:
         """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
         if self.overrides_hook("gate"):
@@ -105,12 +124,23 @@ class Encoding(PositionModule):
         """Vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
         return None
 
-    def rotate(self, x: Tensor, tokens: TokenRange) -> Tensor:
-        """Queries or keys [B, H, T, d] turned by their positions; same shape and type."""
+    def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
+        """Queries or keys [B, H, T, d] turned by their positions, [B, H, T, e] of the same type.
+
+        e is `qk_head_dim`. Scores are products of these over the root of *their* length, √e, or √(e/2) with two
+        rotations (`far_distance`): an encoding with more numbers than d makes up for it.
+
+        heads: which of the encoding's the H heads are, where it does not turn all alike.
+        """
         return x
 
+    def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
+        """Keys [B, g, T, d], where `rotates_alike` is False; `heads` are then the first of those that share a key."""
+        return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
+
     def table(self, distances: Tensor) -> ScoreTerms:
-        """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]."""
+        """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]; no integers where positions are
+        continuous."""
         return ScoreTerms()
 
     # A tensor-parallel rank holds some of the heads: `heads` says which ones the answer is wanted for, h of them.

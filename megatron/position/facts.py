@@ -14,7 +14,7 @@ HOOKS = ("embed", "rotate", "table", "dense", "contextual", "gate")
 """The questions that an encoding may answer (`encoding.py`)."""
 ORDER_FREE_HOOKS = ("embed", "rotate")
 """Those that take positions in any order, and several tokens at one."""
-OVERRIDABLE = (*HOOKS, "bias_tails", "product_flops", "kernel_parameters", "traits")
+OVERRIDABLE = (*HOOKS, "rotate_keys", "bias_tails", "product_flops", "kernel_parameters", "traits")
 """All that an encoding may override. A function whose name is almost one of these is a misspelt one."""
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")
 """Constructor arguments that the model gives; all others are options."""
@@ -73,6 +73,14 @@ class EncodingCost:
     contextual terms. Bias and weight are computed once for all sequences of a batch and not counted."""
     num_input_products: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
     """Products of two numbers per token in the forward pass: those of a gate with the layer's input."""
+    qk_width: int = 1
+    """Numbers of a rotated query or key for each of the head's dimensions."""
+    num_rotations: Callable[[MethodOptions], int] = lambda options: 1
+    """2 where queries and keys are rotated once more for keys that are far (`Encoding.far_distance`), else 1."""
+
+    def count_qk_numbers(self, options: MethodOptions) -> int:
+        """Of a rotated query or key, for each of the head's dimensions, all rotations together."""
+        return self.qk_width * self.num_rotations(options)
 
 
 @dataclass(frozen=True)

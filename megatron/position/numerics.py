@@ -53,6 +53,53 @@ def sinusoidal_embeddings(positions: Tensor, dim: int, base: float, dtype: torch
     return torch.cat([angle.sin(), angle.cos()], dim=-1).to(dtype)
 
 
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x·cos + swap(x)·sin, swap exchanging the halves of the first r dimensions; the others stay.
+
+    Args:
+        x: [..., T, d].
+        cos, sin: [T, r], or of each head [H, T, r]; of each pair both halves have the same cosine, and sines of
+            opposite signs.
+    """
+    result: Tensor = _Rotation.apply(x, cos, sin)
+    return result
+
+
+class _Rotation(torch.autograd.Function):
+    """x·cos + swap(x)·sin, swap exchanging the halves of the dimensions that are turned; the others stay.
+
+    Written by hand, since autograd would cut and join the halves in each direction, and fill what it cuts with zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Computed in the type of cos and sin."""
+        ctx.save_for_backward(cos, sin)
+        result, turned, swapped = _allocate_turned(x, cos.shape[-1])
+        torch.addcmul(x[..., : cos.shape[-1]] * cos, swapped, sin, out=turned)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """The turn back: swap(sin) is −sin."""
+        cos, sin = ctx.saved_tensors
+        result, turned, swapped = _allocate_turned(grad, cos.shape[-1])
+        # Not addcmul, which may round once where the sum of two terms rounds each.
+        torch.sub(grad[..., : cos.shape[-1]] * cos, swapped * sin, out=turned)
+        return result, None, None
+
+
+def _allocate_turned(x: Tensor, rotated: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the result, in which what is not turned stands already; what of it will be turned; and x with the halves
+    of that exchanged."""
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned = result
+    if rotated < x.shape[-1]:
+        result[..., rotated:] = x[..., rotated:]
+        turned = result[..., :rotated]
+    return result, turned, x[..., :rotated].roll(rotated // 2, -1)
+
+
 def _sum_diagonals(x: Tensor) -> Tensor:
     """Sums of x [H, R, C] over equal j − i: [H, R + C − 1], the one of the last row's first column last."""
     heads, rows, columns = x.shape

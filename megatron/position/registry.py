@@ -208,7 +208,7 @@ def check_hook_results(encoding: Encoding) -> None:
     }
     shapes = {
         "embed": (1, dims.hidden_size),
-        "rotate": tuple(q.shape),
+        "rotate": (*q.shape[:-1], encoding.qk_head_dim),
         "table": (dims.num_heads, 1),
         "dense": (dims.num_heads, 1, 1),
         "contextual": tuple(scores.shape),
@@ -230,6 +230,8 @@ def check_hook_results(encoding: Encoding) -> None:
                 _check_terms(encoding, hook, result, shapes[hook])
             elif result is not None or hook in ("rotate", "gate"):
                 _check_tensor(encoding, hook, result, shapes[hook])
+                if hook == "rotate" and not encoding.rotates_alike:
+                    _check_tensor(encoding, "rotate_keys", encoding.rotate_keys(q, one), shapes[hook])
     if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
         name = _describe(type(encoding), "gate")
         raise MethodFileError(f"{name} gives a bias, but {type(encoding).__name__}.adds_bias is False")

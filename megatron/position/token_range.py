@@ -6,6 +6,9 @@ order of positions is tied to the text (Ruoss et al. 2023, Randomized positional
 of transformers, section 3). All sequences of a batch share one sample. Longer sequences are read with sampled positions
 too, as in the paper. A sample follows from its seed alone, so that it can be repeated, and so that all ranks that share
 a batch make the same one.
+
+Continuous positions are real numbers, drawn uniformly from 0 … limit − 1 and put in order (2602.14050): then distances
+below 1 occur too, and training meets each distance with probability 0, so that nothing is learned of single ones.
 """
 
 from dataclasses import dataclass
@@ -27,24 +30,35 @@ class SampledPositions:
     """Positions that stand in for the indices 0, 1, … of a sequence's tokens."""
 
     values: Tensor
-    """int64 [T], strictly increasing, in 0 … limit − 1."""
+    """int64 [T], strictly increasing, in 0 … limit − 1; continuous ones float64, increasing."""
     limit: int
 
+    @property
+    def are_continuous(self) -> bool:
+        """Are they real numbers?"""
+        return self.values.is_floating_point()
 
-def sample_positions(length: int, limit: int, seed: int) -> SampledPositions:
+
+def sample_positions(length: int, limit: int, seed: int, *, continuous: bool = False) -> SampledPositions:
     """Positions for `length` tokens.
 
     Args:
         length: T.
         limit: positions to choose from.
         seed: of the sample.
+        continuous: real numbers instead of integers.
 
     Raises:
         ValueError: there are fewer positions than tokens.
     """
     if length > limit:
         raise ValueError(f"randomized_positions offers {limit} positions, but a sequence of length {length} was given")
-    values = torch.randperm(limit, generator=torch.Generator().manual_seed(seed))[:length].sort().values
+    generator = torch.Generator().manual_seed(seed)
+    if continuous:
+        drawn = torch.rand(length, generator=generator, dtype=torch.float64) * (limit - 1)
+    else:
+        drawn = torch.randperm(limit, generator=generator)[:length]
+    values = drawn.sort().values
     return SampledPositions(values, limit)
 
 
@@ -67,9 +81,22 @@ class TokenRange:
     chunk."""
 
     @property
+    def is_continuous(self) -> bool:
+        """Are its positions real numbers?"""
+        return self.sampled is not None and self.sampled.are_continuous
+
+    @property
     def known_length(self) -> int:
         """The length that the sequence reaches, as far as is known."""
         return self.stop if self.sequence_length is None else self.sequence_length
+
+    @property
+    def reach(self) -> int:
+        """A bound of the positions of all tokens that the sequence has or will have: the same in each step of
+        decoding."""
+        if self.sampled is None:
+            return self.known_length
+        return max(self.sampled.limit, self.sequence_length or 0)
 
     @property
     def stop(self) -> int:
@@ -86,7 +113,7 @@ class TokenRange:
         return torch.arange(self.start, self.stop, device=device)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
-        """The positions as int64 [length]."""
+        """The positions as int64 [length]; continuous ones as float64."""
         if self.sampled is None:
             return self.indices(device)
         return self.sampled.values[self.start : self.stop].to(device)

@@ -272,7 +272,9 @@ def _build_members(
 
     trunks, first_step: the members that a branch's go on from, by seed, and where.
     """
-    loaded = merge_documents([*training.shared, *own], training.overrides)
+    # What a branch loads follows below, of each seed; `finetune` asks that there is something.
+    branched = [f"load={trunks[0].folder}"] if trunks else []
+    loaded = merge_documents([*training.shared, *own], [*training.overrides, *branched])
     # That a variant replaces a shared key is what it is for.
     locations = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
     intended = tuple(f"({location})" for location in (*locations, *(layer.source for layer in own)))

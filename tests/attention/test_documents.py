@@ -17,8 +17,14 @@ from megatron.attention.backends.pytorch import (
     SdpaBackend,
     pack_documents,
 )
-from megatron.attention.documents import can_mask_documents, depends_on_document_start, find_document_starts
+from megatron.attention.documents import (
+    can_mask_documents,
+    depends_on_document_start,
+    find_document_starts,
+    restart_positions,
+)
 from megatron.attention.inputs import AttentionInputs
+from megatron.attention.segments import rotate_segments
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
 from megatron.position import registry
@@ -62,7 +68,7 @@ def attend_alone(
         for start, length in row:
             q, k, v = (x[b : b + 1, :, start : start + length] for x in qkv)
             span = TokenRange(0, length)
-            inputs = inputs_of(e.rotate(q, span), e.rotate(k, span), v, span, span, e, p, window=window)
+            inputs = inputs_of(e.rotate(q, span), e.rotate_keys(k, span), v, span, span, e, p, window=window)
             output[b, :, start : start + length] = EagerBackend()(inputs)[0]
     return output
 
@@ -86,11 +92,12 @@ def test_rows_with_first_keys_equal_each_document_alone(encoding, processor, len
 
     alone = gradients(attend_alone(rows, qkv, e, p, window))
     span = TokenRange(0, total)
+    restarted = restart_positions(first_keys.long(), torch.arange(total), torch.device("cpu"))
     backends = [EagerBackend(), ChunkedBackend(data.draw(st.integers(1, 7))), RowBlockBackend(4)]
     if SdpaBackend().unsupported_reason(e, p) is None:
         backends.append(SdpaBackend())
     for backend in backends:
-        q, k, v = e.rotate(qkv[0], span), e.rotate(qkv[1], span), qkv[2]
+        (q, k), v = rotate_segments(qkv[0], qkv[1], e, (), restarted), qkv[2]
         inputs = inputs_of(q, k, v, span, span, e, p, window=window, first_keys=first_keys)
         for found, expected in zip(gradients(backend(inputs)), alone, strict=True):
             assert_equal_in_float64(found, expected)
@@ -129,6 +136,7 @@ def test_only_what_depends_on_absolute_positions_is_left_out() -> None:
 
 
 LENGTH = 22
+CONTINUOUS = {"randomized_positions": LENGTH + 20, "continuous_positions": True}
 PACKED = pack([[3, 8, 1, 6, 4], [10, 1, 11], [22]])
 """Documents of three rows: short ones, some longer than a block of attention's rows, and one that is its whole row."""
 
@@ -172,10 +180,14 @@ def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, proces
 
 
 @pytest.mark.parametrize("encoding", ["rotary", "learned", "fire", "kerple_log"])
-@pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 4}])
+@pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 4}, CONTINUOUS])
 @torch.inference_mode()
 def test_documents_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
     """Positions are drawn for a document's own length."""
+    if place is CONTINUOUS and encoding == "learned":
+        with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned knows whole positions"):
+            small_gpt(LENGTH, encoding, "cdape", **place)
+        return
     gpt = small_gpt(LENGTH, encoding, "cdape", **place).double()
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
     packed = gpt(tokens, document_starts=first_keys_of(PACKED).long())

@@ -64,9 +64,13 @@ def test_decoding_in_a_window(encoding: str, processor: str, monkeypatch: pytest
     assert (whole[:, 12:] - free[:, 12:]).abs().max() > DIFFERENT
 
 
-@pytest.mark.parametrize(("encoding", "processor"), TAKES_POSITIONS)
-def test_decoding_at_randomized_positions(encoding: str, processor: str) -> None:
-    gpt, x = small_gpt(LENGTH, encoding, processor, randomized_positions=LENGTH + 20), tokens()
+@pytest.mark.parametrize(
+    ("encoding", "processor", "continuous"),
+    [*((*pair, False) for pair in TAKES_POSITIONS), ("pope", "none", True), ("sandwich", "cdape", True)],
+)
+def test_decoding_at_randomized_positions(encoding: str, processor: str, continuous: bool) -> None:
+    keys = {"randomized_positions": LENGTH + 20, "continuous_positions": continuous}
+    gpt, x = small_gpt(LENGTH, encoding, processor, **keys), tokens()
     with torch.no_grad():
         whole = gpt(x)
         assert_close_in_rounding(decoded(gpt, x, [3, 10, 1, 1, 7, 4]), whole, TERMS, SUMS)

@@ -12,7 +12,10 @@ from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 40, 32, 4, 18
 TERMS, SUMS = count_gpt_sums(WIDTH, layers=2)
-METHODS = [("rotary", "none"), ("kerple_log", "cdape"), ("cope", "none"), ("transformer_xl", "dape"), ("none", "none")]
+METHODS = [
+    ("rotary", "none"), ("kerple_log", "cdape"), ("cope", "none"), ("transformer_xl", "dape"), ("none", "none"),
+    ("pope", "cdape"),
+]  # fmt: skip
 
 
 def built(groups: int, pos_emb: str, processor: str, **keys: object) -> GPT:

@@ -1,6 +1,9 @@
 """Rotary's scalings in the model, as `--rope` puts them on: against transformers, and wherever tokens stand."""
 
+import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from models import SUMS, TERMS, VOCABULARY, build_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron.config.position_overrides import override_position
+from megatron.config.position_overrides import format_rope, override_position, parse_rope
 from megatron.generation.decoding import decode_tokens
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
@@ -20,6 +23,7 @@ from tools.rounding import assert_close_in_rounding
 
 TRAINED, LENGTH = 10, 26
 ROPES = ["pi:4", "ntk:4", "dynamic", "dynamic:3", "yarn:4", "yarn:8,beta_fast=16,beta_slow=2,attention_factor=1.2"]
+ROPES += ["selfextend:3,5", "rerope:4"]
 SHAPE = ModelOptions(
     num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=TRAINED, init_method_std=0.3,
     attention_chunk_rows=8, make_vocab_size_divisible_by=8,
@@ -70,6 +74,69 @@ def test_frequencies_are_those_of_transformers(rope: str | dict[str, Any], param
         rtol = 2**-24 * (4 + 2 * math.log(base * 8))
         torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=rtol, atol=0)
         assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["attention_factor", "config.json"])
+def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Of a file of factors alone, and of a model's config.json, whose two lengths say the factor."""
+    lists = {f"{name}_factor": [1 + step * m for m in range(16)] for name, step in (("short", 0.02), ("long", 1.5))}
+    trained, longest, base = 512, 4096, 20000.0
+    keys = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": longest}
+    parameters = {"rope_type": "longrope", "rope_theta": base, "original_max_position_embeddings": trained, **lists}
+    file = tmp_path / "factors.yml"
+    if kind == "config.json":
+        file = tmp_path / "config.json"
+        written = {**keys, "rope_scaling": parameters}
+    else:
+        parameters["attention_factor"] = 1.3
+        written = {**lists, "attention_factor": 1.3}
+    file.write_text(json.dumps(written))
+    model = SHAPE.replace(seq_length=trained)
+    position = PositionOptions(pos_emb="rotary", pos_emb_options={"base": base})
+    changed = override_position(model, position, rope=f"longrope:{file}")
+    ours = Rotary(AttentionDims(4, 32, 128, trained, trained), **changed.pos_emb_options)
+    theirs = LlamaConfig(**keys, rope_parameters=parameters)
+    for length in (100, trained, trained + 1, 5000):
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](theirs, "cpu", seq_len=length)
+        torch.testing.assert_close(ours.frequencies(length=length).float(), frequencies, rtol=2e-6, atol=0)
+        assert ours.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+    assert re.fullmatch("longrope:[0-9a-f]{8}", format_rope(changed.pos_emb_options))
+
+
+@torch.no_grad()
+def test_longrope_decodes_as_it_reads(tmp_path: Path) -> None:
+    file = tmp_path / "factors.json"
+    file.write_text(json.dumps({"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1, 2, 4, 8], "factor": 4}))
+    gpt, x = rotary_gpt(f"longrope:{file}"), tokens()
+    whole, cache, parts = gpt(x), gpt.new_kv_cache(LENGTH), []
+    for size in (7, 1, 18):
+        parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
+    assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
+    assert (gpt(x[:, :TRAINED]) - whole[:, :TRAINED]).abs().max() > 1e-3, "short sequences have their own factors"
+    file.write_text(json.dumps({"short_factor": [1.0, 1.1], "long_factor": [1, 2, 4, 8], "factor": 4}))
+    with pytest.raises(UserError, match="option short_factor of rotary has 2 numbers; 4 pairs of dimensions turn"):
+        rotary_gpt(f"longrope:{file}")
+    for text, problem in (
+        ("{long_factor: [1]}", "short_factor is None; it must be a list of numbers"),
+        ("{short_factor: [1], long_factor: [x]}", "long_factor of .* is 'x'; it must be a positive number"),
+        ("{short_factor: [1], long_factor: [1]}", "factor or attention_factor is missing"),
+        ("{rope_type: yarn}", "rope_type is 'yarn'; it must be longrope"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=problem):
+            rotary_gpt(f"longrope:{file}")
+
+
+@torch.no_grad()
+def test_far_keys_are_for_backends_that_can() -> None:
+    """auto takes one; row blocks equal the whole, and each refusal is one line."""
+    whole = rotary_gpt("selfextend:3,5")(tokens())
+    for backend in ("eager", "chunked"):
+        position = override_position(SHAPE, PositionOptions(pos_emb="rotary"), rope="selfextend:3,5")
+        gpt = build_model(SHAPE, position, VOCABULARY, seed=5, backend=backend).eval()
+        assert_close_in_rounding(gpt(tokens()), whole, TERMS, SUMS)
+    with pytest.raises(UserError, match="'sdpa': it cannot rotate far keys otherwise than near ones; choose from auto"):
+        build_model(SHAPE, position, VOCABULARY, seed=5, backend="sdpa")
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -123,6 +190,12 @@ def test_dynamic_reads_a_text_that_grows_by_the_length_that_it_may_reach() -> No
             assert_close_in_rounding(found, final, TERMS, SUMS)
 
 
+@pytest.mark.parametrize("rope", ["selfextend:8,256", "rerope:64", "yarn:8,beta_fast=16", "dynamic:2", "pi:4"])
+def test_a_name_says_what_is_read(rope: str) -> None:
+    assert format_rope(parse_rope(rope)) == rope
+    assert parse_rope(rope.replace("selfextend:8,256", "selfextend:neighbors=256,group=8")) == parse_rope(rope)
+
+
 def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
     gpt = rotary_gpt("pi:4", pos_emb=["rotary", "none"])
     plain = rotary_gpt(None, pos_emb=["rotary", "none"])
@@ -141,11 +214,13 @@ def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
         ),
         ({"randomized_positions": 64}, "pi:2", "the run's positions are drawn from 64"),
         ({"attention_mask": "document"}, "dynamic", r"attention_mask: document, but the encoding \(scaling dynamic\)"),
-        (
-            {},
-            "longrope:8",
-            r"rope longrope:8: there is no 'longrope'; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn",
-        ),
+        ({}, "xpos:8", r"there is no 'xpos'; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn:FACTOR, longrope:FILE"),
+        ({}, "longrope", "rope longrope: the file of factors is missing, as in longrope:factors.json"),
+        ({}, "longrope:nowhere.json", "nowhere.json"),
+        ({}, "selfextend:4", "rope selfextend:4: neighbors is missing, as in selfextend:8,256"),
+        ({}, "selfextend:9,4", "option group of rotary is 9; it must be at most neighbors 4"),
+        ({}, "rerope:2.5", "rope rerope:2.5: neighbors is 2.5; it must be a whole number"),
+        ({}, "rerope:4,5", "rope rerope:4,5: '5' must be OPTION=VALUE"),
         ({}, "pi", "rope pi: the factor is missing; it must be at least 1, as in pi:8"),
         ({}, "ntk:0.5", "rope ntk:0.5: factor is 0.5; it must be at least 1"),
         ({}, "pi:x", "rope pi:x: factor is 'x'; it must be a positive number"),

@@ -41,6 +41,22 @@ EXTRA: dict[str, dict[str, Any]] = {
         "model": {"num_kv_heads": 2, "use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
         "position": {"pos_emb": "rotary"},
     },
+    "pope, grouped queries": {
+        "model": {"num_kv_heads": 2},
+        "position": {"pos_emb": "pope", "pos_emb_options": {"delta_init": "uniform"}},
+    },
+    "fope, xpos": {
+        "model": {"num_layers": 2},
+        "position": {"pos_emb": ["fope", "rotary"], "pos_emb_options": {"xpos": True, "gain": 1.0}},
+    },
+    "far keys, processed": {
+        "model": {"num_kv_heads": 2},
+        "position": {
+            "pos_emb": "rotary",
+            "pos_emb_options": {"scaling": "selfextend", "group": 3, "neighbors": 5},
+            "score_processor": "cdape",
+        },
+    },
     "grouped queries, processed": {
         "model": {"num_kv_heads": 2, "activation": "gelu_tanh"},
         "position": {"pos_emb": "kerple_log", "score_processor": "cdape"},

@@ -160,6 +160,9 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
     drawn = sample_positions(length, length + spread, seed=data.draw(st.integers(0, 2**31)))
     span = TokenRange(0, length, drawn)
     ours = output(q, k, v, span, span, e, p)
+    if e.takes_real_positions:
+        real = TokenRange(0, length, SampledPositions(drawn.values.double(), drawn.limit))
+        assert_close_in_rounding(ours, output(q, k, v, real, real, e, p), TERMS, SUMS)
     if not e.takes_positions:
         assert torch.equal(ours, output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p))
     elif processor == "none" and not e.overrides_hook("contextual"):
@@ -171,28 +174,33 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
         present[:, drawn.values] = True
         every = TokenRange(0, total)
         exact = EagerBackend()(
-            inputs_of(e.rotate(qs, every), e.rotate(ks, every), vs, every, every, e, None, key_mask=present)
+            inputs_of(e.rotate(qs, every), e.rotate_keys(ks, every), vs, every, every, e, None, key_mask=present)
         )
         assert_close_in_rounding(ours, exact[:, :, drawn.values], TERMS, SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
 def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor: str) -> None:
-    """The table's gradient, which has no diagonals to sum along here, against a gather; blocks against the whole."""
+    """The table's gradient, which has no diagonals to sum along here, against a gather; blocks against the whole; and
+    continuous positions that happen to be whole against whole ones."""
     length, limit = 13, 40
     e, p = build(encoding, processor)
     e, p = e.double(), p.double() if p is not None else None
     q, k, v = random_qkv(length, dtype=torch.float64)
     span = TokenRange(0, length, sample_positions(length, limit, seed=3))
+    calls = [(EagerBackend(), span), (ChunkedBackend(4), span)]
+    if e.takes_real_positions:
+        calls.append((ChunkedBackend(4), TokenRange(0, length, SampledPositions(span.positions().double(), limit))))
     results = []
-    for backend in (EagerBackend(), ChunkedBackend(4)):
+    for backend, span in calls:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
         parameters = [*e.parameters(), *(p.parameters() if p is not None else ())]
         out = backend(inputs_of(*inputs, span, span, e, p))
         grads = torch.autograd.grad(out.square().sum(), [*inputs, *parameters], allow_unused=True)
         results.append([out, *(g for g in grads if g is not None)])
-    for eager, chunked in zip(*results, strict=True):
-        assert_close_in_rounding(eager, chunked, 2 * length * length, 2 * SUMS)
+    for eager, *others in zip(*results, strict=True):
+        for other in others:
+            assert_close_in_rounding(eager, other, 2 * length * length, 2 * SUMS)
 
 
 @pytest.mark.parametrize(("encoding", "processor"), [pair for pair in ALL if pair[1] != "none"])

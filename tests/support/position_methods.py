@@ -38,7 +38,7 @@ def output(
 ) -> torch.Tensor:
     """Attention of some rows, straight from the contract."""
     gates = gate_of_keys(encoding, k, query)
-    q, k = encoding.rotate(q, query), encoding.rotate(k, key)
+    q, k = encoding.rotate(q, query), encoding.rotate_keys(k, key)
     return compute_attention(AttentionInputs(q, k, v, query, key, encoding, processor, window=window, **gates))
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_attention, compute_dense_terms
@@ -149,8 +150,9 @@ def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
     ones = torch.ones(1, SHAPE.num_heads, MAX_DISTANCE, SHAPE.head_dim)
 
     def product(query: TokenRange, key: TokenRange) -> Tensor:
-        q, k = (encoding.rotate(ones[:, :, : span.length], span)[0, 0] for span in (query, key))
-        return q @ k.T / SHAPE.head_dim
+        q = encoding.rotate(ones[:, :, : query.length], query)[0, 0]
+        k = encoding.rotate_keys(ones[:, :, : key.length], key)[0, 0]
+        return normalize(q, dim=-1) @ normalize(k, dim=-1).T
 
     title = "q·k/|q||k| of equal vectors"
     line = product(TokenRange(MAX_DISTANCE - 1, 1), TokenRange(0, MAX_DISTANCE))[0].flip(0)
@@ -200,7 +202,10 @@ def _compute_contextual_rows(encoding: Encoding, query: TokenRange, heads: slice
     """Contextual terms [h, R, C] of some rows, every key up to the last of them being there."""
     q, k = _draw_qk(MAX_DISTANCE)
     key = TokenRange(0, query.stop)
-    q, k = encoding.rotate(q[:, heads, query.start : query.stop], query), encoding.rotate(k[:, heads, : key.stop], key)
+    q, k = (
+        encoding.rotate(q[:, heads, query.start : query.stop], query),
+        encoding.rotate_keys(k[:, heads, : key.stop], key),
+    )
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
     terms = encoding.contextual(q, k, scores, query, key, heads)
     return scores.new_zeros(scores.shape)[0] if terms is None else terms[0]

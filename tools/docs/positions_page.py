@@ -8,8 +8,10 @@ picture.
 import inspect
 import math
 import sys
+from itertools import groupby
 from pathlib import Path
 from textwrap import TextWrapper
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,9 +22,8 @@ from megatron.config.reference import describe_default, describe_type, format_ta
 from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import read_docstring
-from megatron.position import registry
+from megatron.position import registry, rotary_scaling
 from megatron.position.encoding import Encoding
-from megatron.position.encodings import rotary
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
     BASE_ENCODING,
@@ -187,6 +188,13 @@ Finetuning (`finetune: true`) may begin with another temperature: `attention_tem
 parameters.
 """
 
+
+def _list_tables(module: ModuleType) -> list[str]:
+    """The tables of a module's docstring."""
+    lines = groupby(read_docstring(module).splitlines(), key=lambda line: line.startswith("|"))
+    return ["\n".join(group) for is_table, group in lines if is_table]
+
+
 ROTARY_SCALINGS = f"""\
 ## Rotary frequencies
 
@@ -206,14 +214,36 @@ A trained model has one as its option, as published models do;
 s is `factor`; L is `original_length`, the length of the original training;
 N is the length that the sequence reaches.
 
-{chr(10).join(line for line in read_docstring(rotary).splitlines() if line.startswith("|"))}
+{_list_tables(rotary_scaling)[0]}
 
 p_rope takes `share`; hope takes `original_length`, which is the training length if absent:
 say it before you fine-tune at another length, so that the same pairs stay.
 llama3 has low = `low_freq_factor` and high = `high_freq_factor`, yarn has fast = `beta_fast` and slow = `beta_slow`,
 and b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs.
-No family of transformers offers hope, p_rope, ntk or dynamic as they are here, so `export --native` refuses them.
-An export with this project's code takes all but dynamic, because its cache does not say how long a text will get.
+longrope has lists, short_m = `short_factor` and long_m = `long_factor`, of a number for each pair.
+`attention_factor` replaces what yarn and longrope multiply cosines and sines by.
+
+selfextend and rerope leave the frequencies as they are, and say how far apart far tokens count to be.
+Near ones, fewer than w = `neighbors` tokens apart, are where they are; G is `group`.
+
+{_list_tables(rotary_scaling)[1]}
+
+Queries and keys are then rotated twice, and a score is that of its distance:
+they take twice the room, in the cache too, and the backends `eager` and `chunked` compute them, which `auto` takes.
+
+`xpos: true` (`configs/position/xpos.yml`) lets scores decay with the distance, those of fast pairs fastest.
+A query is multiplied by ζ_m^((i − c)/S) and a key by ζ_m^((c − j)/S), ζ_m = (m/half + 0.4)/1.4,
+S = `xpos_scale_base`, and c is the middle of the sequence, so that the factors stay within a type's range.
+A sequence that is too long for that is refused: in float32 and bfloat16 beyond 67,000 tokens at S = 512,
+in float16 beyond 4,500.
+
+No family of transformers offers hope, p_rope, ntk, dynamic, longrope, selfextend, rerope or xpos as they are here,
+so `export --native` refuses them.
+An export with this project's code takes all but dynamic, longrope and xpos,
+because its cache does not say how long a text will get.
+
+Two methods of their own turn in other ways: [`fope`](#fope) by sums of frequencies,
+and [`pope`](#pope) by one frequency for each number of a head.
 """
 
 PICTURES = f"""\
@@ -384,7 +414,7 @@ def _render_windows(encodings: list[dict[str, Any]]) -> str:
     known = list_config_keys()
     rows = [
         [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.doc]
-        for key in (known[("attention_window",)], known[("randomized_positions",)])
+        for key in (known[("attention_window",)], known[("randomized_positions",)], known[("continuous_positions",)])
     ]
     deaf = " and ".join(
         f"`{record['name']}`"
@@ -413,6 +443,12 @@ trains in this way on algorithmic tasks (section 4, appendix G). All sequences o
 Evaluation reads at drawn positions too; that draw depends on the length alone and is the same every time.
 A sequence with more tokens than there are positions is refused, and so are fewer positions than `seq_length`, or more
 than a table of absolute positions has rows.
+
+With `continuous_positions: true` the positions are real numbers, drawn uniformly from 0 … `randomized_positions` − 1
+(random float sampling, 2602.14050).
+A bias is then computed for each pair of tokens at its own distance, in blocks of rows, and not from a table.
+Two encodings know whole positions alone and refuse it: `learned` and `transformer_xl`.
+`t5` takes it: its buckets are intervals.
 """
 
 

@@ -30,6 +30,10 @@ REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "
 """Methods that every kernel and every route of the backends is needed for."""
 REFUSED_BY_TRITON = {"cope": "contextual terms", "transformer_xl": "contextual terms"}
 """Methods that the kernels say they cannot compute, when the model is built."""
+LONGEST_XPOS = 67_000
+"""Tokens whose factors bfloat16 and float32 hold."""
+MAX_HEAD_DIM = 128
+"""Of the kernels (`kernels/head_dim.py`)."""
 HEADS = 2
 BASE: dict[str, Any] = {
     "num_layers": 1,
@@ -317,7 +321,14 @@ def _listen() -> Iterator[_Heard]:
 
 def expected_refusal(case: Case) -> str | None:
     """A part of the message with which a case must be refused; None if it must train."""
-    return REFUSED_BY_TRITON.get(case.overlay) if case.backend == "triton" else None
+    keys = {**BASE, **case.keys}
+    if case.overlay == "xpos" and keys["seq_length"] > LONGEST_XPOS:
+        return "option xpos_scale_base of rotary"
+    if case.backend != "triton":
+        return None
+    if case.overlay == "pope" and keys["hidden_size"] // keys["num_attention_heads"] > MAX_HEAD_DIM // 2:
+        return "its head dimension is at most"
+    return REFUSED_BY_TRITON.get(case.overlay)
 
 
 def expected_fallback(case: Case) -> str | None:

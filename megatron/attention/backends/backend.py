@@ -54,6 +54,7 @@ def find_unsupported_combination(
         has_kernel_parameters=encoding.kernel_parameters() is not None,
         has_processor=processor is not None,
         has_softcap=softcap is not None,
+        num_rotations=1 if encoding.far_distance is None else 2,
     )
     return find_unsupported_feature(backend, features)
 

@@ -5,13 +5,16 @@ it requires one. Backends ask this module when a model is built, the configurati
 planner for its columns. What depends on sizes or on the machine, such as a processor's width, a backend adds.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from megatron.position.catalog import MethodFacts
 
 UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
+    "two rotations": "it cannot rotate far keys otherwise than near ones",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
     "contextual": "it cannot add contextual terms",
@@ -24,6 +27,7 @@ UNSUPPORTED_REASONS = {
 }
 """The features of a method, with what a backend says that does not support one.
 
+    two rotations               queries and keys are rotated once more for keys that are far (`Encoding.far_distance`)
     bias                        anything is added to the scores, or multiplied into them
     matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
     contextual                  a bias that depends on the queries
@@ -48,19 +52,19 @@ class BackendCapabilities:
 
 
 BACKEND_CAPABILITIES = {
-    "sdpa": BackendCapabilities(("processor", "softcap", "bias")),
+    "sdpa": BackendCapabilities(("processor", "two rotations", "softcap", "bias")),
     "flex": BackendCapabilities(
-        ("processor", "matrix", "kernel matrix", "contextual", "weight"),
+        ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight"),
         frozenset({"bias", "softcap"}),
         "it is for a bias of the distance alone",
     ),
     "native": BackendCapabilities(
-        ("softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
+        ("two rotations", "softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
         frozenset({"processor"}),
         "it is for score processors",
     ),
     "triton": BackendCapabilities(
-        ("contextual", "softcap", "matrix", "weight before a processor", "gate before a processor")
+        ("two rotations", "contextual", "softcap", "matrix", "weight before a processor", "gate before a processor")
     ),
 }
 """By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
@@ -73,6 +77,7 @@ def list_score_features(
     has_kernel_parameters: bool,
     has_processor: bool,
     has_softcap: bool,
+    num_rotations: int = 1,
 ) -> frozenset[str]:
     """The features of a method's scores: keys of `UNSUPPORTED_REASONS`.
 
@@ -81,10 +86,12 @@ def list_score_features(
         multiplies_scores, has_kernel_parameters: what the encoding declares.
         has_processor: whether a score processor works on it.
         has_softcap: whether the scores are capped.
+        num_rotations: of queries and keys, by their distance.
     """
     is_matrix = "dense" in hooks
     present = {
         "processor": has_processor,
+        "two rotations": num_rotations > 1,
         "softcap": has_softcap,
         "bias": bool({"table", "dense", "contextual", "gate"} & set(hooks)),
         "contextual": "contextual" in hooks,
@@ -98,14 +105,25 @@ def list_score_features(
     return frozenset(feature for feature, is_there in present.items() if is_there)
 
 
-def find_unsupported_method(backend: str, facts: MethodFacts, *, has_processor: bool, has_softcap: bool) -> str | None:
-    """Why a backend cannot compute an encoding with or without a score processor and a bound of the scores."""
+def find_unsupported_method(
+    backend: str,
+    facts: MethodFacts,
+    *,
+    has_processor: bool,
+    has_softcap: bool,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> str | None:
+    """Why a backend cannot compute an encoding with or without a score processor and a bound of the scores.
+
+    options: of the encoding, as far as they are given.
+    """
     features = list_score_features(
         facts.hooks,
         multiplies_scores=facts.multiplies_scores,
         has_kernel_parameters=facts.has_kernel_parameters,
         has_processor=has_processor,
         has_softcap=has_softcap,
+        num_rotations=facts.count_rotations(options),
     )
     return find_unsupported_feature(backend, features)
 

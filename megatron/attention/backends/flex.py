@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
-from megatron.attention.inputs import AttentionInputs
+from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import soft_cap
@@ -57,6 +57,7 @@ class FlexBackend:
             return "its gradient of the bias is not repeatable (deterministic: true)"
         return None
 
+    @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = self.fallback_reason(inputs)
         if reason is not None:

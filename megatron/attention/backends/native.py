@@ -16,7 +16,7 @@ from megatron.attention.backends.fused_processor import (
     processor_unsupported_reason,
     run_processor_kernel,
 )
-from megatron.attention.inputs import AttentionInputs
+from megatron.attention.inputs import AttentionInputs, pad_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import Processor
@@ -52,6 +52,7 @@ class NativeBackend:
             return reason
         return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
+    @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = _fallback_reason(inputs)
         if reason is not None:

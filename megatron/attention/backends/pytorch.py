@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_unsupported_combination
-from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
@@ -151,13 +151,14 @@ class SdpaBackend:
             like: has the queries' type and device.
             dropout: are attention weights dropped?
         """
-        if not dropout and query == key and has_packed_attention(like, encoding.dims.head_dim):
+        if not dropout and query == key and has_packed_attention(like, encoding.qk_head_dim):
             return pack_documents(starts, like.device)
         batch = len(first_keys)
         q, k = (like.new_empty(()).expand(batch, 1, tokens.length, 1) for tokens in (query, key))
         inputs = AttentionInputs(q, k, k, query, key, encoding, first_keys=first_keys, window=window)
         return [_build_additive_mask(block) for block in iter_row_blocks(inputs, MASKED_ROWS)]
 
+    @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start
         unbounded = unbounded and inputs.first_keys is None and inputs.key_mask is None

@@ -33,7 +33,7 @@ from megatron.attention.backends.fused_processor import (
     processor_unsupported_reason,
     run_processor_kernel,
 )
-from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -76,8 +76,8 @@ class TritonBackend:
             return "it needs a CUDA device"
         from kernels.head_dim import MAX_HEAD_DIM
 
-        if encoding.dims.head_dim > MAX_HEAD_DIM:
-            return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.dims.head_dim}"
+        if encoding.qk_head_dim > MAX_HEAD_DIM:
+            return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
         if reason := find_unsupported_combination("triton", encoding, processor, softcap):
             return reason
         if type(encoding).overrides_hook("dense"):
@@ -146,6 +146,7 @@ class TritonBackend:
             residual_bias=convolutions[0].residual_bias,  # type: ignore[union-attr]
         )
 
+    @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()

@@ -162,15 +162,16 @@ class CheckProblem:
         """Queries of each segment, keys and values, in the compute type, and the gradient of each segment's output."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
-        def draw(heads: int, length: int) -> Tensor:
+        def draw(heads: int, length: int, head_dim: int) -> Tensor:
             # As they lie in the model's layers, whose activations are [T, B, D].
-            size = (length, self.batch, heads, self.encoding.dims.head_dim)
+            size = (length, self.batch, heads, head_dim)
             drawn = torch.randn(size, generator=generator, device=self.device, dtype=torch.float32)
             return drawn.to(self.dtype).permute(1, 2, 0, 3)
 
         score_heads = self.num_heads if self.processor is None else self.encoding.dims.num_heads
-        queries = tuple(draw(score_heads, tokens.length) for tokens in self.segments)
-        k, v = draw(score_heads, self.num_columns), draw(self.num_heads, self.num_columns)
+        rotated_dim, head_dim = self.encoding.qk_head_dim, self.encoding.dims.head_dim
+        queries = tuple(draw(score_heads, tokens.length, rotated_dim) for tokens in self.segments)
+        k, v = draw(score_heads, self.num_columns, rotated_dim), draw(self.num_heads, self.num_columns, head_dim)
         gradients = [torch.zeros_like(v[:, :, : tokens.length]) for tokens in self.segments]
         for slab in self.slabs:
             for heads in self.head_ranges:

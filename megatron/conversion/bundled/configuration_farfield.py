@@ -37,6 +37,7 @@ class FarfieldConfig(PretrainedConfig):
         attention_temperature, attention_temperature_options: a factor on each query; none for none.
         attention_window: every token sees the last so many only, its own included.
         randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
+        continuous_positions: they are real numbers.
         hidden_dropout, attention_dropout: in training.
         attention_rows: query rows that are computed at a time, for memory; the result does not depend on it.
         initializer_range: standard deviation of fresh weights.
@@ -83,6 +84,7 @@ class FarfieldConfig(PretrainedConfig):
         attention_temperature_options: dict[str, Any] | None = None,
         attention_window: int | list[int | None] | None = None,
         randomized_positions: int | None = None,
+        continuous_positions: bool = False,
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
         attention_rows: int = 128,
@@ -129,6 +131,7 @@ class FarfieldConfig(PretrainedConfig):
         self.attention_temperature_options = dict(attention_temperature_options or {})
         self.attention_window = attention_window
         self.randomized_positions = randomized_positions
+        self.continuous_positions = continuous_positions
         self.hidden_dropout = hidden_dropout
         self.attention_dropout = attention_dropout
         self.attention_rows = attention_rows

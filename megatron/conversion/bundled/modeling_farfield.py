@@ -34,7 +34,7 @@ from megatron.position.numerics import soft_cap
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, build_temperature
 from megatron.position.temperature import Temperature
-from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions
+from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
@@ -149,8 +149,11 @@ class FarfieldAttention(nn.Module):
         q = normalize_heads(grouped_qkv[:, :, :, : self.queries_per_key].flatten(2, 3), self.q_norm)
         k, v = (grouped_qkv[:, :, :, index] for index in (-2, -1))
         q, k, v = (x.transpose(1, 2) for x in (q, normalize_heads(k, self.k_norm), v))
-        q = q * self.config.query_multiplier
+        if encoding.rotates_linearly:
+            q = q * self.config.query_multiplier
         q, k = rotate_segments(q, k, encoding, segments)
+        if not encoding.rotates_linearly:
+            q = q * self.config.query_multiplier
         if self.temperature is not None:
             rows = describe_query_rows(segments, self.window, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows)
@@ -360,7 +363,12 @@ class FarfieldModel(FarfieldPreTrainedModel):
         max_positions = self.config.randomized_positions
         if max_positions is None:
             return build_segments(length, mask, past_length)
-        return build_segments(length, mask, past_length, lambda tokens: sample_positions(tokens, max_positions, tokens))
+        continuous = self.config.continuous_positions
+
+        def sample(tokens: int) -> SampledPositions:
+            return sample_positions(tokens, max_positions, tokens, continuous=continuous)
+
+        return build_segments(length, mask, past_length, sample)
 
 
 class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):

@@ -96,6 +96,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         ),
         "attention_window": hf_config.get("attention_window"),
         "randomized_positions": hf_config.get("randomized_positions"),
+        "continuous_positions": hf_config.get("continuous_positions", False),
         **_read_multipliers(hf_config),
     }
 
@@ -178,6 +179,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "attention_temperature_options": _split_options(config, "attention_temperature"),
         "attention_window": position.attention_window,
         "randomized_positions": position.randomized_positions,
+        "continuous_positions": position.continuous_positions,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
         "attention_rows": model.attention_chunk_rows,
@@ -282,9 +284,15 @@ def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[lis
 
 
 def _find_other_conflict(config: Config) -> str | None:
-    if config.position.pos_emb_options.get("scaling") != "dynamic":
-        return None
-    return "pos_emb_options.scaling is dynamic; the cache of transformers does not say how long a text will get"
+    options = config.position.pos_emb_options
+    unknown = "the cache of transformers does not say how long a text will get"
+    if (scaling := options.get("scaling")) in ("dynamic", "longrope"):
+        return f"pos_emb_options.scaling is {scaling}; {unknown}"
+    return (
+        f"pos_emb_options.xpos is true, whose factors are relative to the middle; {unknown}"
+        if options.get("xpos")
+        else None
+    )
 
 
 FARFIELD = ModelFamily(

@@ -34,6 +34,7 @@ class Learned(Encoding):
     cost = EncodingCost(num_parameters=lambda dims, options: dims.max_length * dims.hidden_size)
     relative = False
     has_position_table = True
+    takes_real_positions = False
 
     def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:
         super().__init__(dims)

@@ -51,6 +51,7 @@ class TransformerXL(Encoding):
         "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
     )
     other_names = ("txl", "trxl", "xl")
+    takes_real_positions = False  # vectors of distances are computed once for each integer
     cost = EncodingCost(
         num_parameters=lambda dims, options: dims.hidden_size**2 + 2 * dims.hidden_size,
         num_saved_maps=1,

@@ -1,0 +1,80 @@
+"""Fourier position embedding: each pair is turned by a sum of the frequencies that training sees turn."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.position.encoding import Encoding
+from megatron.position.facts import AttentionDims, EncodingCost, OptionError
+from megatron.position.numerics import rotary_frequencies, rotate_halves
+from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
+
+
+class Fope(Encoding):
+    formula = (
+        "(F_i q_i)·(F_j k_j)/√d, F_n maps the pair m by [C, −S; S, C], C = Σ_ω a_mω·cos(ωn), S = Σ_ω b_mω·sin(ωn), "
+        "over ω = base^(−2m/d) ≥ 2π/L; pairs of smaller ω stay as they are"
+    )
+    source = (
+        "Fourier Position Embedding: Hua et al. 2024 (2412.17739, ICML 2025); a, b = 1 for a pair's own ω and 0 else, "
+        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. That code "
+        "multiplies the pairs of smaller ω by [1, −1; 1, 1]; as the paper has it, ω = 0 turns nothing"
+    )
+    advice = (
+        "Against rotary's failure past the training length, which its authors trace to frequencies that training does "
+        "not see whole and to those that layers mix; they take gain 0.3 for 60 and 0.4 for 180 million parameters. It "
+        "is not relative: moving all positions changes the scores a little. What Exploring Transformer Extrapolation "
+        "proves of biases says nothing of it: it adds none."
+    )
+    other_names = ("fourier", "fourier_position_embedding")
+    relative = False
+    rotates_alike = False
+    cost = EncodingCost()
+
+    def __init__(
+        self,
+        dims: AttentionDims,
+        *,
+        base: float = 10000.0,
+        original_length: int | None = None,
+        gain: float = 0.3,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dims)
+        if dims.head_dim % 2:
+            raise ValueError(f"fope turns pairs; a head has {dims.head_dim} dimensions")
+        for name, value, least in (("base", base, 1), ("original_length", original_length, 0)):
+            if value is not None and value <= least:
+                raise OptionError(name, f"is {value}; it must be greater than {least}")
+        if gain < 0 or seed < 0:
+            raise OptionError("gain" if gain < 0 else "seed", "must not be negative")
+        self.base, self.num_pairs = base, dims.head_dim // 2
+        slowest = 2 * math.pi / (dims.train_length if original_length is None else original_length)
+        self.num_turned = sum(base ** (-m / self.num_pairs) >= slowest for m in range(self.num_pairs))
+        if not self.num_turned:
+            raise OptionError("original_length", f"is {original_length}; no pair would turn: that is pos_emb none")
+        self.gain, self.seed = gain, seed
+
+    def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.no_grad():
+            frequencies = rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_turned]
+            angle = tokens.positions(x.device).double()[:, None] * frequencies
+            by_cos, by_sin = (select_heads(each, heads).to(x.device, dtype) for each in self.coefficients())
+            cos, sin = angle.cos().to(dtype) @ by_cos, angle.sin().to(dtype) @ by_sin  # [H, T, M]
+            still = (0, self.num_pairs - self.num_turned)
+            cos, sin = torch.nn.functional.pad(cos, still, value=1.0), torch.nn.functional.pad(sin, still)
+            turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return rotate_halves(x, *turns)
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """a and b, float32 [H, M, M]: of which frequency (dim 1) each pair (dim 2) has how much. They follow from the
+        option seed, and no checkpoint holds them."""
+        heads, size = self.dims.num_heads, self.num_turned
+        generator = torch.Generator().manual_seed(self.seed)
+        deviation = self.gain * math.sqrt(2 / (size * (size + heads)))
+        with torch.device("cpu"):
+            noise = torch.randn((2, heads, size, size), generator=generator, dtype=torch.float32)
+            by_cos, by_sin = torch.eye(size) + deviation * noise
+        return by_cos, by_sin
