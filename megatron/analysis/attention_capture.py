@@ -14,6 +14,7 @@ import torch
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_logits
 from megatron.model.attention import PositionedAttention
 from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
@@ -77,6 +78,11 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
         mask = mask[:, num_skipped:]
     first_keys = None if inputs.first_keys is None else inputs.first_keys[:, num_skipped:]
     return replace(inputs, q=inputs.q[:, :, num_skipped:], query=query, key_mask=mask, first_keys=first_keys)
+
+
+def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:
+    """What each query pays to each key, [B, H, R, C], before dropout."""
+    return torch.softmax(compute_logits(block), dim=-1)
 
 
 def choose_block_size(inputs: AttentionInputs) -> int:

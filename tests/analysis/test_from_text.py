@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.analysis import attention_capture
 from megatron.analysis.attention_capture import capture_attention, list_attention_layers, run_forward
 from megatron.analysis.from_text import score_maps
+from megatron.analysis.from_text.attention_entropy import describe_weights, measure_attention_entropy
 from megatron.analysis.from_text.empirical_receptive_field import AttentionMass, measure_attention_mass
 from megatron.analysis.from_text.processor_taps import measure_processor_jacobian
 from megatron.analysis.from_text.score_maps import compute_layer_maps
@@ -112,6 +113,52 @@ CASES = [
 
 def model_of(processor: str, place: dict, window: int | None) -> GPT:
     return small_gpt(LENGTH, "kerple_log", processor, attention_window=window, **place)
+
+
+@pytest.mark.parametrize(("processor", "place", "window"), CASES)
+def test_entropy_and_largest_weight_by_position(processor: str, place: dict, window: int | None) -> None:
+    model, train_length = model_of(processor, place, window), 6
+    told: list[float] = []
+    found = measure_attention_entropy(model, windows(), train_length, told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]
+    assert found.ends == (1, 3, 6, 12, LENGTH)
+    starts = (0, *found.ends[:-1])
+    sums = {name: np.zeros((2, HEADS, len(found.ends))) for name in ("entropy", "normalized", "largest")}
+    for tokens in windows():
+        for layer, (q, k) in enumerate(captured(model, tokens)):
+            rows = list(pieces(model, layer, q, k, window))
+            for number, (first, end) in enumerate(zip(starts, found.ends, strict=True)):
+                for h in range(HEADS):
+                    heads_rows = [row["attention"][h] for row in rows[first:end]]
+                    entropies = [-math.fsum(a * math.log(a) for a in row if a > 0) for row in heads_rows]
+                    keys = [len(row) if window is None else min(len(row), window) for row in heads_rows]
+                    shares = [entropy / math.log(n) for entropy, n in zip(entropies, keys, strict=True) if n > 1]
+                    sums["entropy"][layer, h, number] += np.mean(entropies) / 2
+                    sums["largest"][layer, h, number] += np.mean([max(row) for row in heads_rows]) / 2
+                    sums["normalized"][layer, h, number] += np.mean(shares) / 2 if shares else math.nan
+                    assert found.keys[number] == pytest.approx(np.mean(keys))
+    for name, expected in sums.items():
+        np.testing.assert_allclose(found.values[name].numpy(), expected, atol=5e-6)
+    assert found.values["unspent"].abs().max() < 1e-6
+    assert (found.stderr[..., 1:] > 0).all()
+
+
+def test_a_temperature_and_a_sink_are_seen() -> None:
+    """log-n sharpens rows beyond the training length alone; weights that leave a rest are told of their own sum."""
+    sharper = {"attention_temperature": "logn", "attention_temperature_options": {"length": 6}}
+    plain, sharp = (small_gpt(LENGTH, "none", "none", **place) for place in ({}, sharper))
+    plain_values, sharp_values = (
+        measure_attention_entropy(model, windows(), 6).values["normalized"][0] for model in (plain, sharp)
+    )
+    torch.testing.assert_close(plain_values[:, 1:3], sharp_values[:, 1:3])
+    assert (sharp_values[:, 3:] < plain_values[:, 3:]).all()
+    weights = torch.tensor([[[0.25, 0.25, 0.0], [0.1, 0.2, 0.3]]])
+    found = describe_weights(weights, torch.tensor([2.0, 3.0], dtype=torch.float64))
+    thirds = [1 / 6, 1 / 3, 1 / 2]
+    entropy = -sum(p * math.log(p) for p in thirds)
+    np.testing.assert_allclose(found["entropy"], [[math.log(2), entropy]], atol=1e-6)
+    np.testing.assert_allclose(found["normalized"], [[1.0, entropy / math.log(3)]], atol=1e-6)
+    np.testing.assert_allclose(found["unspent"], [[0.5, 0.4]], atol=1e-6)
 
 
 @pytest.mark.parametrize(("processor", "place", "window"), CASES)

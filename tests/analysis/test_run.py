@@ -239,7 +239,7 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
 WRONG = [
     ({"runs": []}, "no run given; name a run's folder, or a configuration with --config"),
     ({"runs": ["runs/none"]}, "runs/none"),
-    ({"only": ["kernel"]}, "there is no analysis 'kernel'; did you mean kernels\\? choose from bias_maps"),
+    ({"only": ["kernel"]}, "there is no analysis 'kernel'; did you mean kernels\\? choose from attention_entropy"),
     ({"layers": [2]}, "--layers: there is no 2; layers are counted from 0 to 1"),
     ({"heads": [-1]}, "--heads: there is no -1; heads are counted from 0 to 1"),
     ({"configs": ["162M alibi"]}, "several models are looked at: name a folder for the page with --output"),

@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
-from megatron.analysis.attention_capture import choose_block_size, run_forward, slice_from_row
+from megatron.analysis.attention_capture import (
+    choose_block_size,
+    compute_attention_weights,
+    run_forward,
+    slice_from_row,
+)
 from megatron.analysis.receptive_field import PLOTTED_EPSILONS, TIE_TOLERANCE, compute_finite_field
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_logits, precompute_terms
+from megatron.attention.reference import precompute_terms
 from megatron.model.gpt import GPT
 
 EPSILONS = (0.5, 0.1, 0.01)
@@ -72,7 +77,7 @@ def measure_attention_mass(
         num_rows = 0
         # The largest block first: see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(late), choose_block_size(late)))):
-            attention = torch.softmax(compute_logits(block), dim=-1)
+            attention = compute_attention_weights(block)
             by_distance = group_by_distance(attention, block, num_distances)
             sums[layer] += by_distance.sum(dim=(0, 2), dtype=torch.float64).cpu()
             num_rows += block.query.length

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
-from megatron.analysis.attention_capture import choose_block_size, run_forward
+from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visible_mask, precompute_terms
 from megatron.model.gpt import GPT
@@ -79,7 +79,7 @@ def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
     """Each kind of map of a block of rows, [1, H, R, C]."""
     scores, bias = compute_scores_and_bias(block)
     logits = compute_logits(block)
-    maps = {"score": scores, "attention": torch.softmax(logits, dim=-1)}
+    maps = {"score": scores, "attention": compute_attention_weights(block)}
     if bias is not None:
         maps["bias"] = bias[None]
     if block.processor is not None:

@@ -1,0 +1,241 @@
+"""Entropy and largest weight of attention over the length: does attention dilute where there is more to attend to?
+
+Of a query that sees n keys with the weights a_1 … a_n, whose sum is s (1, or less where a sink or what is left of a
+stick has the rest):
+
+    H             −Σ p_j ln p_j, p_j = a_j / s, in nats: 0 for one key, ln n for all alike
+    H / ln n      the same as a share of what is possible; not of a query that sees one key
+    largest       max a_j
+    unspent       1 − s, what no key has
+
+With scores that stay within bounds H grows as ln n does, and the largest weight falls as 1/n (Velickovic et al. 2024,
+softmax is not enough for sharp out-of-distribution, 2410.01104); temperatures that grow with n and sinks are made
+against it. So the figure is over the position of the query, in bins that end at the training length and at its doubles
+and halves. It asks the weights themselves, so encodings, processors, temperatures and windows are part of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
+from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.reference import compute_visible_mask, precompute_terms
+from megatron.evaluation.loss_records import list_position_bins
+from megatron.model.gpt import GPT
+
+QUANTITIES = ("entropy", "normalized", "largest", "unspent")
+TITLES = {"normalized": "H / ln n", "largest": "largest weight"}
+"""Of the figure's panels."""
+
+
+@dataclass(frozen=True)
+class AttentionEntropy:
+    """Means over the queries of a bin and over windows."""
+
+    ends: tuple[int, ...]
+    """The last position of each bin, from 1."""
+    values: dict[str, Tensor]
+    """Quantity → float64 [layers, H, bins]; NaN where no query has it."""
+    stderr: Tensor
+    """Of the normalized entropy, over windows, the same shape; NaN for one window."""
+    train_length: int
+    keys: tuple[float, ...]
+    """Keys that a query of the bin sees, on average over layers."""
+
+
+@torch.no_grad()
+def measure_attention_entropy(
+    model: GPT,
+    windows: Sequence[np.ndarray],
+    train_length: int,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> AttentionEntropy:
+    """Entropy and largest weight by position while a model reads windows of one length.
+
+    Args:
+        model: in evaluation mode.
+        windows: tokens [L] of each.
+        train_length: where a bin ends.
+        progress: called with the fraction that is done, after each layer of each window.
+    """
+    length, ends = len(windows[0]), list_position_bins(train_length, len(windows[0]))
+    shape = (len(windows), model.config.num_layers, model.config.num_attention_heads, length)
+    by_query = {quantity: torch.full(shape[1:], torch.nan, dtype=torch.float64) for quantity in QUANTITIES}
+    num_keys = torch.zeros(shape[1], length, dtype=torch.float64)
+    bin_means = {quantity: torch.zeros(*shape[:3], len(ends), dtype=torch.float64) for quantity in QUANTITIES}
+    num_done = 0
+
+    def add_layer(layer: int, inputs: AttentionInputs) -> None:
+        nonlocal num_done
+        # The largest block first: see `compute_attention_in_blocks`.
+        for block in reversed(list(iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)))):
+            rows = slice(block.query.start, block.query.start + block.query.length)
+            visible = compute_visible_mask(block)[0, 0].sum(dim=-1).double().cpu()
+            num_keys[layer, rows] = visible
+            for quantity, values in describe_weights(compute_attention_weights(block)[0], visible).items():
+                by_query[quantity][layer, :, rows] = values
+        num_done += 1
+        progress(num_done / (len(windows) * shape[1]))
+
+    for index, window in enumerate(windows):
+        run_forward(model, window, add_layer)
+        for quantity, values in by_query.items():
+            for number, (first, end) in enumerate(pairwise((0, *ends))):
+                bin_means[quantity][index, :, :, number] = values[:, :, first:end].nanmean(dim=-1)
+    normalized = bin_means["normalized"]
+    deviation = normalized.std(dim=0) if len(windows) > 1 else torch.full_like(normalized[0], torch.nan)
+    stderr = deviation / len(windows) ** 0.5
+    keys = tuple(num_keys[:, first:end].mean().item() for first, end in pairwise((0, *ends)))
+    means = {quantity: values.mean(dim=0) for quantity, values in bin_means.items()}
+    return AttentionEntropy(tuple(ends), means, stderr, train_length, keys)
+
+
+def describe_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
+    """The quantities of attention weights [H, R, C] of rows that see so many keys [R]: float64 [H, R], on the CPU."""
+    sums = weights.sum(dim=-1, dtype=torch.float64)
+    # −Σ p ln p with p = a / s is ln s − Σ a ln a / s.
+    spread = torch.special.entr(weights).sum(dim=-1, dtype=torch.float64)
+    entropy = ((spread / sums) + sums.log()).clamp(min=0).cpu()
+    possible = num_keys.log()
+    normalized = torch.where(num_keys > 1, entropy / possible.clamp(min=1e-9), torch.nan)
+    largest = weights.amax(dim=-1).double().cpu()
+    return {
+        "entropy": entropy,
+        "normalized": normalized,
+        "largest": largest,
+        "unspent": (1 - sums).clamp(min=0).cpu(),
+    }
+
+
+EntropyResult = dict[int, AttentionEntropy]
+"""By length."""
+
+
+class AttentionEntropies(Analysis):
+    order = 65
+    data_format = "json"
+    title = "Entropy and largest weight of attention"
+    description = (
+        "Does attention dilute where there is more to attend to? H is the entropy of a query's attention over the n "
+        "keys that it sees, in nats, and H / ln n its share of what is possible: 1 if all keys weigh alike, 0 if one "
+        "has all. The largest weight falls as 1/n where scores stay within bounds (Velickovic et al. 2024, "
+        "2410.01104), which temperatures that grow with n, and sinks, are made against. Means over queries in bins of "
+        "positions that end at the training length, its halves and its doubles, of each layer and head."
+    )
+
+    def measure(self, context: AnalysisContext) -> EntropyResult:
+        model, train_length = context.trained_model, context.config.model.seq_length
+        windows_by_length = {length: windows for length, windows in context.readable_windows.items() if length > 1}
+        costs = {length: len(windows) * length**2 for length, windows in windows_by_length.items()}
+        result: EntropyResult = {}
+        for length, windows in windows_by_length.items():
+            before = sum(costs[measured] for measured in result)
+
+            def report(fraction: float, before: int = before, cost: int = costs[length]) -> None:
+                context.progress((before + fraction * cost) / sum(costs.values()))
+
+            result[length] = measure_attention_entropy(model, windows, train_length, report)
+        return result
+
+    def render_blocks(self, results: Mapping[str, EntropyResult], names: Sequence[str]) -> list[Block]:
+        rows = []
+        for name, result in results.items():
+            for number, end in enumerate(result[max(result)].ends):
+                entropy = result[max(result)]
+                if end < MIN_TABLE_POSITION and number + 1 < len(entropy.ends):
+                    continue
+                cells = [_format_quantiles(entropy.values[quantity][:, :, number]) for quantity in QUANTITIES]
+                rows.append([name, f"{end:,}", f"{entropy.keys[number]:,.0f}", *cells])
+        columns = ["method", "to position", "keys n", "H in nats", "H / ln n", "largest weight", "unspent"]
+        caption = (
+            "Of the largest length; medians over layers and heads, in brackets the 10% and 90% quantile. Unspent is "
+            "what no key has: a sink's weight."
+        )
+        last = "; ".join(f"{row[0]} {row[4]} to position {row[1]}" for row in rows)
+        alt = f"Normalized entropy and largest weight of attention by the position of the query; H / ln n: {last}."
+        heads_alt = "H / ln n of each layer and head in the last bin of positions, a map per method."
+        return [
+            Figure(alt, lambda narrow: _draw_curves(results, names, narrow)),
+            "Lines are medians over layers and heads, bands 10% to 90%; dashed is the training length.",
+            Table(columns, rows, caption),
+            Figure(heads_alt, lambda narrow: _draw_heads(results, narrow)),
+        ]
+
+    def list_rows(self, result: EntropyResult) -> Iterator[Mapping[str, object]]:
+        for length, entropy in result.items():
+            layers, heads, _ = entropy.stderr.shape
+            for layer in range(layers):
+                for head in range(heads):
+                    for number, (first, end) in enumerate(pairwise((0, *entropy.ends))):
+                        values = {name: entropy.values[name][layer, head, number].item() for name in QUANTITIES}
+                        stderr = entropy.stderr[layer, head, number].item()
+                        place = {"length": length, "layer": layer, "head": head, "from": first + 1, "to": end}
+                        numbers = {"keys": entropy.keys[number], **values, "normalized_stderr": stderr}
+                        yield {**place, **{name: _round(value) for name, value in numbers.items()}}
+
+
+MIN_TABLE_POSITION = 16
+"""Bins that end before it are in the data alone."""
+
+
+def _round(value: float) -> float | None:
+    """Six digits; None for what there is not."""
+    return float(f"{value:.6g}") if value == value else None
+
+
+def _format_quantiles(values: Tensor) -> str:
+    known = values[~values.isnan()]
+    if not len(known):
+        return "–"
+    low, middle, high = torch.quantile(known, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return f"{middle:.3g} [{low:.3g}, {high:.3g}]" if f"{low:.3g}" != f"{high:.3g}" else f"{middle:.3g}"
+
+
+def _draw_curves(results: Mapping[str, EntropyResult], names: Sequence[str], narrow: bool) -> bytes:
+    from megatron.analysis.drawing import (
+        REFERENCE_COLOR,
+        add_legend,
+        add_titles,
+        compute_band,
+        create_panels,
+        save_png,
+    )
+    from megatron.reports.plots import get_curve_style
+
+    figure, axes = create_panels(len(TITLES), narrow, width=4.0, height=3.2, legend_height=0.18 * len(results))
+    for panel, (quantity, title) in zip(axes, TITLES.items(), strict=True):
+        for name, result in results.items():
+            entropy, style = result[max(result)], get_curve_style(names.index(name))
+            values = entropy.values[quantity].flatten(0, 1)
+            is_known = ~values.isnan().any(dim=0)
+            ends = np.array(entropy.ends)[is_known.numpy()]
+            middle, low, high = compute_band(values[:, is_known].tolist())
+            panel.plot(ends, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6)
+            panel.fill_between(ends, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        for train_length in {result[max(result)].train_length for result in results.values()}:
+            panel.axvline(train_length, color=REFERENCE_COLOR, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        panel.set_xscale("log", base=2)
+        panel.set_ylim(0, 1.02)
+        add_titles(panel, title, "position of the query: tokens seen", title)
+    add_legend(figure, axes[0], narrow, 1)
+    return save_png(figure)
+
+
+def _draw_heads(results: Mapping[str, EntropyResult], narrow: bool) -> bytes:
+    from matplotlib.colors import Normalize
+
+    from megatron.analysis.drawing import add_color_bar, add_titles, create_panels, draw_heatmap, save_png
+
+    figure, axes = create_panels(len(results), narrow, width=2.6, height=2.3)
+    for panel, (name, result) in zip(axes, results.items(), strict=True):
+        entropy = result[max(result)]
+        image = draw_heatmap(panel, entropy.values["normalized"][:, :, -1].numpy(), Normalize(0, 1))
+        add_titles(panel, f"{name}\nto position {entropy.ends[-1]:,}", "head", "layer", wrap=36)
+    add_color_bar(figure, image, axes)
+    return save_png(figure)
