@@ -5,7 +5,7 @@ H heads, d head dimension, D hidden size.
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -139,11 +139,43 @@ def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bo
     ours.output_layer.weight.copy_(head)
 
 
-def load_module(path: Path) -> ModuleType:
-    """A file of a clone, by itself."""
-    spec = importlib.util.spec_from_file_location(f"published_{path.stem}", path)
+class StandIn(ModuleType):
+    """A package that a published file imports and that what is compared does not use: each of its names is a class that
+    does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda self, *args, **options: None})
+
+
+def load_module(path: Path, *, missing: Sequence[str] = (), package: str | None = None) -> ModuleType:
+    """A file of a clone, by itself.
+
+    Args:
+        path: of the file.
+        missing: modules that need not be installed for what is compared (`StandIn`).
+        package: which its relative imports are of, as `missing` calls it.
+    """
+    name = f"published_{path.stem}" if package is None else f"{package}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
+    stood_in = {each: StandIn(each) for each in ([] if package is None else [package]) + list(missing)}
+    before = {each: sys.modules.get(each) for each in stood_in}
+    sys.modules.update(stood_in)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for each, found in before.items():
+            if found is None:
+                del sys.modules[each]
+            else:
+                sys.modules[each] = found
     return module
+
+
+def pair_adjacent_numbers(weight: Tensor) -> Tensor:
+    """A projection [D, D] of heads whose numbers 2c and 2c + 1 turn together, for ours, which turn c and c + d/2."""
+    return weight.unflatten(0, (HEADS, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,56 @@
+"""FoPE's repository: its rotation of queries and keys by sums of frequencies."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
+from tools.methods.published.x_transformers import build_attention, draw_projections
+
+REPOSITORY = "TsinghuaC3I/Fourier-Position-Embedding"
+NOTES = """\
+FoPE's coefficients are drawn for each head and layer, `fope`'s for each head from an option; the row has ours in its
+code.
+It multiplies the pairs that do not turn by [1, −1; 1, 1], since it fills cosines and sines with ones, which doubles
+their products; ours are left as they are, as ω = 0 has it. The row has our projections of these pairs times √2.
+It gives a fourth of the head's dimension such sums at most; in the row no more pairs turn.
+"""
+PACKAGE = "published_olmo"
+MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "config", "exceptions", "torch_util"))
+"""Its own package's modules, which the rotation does not use."""
+
+
+@torch.no_grad()
+def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
+    """One layer's attention, of whose pairs some turn within the training length."""
+    file, base, length = "olmo/model.py", 10_000.0, 64
+    module = load_module(clone / file, missing=MISSING, package=PACKAGE)
+    config = SimpleNamespace(
+        d_model=WIDTH, n_heads=HEADS, fourier_dim=0, fourier=True, fourier_ignore_zero=True,
+        fourier_separate_head=True, fourier_separate_basis=True, fourier_learnable=False, fourier_norm=False,
+        fourier_init="eye_xavier_norm", fourier_init_norm_gain=0.3, rope_init_distribution="exponential",
+        rope_learnable=False, rope_include_neg_freq=False, rope_no_repetition=False, rope_init_floor_freq=0.0,
+        rope_init_upper_freq=1.0, rope_clamp_floor_freq=True, rope_floor_freq_ratio=1.0, rope_clamp_floor_to_zero=True,
+        rope_clamp_upper_freq=False, rope_zero_freq_ratio=-1.0, rope_clamp_to_linear=False,
+        rope_clamp_to_linear_mode="", rope_theta=base, rope_no_pos=False, rope_full_precision=True, len_extra=False,
+        max_sequence_length=length, init_device="cpu",
+    )  # fmt: skip
+    theirs = module.FourierEmbedding(config, {}, prefix="attn", use_rope_cache=False)
+    ours = build_gpt(pos_emb="fope", pos_emb_options={"base": base, "gain": 1.0, "seed": 3})
+    kept = theirs.cos_coef.shape[-1]
+    by_cos, by_sin = ours.position.coefficients()
+    assert ours.position.num_turned == theirs.input_dim == kept < WIDTH // HEADS // 2
+    theirs.cos_coef.copy_(by_cos)
+    theirs.sin_coef.copy_(by_sin)
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return theirs(q, q.shape[2]), theirs(k, k.shape[2])
+
+    projections = draw_projections()
+    pairs = torch.arange(WIDTH) % (WIDTH // HEADS // 2)
+    factors = torch.where(pairs < kept, 1.0, 2**0.5)[:, None]
+    share_attention(ours, *(x * factors for x in projections[:2]), *projections[2:])
+    yield AttentionComparison(f"fope: FoPE's {file}, one layer", ours, build_attention(rotate, *projections))
