@@ -26,8 +26,8 @@ MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "conf
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     """One layer's attention, of whose pairs some turn within the training length."""
-    file, base, length = "olmo/model.py", 10_000.0, 64
-    module = load_module(clone / file, missing=MISSING, package=PACKAGE)
+    stem, base, length = "model", 10_000.0, 64
+    module = load_module(clone / "olmo" / f"{stem}.py", missing=MISSING, package=PACKAGE)
     config = SimpleNamespace(
         d_model=WIDTH, n_heads=HEADS, fourier_dim=0, fourier=True, fourier_ignore_zero=True,
         fourier_separate_head=True, fourier_separate_basis=True, fourier_learnable=False, fourier_norm=False,
@@ -53,4 +53,4 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     pairs = torch.arange(WIDTH) % (WIDTH // HEADS // 2)
     factors = torch.where(pairs < kept, 1.0, 2**0.5)[:, None]
     share_attention(ours, *(x * factors for x in projections[:2]), *projections[2:])
-    yield AttentionComparison(f"fope: FoPE's {file}, one layer", ours, build_attention(rotate, *projections))
+    yield AttentionComparison(f"fope: FoPE's olmo/{stem}.py, one layer", ours, build_attention(rotate, *projections))

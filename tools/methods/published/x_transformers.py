@@ -56,8 +56,8 @@ def draw_projections(size: float = 0.3) -> list[Tensor]:
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     """One layer's attention."""
-    module = load_module(clone / "x_transformers" / "x_transformers.py", missing=MISSING)
-    file, (q, k, v, output) = "x_transformers/x_transformers.py", draw_projections()
+    stem, (q, k, v, output) = "x_transformers", draw_projections()
+    module = load_module(clone / stem / f"{stem}.py", missing=MISSING)
     for scale_base in (512, 16):
         rotary: nn.Module = module.RotaryEmbedding(WIDTH // HEADS, use_xpos=True, scale_base=scale_base)
 
@@ -68,7 +68,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
         ours = build_gpt(pos_emb="rotary", pos_emb_options={"xpos": True, "xpos_scale_base": float(scale_base)})
         share_attention(ours, *(pair_adjacent_numbers(x) for x in (q, k)), v, output)
-        title = f"rotary, xpos, base {scale_base}: x-transformers' {file}, one layer"
+        title = f"rotary, xpos, base {scale_base}: x-transformers' {stem}.py, one layer"
         yield AttentionComparison(title, ours, build_attention(rotate, q, k, v, output))
     polar = module.PolarEmbedding(WIDTH // HEADS, HEADS, bias_uniform_init=False)
     polar.learned_bias.uniform_(-6.0, 0.0, generator=torch.Generator().manual_seed(6))
@@ -81,4 +81,4 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     ours.position.delta.value.copy_(polar.learned_bias[:, 0])
     share_attention(ours, q, k, v, output)
     attend = build_attention(rotate_polar, q, k, v, output)
-    yield AttentionComparison(f"pope: x-transformers' {file}, one layer", ours, attend)
+    yield AttentionComparison(f"pope: x-transformers' {stem}.py, one layer", ours, attend)
