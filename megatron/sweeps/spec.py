@@ -327,7 +327,8 @@ def find_additions(sweep: Sweep) -> list[tuple[str, str, str]]:
     for name in sweep.options.leaderboard.additions:
         key = "score_processor" if name in list_processor_values() else "attention_temperature"
         for variant, config in configs.items():
-            if config[key] != name:
+            value = config[key]
+            if {name} != set(value if isinstance(value, list) else [value]) - {"none"}:
                 continue
             without = {**config, key: "none", f"{key}_options": {}}
             found += [(name, variant, base) for base, other in configs.items() if other == without]
