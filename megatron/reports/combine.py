@@ -20,7 +20,7 @@ from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import is_generated_page
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record
-from megatron.reports.report import ReportSection
+from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import check_folder, refuse_foreign_files
@@ -73,6 +73,9 @@ def combine_results(
     for section in sections:
         if section.title is not None:
             console.print(f"\n{section.title}\n", markup=False, highlight=False, soft_wrap=True)
+        if (board := build_leaderboard_report(section)) is not None:
+            results_output.print_leaderboard(console, board)
+            continue
         results_output.print_comparison_tables(console, section.records, section.failures, own_seeds=section.own_seeds)
         for text_table in section.text_tables:
             console.print(f"\n{text_table.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
@@ -137,10 +140,15 @@ def _build_sections(
             selected_experiment = item if against is None else replace(item, against=against)
             text_tables = selected_experiment.build_tables(records_by_path[path], delta, failures_by_path[path])
             sections.append(
-                ReportSection(item.title, records_by_path[path], text_tables, failures_by_path[path], item.own_seeds,
+                ReportSection(
+                    item.title,
+                    records_by_path[path],
+                    text_tables,
+                    failures_by_path[path],
+                    item.own_seeds,
                     selected_experiment.get_leaderboard(),
                 )
-            )  # fmt: skip
+            )
     if not sections:
         raise UserError(f"{', '.join(map(str, records_by_path))}: no results")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))

@@ -240,6 +240,10 @@ class MethodCost:
     train_memory: float | None
     scoring_memory: float | None
 
+    @property
+    def has_times(self) -> bool:
+        return self.step is not None and self.scoring is not None
+
 
 def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
     """The costs of the methods of a table of perplexities."""
@@ -489,9 +493,12 @@ class LeaderboardReport:
         equal = [method for method, c in self.against_best.items() if c.verdict == "no difference"]
         equal.sort(key=lambda method: text.cells[method, last].mean)
         value = text.metric.format_value(text.cells[best, last].mean)
-        told = "no other method is as good within chance" if not equal else (
-            f"{len(equal)} {'is' if len(equal) == 1 else 'are'} not worse beyond chance ({_name_methods(equal)})"
-        )  # fmt: skip
+        if not self.against_best:
+            told = "whether others are as good within chance is not known"
+        elif not equal:
+            told = "no other method is as good within chance"
+        else:
+            told = f"{len(equal)} {'is' if len(equal) == 1 else 'are'} not worse beyond chance ({_name_methods(equal)})"
         yield f"The least perplexity at {self.largest} is that of {best}, {value}; {told}."
         missing = [m for m in self.ranking if (m, last) not in text.cells and m in text.methods]
         if missing:
@@ -508,7 +515,7 @@ class LeaderboardReport:
             own = [c for c in comparisons if (c.method, c.base) in bases]
             where = format_multiple(length / text.train_length)
             if not own:
-                yield f"At {where} no pair of methods with {name} and without was measured."
+                yield f"At {where} no pair of methods with {name} and without could be compared."
                 continue
             parts = []
             for verdict, words in VERDICT_WORDS.items():
@@ -526,7 +533,7 @@ class LeaderboardReport:
         assert text is not None
         best = self.best_text_method
         if best is not None and best in self.costs and best != baseline:
-            yield f"{best}, the best at {self.largest}, takes {self._describe_cost(best)} of {baseline}."
+            yield f"Against {baseline}, {best}, the best at {self.largest}, takes {self._describe_cost(best)}."
         for name in names:
             pairs = [a for a in self.leaderboard.additions if a.name == name]
             steps = self._compare_costs(pairs, "step")
@@ -537,16 +544,18 @@ class LeaderboardReport:
                     f"without it ({min(steps):.2f} to {max(steps):.2f}), and reading {self.largest} "
                     f"{statistics.median(scoring):.2f} times ({min(scoring):.2f} to {max(scoring):.2f})."
                 )
+        if best is None or not self.against_best or not self.costs[best].has_times:
+            return
         cheap = self._find_cheap()
         if cheap:
             yield (
-                f"Not worse than the best beyond chance, and at most {format_percent(0.1)} slower than {baseline} in "
-                f"training and in reading {self.largest}: {_name_methods(cheap)}."
+                f"Not worse than the best beyond chance, and at most 10% slower than {baseline} in training and in "
+                f"reading {self.largest}: {_name_methods(cheap)}."
             )
         else:
             yield (
-                f"No method that is not worse than the best beyond chance is within {format_percent(0.1)} of "
-                f"{baseline}'s time in training and in reading {self.largest}."
+                f"No method that is not worse than the best beyond chance is at most 10% slower than {baseline} in "
+                f"training and in reading {self.largest}."
             )
 
     def _find_cheap(self) -> list[str]:
@@ -568,7 +577,9 @@ class LeaderboardReport:
         if cost.scoring is not None:
             parts.append(f"{cost.scoring:.2f} times the time to read {self.largest}")
         if cost.parameters is not None and base is not None and base.parameters:
-            parts.append(f"{format_percent(cost.parameters / base.parameters - 1, min_decimals=1)} parameters")
+share = cost.parameters / base.parameters - 1
+            kind = "as many" if not share else f"{abs(share):.1%} {'more' if share > 0 else 'fewer'}"
+            parts.append(f"{kind} parameters")
         return ", ".join(parts) or "an unknown share"
 
     def _compare_costs(self, pairs: Sequence[Addition], field: str) -> list[float]:
