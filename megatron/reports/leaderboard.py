@@ -577,7 +577,7 @@ class LeaderboardReport:
         if cost.scoring is not None:
             parts.append(f"{cost.scoring:.2f} times the time to read {self.largest}")
         if cost.parameters is not None and base is not None and base.parameters:
-share = cost.parameters / base.parameters - 1
+            share = cost.parameters / base.parameters - 1
             kind = "as many" if not share else f"{abs(share):.1%} {'more' if share > 0 else 'fewer'}"
             parts.append(f"{kind} parameters")
         return ", ".join(parts) or "an unknown share"

@@ -139,8 +139,19 @@ def test_the_zoo_has_every_method_at_the_quickstarts_budget_and_every_benchmark(
         assert {member.variant for member in members} >= positions.keys(), name
     # What the page's questions are about: CDAPE on each, and on the new ones with several seeds.
     pairs = {base: variant for name, variant, base in find_additions(zoo) if name == "cdape"}
-    assert pairs.keys() >= {"none", "rotary", "alibi", "kerple_log", "fire", "fox", "bam", "ssmax+rotary", "rnope_swa"}
-    for base in ("kerple_log", "fox", "bam", "ssmax+rotary", "rnope_swa"):
+    assert pairs.keys() >= {
+        "none",
+        "rotary",
+        "alibi",
+        "kerple_log",
+        "fire",
+        "fox",
+        "bam",
+        "pope",
+        "ssmax+rotary",
+        "rnope_swa",
+    }
+    for base in ("kerple_log", "fox", "bam", "pope", "ssmax+rotary", "rnope_swa"):
         assert zoo.options.get_seeds(base) == zoo.options.get_seeds(pairs[base]) == [1234, 1235, 1236]
 
 
