@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron.attention.backends.backend import AttentionBackend, takes_first_keys
 from megatron.attention.segments import ALL_SEQUENCES, SampleFunction, Segment, no_sampling
 from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
 from megatron.position.token_range import SampledPositions, TokenRange
 
 
@@ -36,10 +37,14 @@ def depends_on_document_start(encoding: Encoding) -> bool:
     return adds_terms and not encoding.relative
 
 
-def can_mask_documents(encoding: Encoding, backend: AttentionBackend, *, randomized: bool) -> bool:
+def can_mask_documents(
+    encoding: Encoding, backend: AttentionBackend, processor: Processor | None = None, *, randomized: bool
+) -> bool:
     """Is attention computed for all documents of a row at once? Randomized positions are drawn for each document's own
-    length, so that distances in a row are not differences of columns."""
-    return takes_first_keys(backend) and not randomized and not depends_on_document_start(encoding)
+    length, so that distances in a row are not differences of columns; and what a processor reads of rows above must not
+    be another document's."""
+    is_right = processor is None or processor.takes_first_columns
+    return takes_first_keys(backend) and is_right and not randomized and not depends_on_document_start(encoding)
 
 
 def find_document_starts(tokens: Tensor, eod: int, mask: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """What attention is computed from, as one value, and the same cut into blocks of query rows.
 
-Rows are independent in every method, so a block of rows against its own columns is exactly those rows of the whole.
+What a row depends on beside itself a processor declares (`rows_above`, `row_terms`), and a block of rows is given that
+too. So a block against its own columns is exactly those rows of the whole.
 
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -69,6 +71,12 @@ class AttentionInputs:
     `compute_processor_terms`)."""
     bias_contribution: BiasContribution | None = None
     """The bias's own part of the processor's first layer, where it was computed before."""
+    q_above: Tensor | None = None
+    """Rotated queries [B, H, A, d] of the A rows right above, for a processor that reads rows above
+    (`Processor.reads_rows_above`): as many as it reads, or all on which no `row_sums` tell; None for none."""
+    row_sums: Tensor | None = None
+    """float32 [B, C]: for a processor with `row_terms` their sum over the rows above those of `q_above`; None for
+    zero."""
 
     @property
     def score_heads(self) -> slice:
@@ -90,21 +98,69 @@ class AttentionInputs:
         """
         empty = self.q.new_empty(0)
         return replace(
-            self, q=empty, k=empty, v=empty, row_bias=None, key_bias=None, table=None, bias_contribution=None
+            self,
+            q=empty,
+            k=empty,
+            v=empty,
+            row_bias=None,
+            key_bias=None,
+            table=None,
+            bias_contribution=None,
+            q_above=None,
+            row_sums=None,
         )
 
-    def select_rows(self, start: int, stop: int) -> "AttentionInputs":
-        """Rows start … stop − 1, without the columns that none of them depends on."""
+    def select_rows_above(self, start: int) -> Tensor | None:
+        """`q_above` of the rows from number `start` on."""
+        if self.processor is None or not self.processor.reads_rows_above:
+            return None
+        above = self.q[:, :, :start]
+        if self.q_above is not None:
+            above = self.q_above if start == 0 else torch.cat([self.q_above, above], dim=2)
+        if not self.processor.overrides("row_terms"):
+            above = above[:, :, max(above.shape[2] - self.processor.rows_above, 0) :]
+        return above if above.shape[2] else None
+
+    def join_rows_above(self) -> "AttentionInputs":
+        """The rows above and its own as one, whose first rows know no rows above."""
+        if self.q_above is None:
+            return self
+        count = self.q_above.shape[2]
+        query = replace(self.query, start=self.query.start - count, length=self.query.length + count)
+        mask = self.key_mask
+        if mask is not None and mask.dim() == 3:
+            raise ValueError("a processor that reads rows above takes no mask for each row")
+        row_bias = self.row_bias
+        if row_bias is not None:
+            row_bias = torch.cat([self.select_row_bias_above(), row_bias], dim=2)
+        q = torch.cat([self.q_above, self.q], dim=2)
+        return replace(self, q=q, query=query, row_bias=row_bias, q_above=None)
+
+    def select_row_bias_above(self) -> Tensor:
+        """`row_bias` of the rows above: a sum of gates, which is their keys' too, with the other sign."""
+        assert self.q_above is not None
+        assert self.key_bias is not None
+        last = self.query.start - self.key.start
+        return -self.key_bias[:, :, last - self.q_above.shape[2] : last]
+
+    def select_rows(self, start: int, stop: int, row_sums: Tensor | None = None) -> "AttentionInputs":
+        """Rows start … stop − 1, without the columns that none of them depends on.
+
+        row_sums: float32 [B, C], what the processor reads of all rows above, where that is known: they are left out.
+        """
         query = replace(self.query, start=self.query.start + start, length=stop - start)
+        q_above = self.select_rows_above(start) if row_sums is None else None
+        num_above = 0 if q_above is None else q_above.shape[2]
         left, right = 0, max(min(query.stop - self.key.start, self.key.length), 1)
         if self.window is not None:
             left_context = 0 if self.processor is None else self.processor.left_context
-            left = max(query.start - self.window + 1 - left_context - self.key.start, 0)
+            left = max(query.start - num_above - self.window + 1 - left_context - self.key.start, 0)
         first_keys = self.first_keys
         if first_keys is not None:
             first_keys = first_keys[:, start:stop]
             if first_keys.device.type == "cpu":  # a GPU would have to be waited for
                 left = max(left, int(first_keys[:, 0].min()) - self.key.start)
+        sums = self.row_sums if row_sums is None else row_sums
         mask = self.key_mask
         if mask is not None:
             mask = mask[:, left:right] if mask.dim() == 2 else mask[:, start:stop, left:right]
@@ -120,6 +176,8 @@ class AttentionInputs:
             row_bias=None if self.row_bias is None else self.row_bias[:, :, start:stop],
             key_bias=None if self.key_bias is None else self.key_bias[:, :, left:right],
             document_mask=None,
+            q_above=q_above,
+            row_sums=None if sums is None else sums[:, left:right],
         )
 
 

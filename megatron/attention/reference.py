@@ -5,7 +5,7 @@ Every backend either calls this or is tested to equal it.
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension, N distances.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -23,6 +23,9 @@ MAX_ENTRIES_TOGETHER = 1 << 24
 
 ROUND_TO_GRID = 1.5 * 2.0**24
 """Added to a float64 and taken away again it leaves a multiple of 2⁻²⁸, and the gradient as it is."""
+
+ROWS_PER_SUM = 256
+"""Rows that are added at once to what a cache keeps of all rows so far."""
 
 
 def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
@@ -200,12 +203,88 @@ def _compute_products(q: Tensor, k: Tensor, inputs: AttentionInputs) -> Tensor:
     return torch.where(distance < far_distance, near, far)
 
 
+def compute_row_terms(inputs: AttentionInputs) -> Tensor:
+    """What each row adds to the sums that a processor reads of all rows above: float32 [B, R, C]."""
+    processor = inputs.processor
+    assert processor is not None
+    heads = processor.summed_heads
+    q, k, row_bias, key_bias = (
+        x if x is None or heads == ALL_HEADS else x[:, heads]
+        for x in (inputs.q, inputs.k, inputs.row_bias, inputs.key_bias)
+    )
+    assert q is not None
+    assert k is not None
+    own = replace(inputs, q=q, k=k, row_bias=row_bias, key_bias=key_bias, processor=None, heads=heads)
+    scores, bias = compute_scores_and_bias(own)
+    return processor.row_terms(scores, bias, compute_visible_mask(inputs), inputs.query, inputs.key)
+
+
+def add_row_terms(row_sums: Tensor, block: AttentionInputs, first_key: int) -> Tensor:
+    """The sums [B, C], whose first column is the key at index `first_key`, with those of a block's rows."""
+    total = compute_row_terms(block).sum(1)
+    left = block.key.start - first_key
+    return row_sums + torch.nn.functional.pad(total, (left, row_sums.shape[1] - left - total.shape[1]))
+
+
+def compute_row_sums(
+    inputs: AttentionInputs, size: int | None = None, add: Callable[..., Tensor] | None = None
+) -> Tensor:
+    """What a processor reads of all rows above these: float32 [B, C].
+
+    Args:
+        size: of blocks in which the rows above are looked at; all at once if None.
+        add: computes what `add_row_terms` does.
+    """
+    sums = inputs.row_sums
+    if sums is None:
+        sums = promote_to_float32(inputs.q.new_zeros(len(inputs.q), inputs.key.length))
+    if inputs.q_above is None:
+        return sums
+    count = inputs.q_above.shape[2]
+    query = replace(inputs.query, start=inputs.query.start - count, length=count)
+    row_bias = None if inputs.row_bias is None else inputs.select_row_bias_above()
+    above = replace(inputs, q=inputs.q_above, query=query, row_bias=row_bias, q_above=None)
+    for start in range(0, count, size or count):
+        block = above.select_rows(start, min(start + (size or count), count), sums)
+        sums = (add or add_row_terms)(sums, block, inputs.key.start)
+    return sums
+
+
+def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
+    """The same for rows that follow these."""
+    rows = inputs.join_rows_above()
+    following = replace(rows.query, start=rows.query.stop, length=0)
+    none = replace(rows, q=rows.q[:, :, :0], query=following, q_above=rows.q)
+    if rows.row_bias is not None:
+        none = replace(none, row_bias=rows.row_bias[:, :, :0])
+    return compute_row_sums(none, ROWS_PER_SUM)
+
+
 def compute_logits(inputs: AttentionInputs) -> Tensor:
     """Masked logits of the query rows against the keys, ready for the softmax: float32 [B, h, R, C], −inf where the
     row may not see the column.
 
     The bias is added after the scaling by 1/√d, as KERPLE's released code does (its equation 2 has it inside).
     """
+    if inputs.processor is not None and inputs.processor.reads_rows_above:
+        return _compute_logits_of_rows(inputs)[:, :, -inputs.query.length :]
+    return _compute_logits(inputs)
+
+
+def _compute_logits_of_rows(inputs: AttentionInputs) -> Tensor:
+    """The same of a processor that reads rows above, and before its own rows those above that it reads."""
+    processor = inputs.processor
+    assert processor is not None
+    if not processor.overrides("row_terms"):
+        return _compute_logits(inputs.join_rows_above())
+    own = replace(inputs, q_above=None)
+    # Of the rows above each row: without its own.
+    totals = compute_row_terms(own).cumsum(1)
+    sums = compute_row_sums(inputs)[:, None] + torch.nn.functional.pad(totals[:, :-1], (0, 0, 1, 0))
+    return processor.apply_row_sums(_compute_logits(own), sums)
+
+
+def _compute_logits(inputs: AttentionInputs) -> Tensor:
     scores, bias = compute_scores_and_bias(inputs)
     visible = compute_visible_mask(inputs)
     if inputs.processor is not None:
@@ -220,6 +299,21 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
     # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=inputs.q.device).masked_fill_(~visible, float("-inf"))
     return promote_to_float32(scores) + (mask if bias is None else mask + bias)
+
+
+def compute_weights(inputs: AttentionInputs) -> Tensor:
+    """Attention weights, without dropout: float32 [B, h, R, C]."""
+    processor, rows_may_be_empty = inputs.processor, inputs.key_mask is not None
+    if processor is None or not processor.overrides("process_weights"):
+        weights = torch.softmax(compute_logits(inputs), dim=-1)
+        return weights.nan_to_num(0.0) if rows_may_be_empty else weights
+    rows = inputs.join_rows_above() if processor.rows_above else inputs
+    all_heads = replace(rows, heads=ALL_HEADS)
+    weights = torch.softmax(_compute_logits(all_heads) if processor.rows_above else compute_logits(all_heads), dim=-1)
+    if rows_may_be_empty:
+        weights = weights.nan_to_num(0.0)
+    processed = processor.process_weights(weights, compute_visible_mask(rows), inputs.heads)
+    return processed[:, :, -inputs.query.length :]
 
 
 def apply_softmax(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_empty: bool = False) -> Tensor:
@@ -237,6 +331,11 @@ def apply_softmax(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_e
     probabilities = torch.softmax(logits, dim=-1)
     if rows_may_be_empty:
         probabilities = probabilities.nan_to_num(0.0)
+    return apply_weights(probabilities, v, dropout)
+
+
+def apply_weights(probabilities: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Attention weights, float32 [B, H, R, C], as far as dropout leaves them, times values: arguments as above."""
     if dropout:
         probabilities = torch.nn.functional.dropout(probabilities, dropout)
     return torch.matmul(probabilities.to(v.dtype), v)
@@ -244,16 +343,33 @@ def apply_softmax(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_e
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
     """All rows at once, their whole score map materialised: [B, h, R, d]."""
-    return apply_softmax(
-        compute_logits(inputs), inputs.v, inputs.dropout, rows_may_be_empty=inputs.key_mask is not None
-    )
+    processor = inputs.processor
+    if processor is not None and processor.overrides("process_weights"):
+        output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
+    else:
+        output = apply_softmax(
+            compute_logits(inputs), inputs.v, inputs.dropout, rows_may_be_empty=inputs.key_mask is not None
+        )
+    if processor is not None and processor.overrides("process_output"):
+        return processor.process_output(output)
+    return output
 
 
 def compute_attention_in_blocks(
-    inputs: AttentionInputs, size: int, compute_block: Callable[[AttentionInputs], Tensor] = compute_attention
+    inputs: AttentionInputs,
+    size: int,
+    compute_block: Callable[[AttentionInputs], Tensor] = compute_attention,
+    add: Callable[..., Tensor] = add_row_terms,
 ) -> Tensor:
-    """The rows in blocks of `size`, each against its causal columns; what all blocks need is computed once."""
-    blocks = iter_row_blocks(precompute_terms(inputs), size)
+    """The rows in blocks of `size`, each against its causal columns; what all blocks need is computed once.
+
+    Args:
+        compute_block, add: compute what `compute_attention` and `add_row_terms` do.
+    """
+    inputs = precompute_terms(inputs)
+    blocks: Iterable[AttentionInputs] = iter_row_blocks(inputs, size)
+    if inputs.processor is not None and inputs.processor.overrides("row_terms"):
+        blocks = _iter_blocks_with_sums(inputs, size, add)
     if torch.is_grad_enabled():
         # Autograd goes back in the reverse of the order of the operations: where a block's columns are taken right
         # before it is computed, their gradients are added up right after its own, before there are those of the next.
@@ -264,3 +380,13 @@ def compute_attention_in_blocks(
         # before left, and memory grows with T².
         outputs = [compute_block(block) for block in reversed(list(blocks))][::-1]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _iter_blocks_with_sums(inputs: AttentionInputs, size: int, add: Callable[..., Tensor]) -> Iterator[AttentionInputs]:
+    """Blocks of rows, each with what the processor reads of all rows above it instead of with these."""
+    sums, total = compute_row_sums(inputs, size, add), inputs.query.length
+    for start in range(0, total, size):
+        block = inputs.select_rows(start, min(start + size, total), sums)
+        yield block
+        if start + size < total:
+            sums = add(sums, block, inputs.key.start)

@@ -64,6 +64,19 @@ class Segment:
         """What x, which holds all tokens so far along `dim`, has of those from `first_key` to the segment's end."""
         return _select(x, self.sequences, dim, self.first_key_column, self.context.length)
 
+    def select_rows_above(self, q: Tensor, num_keys: int, count: int | None) -> Tensor | None:
+        """Queries of the rows of its sequence right above its first token, as far as they are at hand; None for none.
+
+        Args:
+            q: [B, H, n, d], of the last n of all tokens so far.
+            num_keys: of how many of these the keys are at hand.
+            count: how many are wanted; None for all.
+        """
+        above = self.tokens.start if count is None else min(self.tokens.start, count)
+        column = self.first_key_column + self.tokens.start - self.first_key + q.shape[2] - num_keys
+        above = min(above, column)
+        return _select(q, self.sequences, 2, column - above, above) if above > 0 else None
+
     def narrow(self, start: int, length: int, first_column: int) -> "Segment":
         """Its tokens start … start + length − 1, standing at a column of another forward pass."""
         tokens = replace(self.tokens, start=self.tokens.start + start, length=length)

@@ -13,7 +13,13 @@ from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.model import PositionOptions, find_model_conflicts
 from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
-from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
+from megatron.position.catalog import (
+    MethodFileError,
+    list_encodings,
+    list_processors,
+    read_encoding_facts,
+    read_processor_facts,
+)
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
 
@@ -128,17 +134,19 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     backend, found = config.model.attention_backend, set()
     for layer in range(min(config.position.period, config.model.num_layers)):
         own = config.position.for_layer(layer)
-        if own.encoding not in list_encodings() or (own.encoding, own.processor) in found:
+        known = own.encoding in list_encodings() and own.processor in ("none", *list_processors())
+        if not known or (own.encoding, own.processor) in found:
             continue
         found.add((own.encoding, own.processor))
         try:
             facts = read_encoding_facts(own.encoding)
+            processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)
         except MethodFileError:  # refused elsewhere
             continue
         reason = find_unsupported_method(
             backend,
             facts,
-            has_processor=own.processor != "none",
+            processor_facts=processor_facts,
             has_softcap=config.model.attn_logit_softcapping is not None,
             options=own.pos_emb_options,
         )

@@ -9,13 +9,14 @@ ours follows from that:
 * every rank holds all parameters of encodings and processors and uses what concerns its heads, so each rank's gradient
   is one part of the whole: they are summed (otherwise the copies drift apart);
 * a processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads of a share of
-  the query rows, as if it were alone, and the output goes back the same way. Keys and values of all heads are gathered.
+  the query rows, as if it were alone, and the output goes back the same way. Keys and values of all heads are gathered;
+  so are queries, where a processor reads rows above those of a rank.
   What is exchanged is linear in T, never the maps. Where rows do not divide, or are few (decoding), or some sequences
   are padded, each rank keeps its heads instead and gathers the queries of all, whose scores it computes too.
 
-Context parallelism: a rank holds some of the tokens (`distributed/mesh.py`). Rows are independent of each other in
-every method, so a rank needs the keys and values of all tokens and computes the rows of its own; its gradient of the
-others' keys is theirs to add.
+Context parallelism: a rank holds some of the tokens (`distributed/mesh.py`). It needs the keys and values of all
+tokens, and the queries of all where a processor reads rows above, and computes the rows of its own; its gradient of the
+others' keys and queries is theirs to add.
 
 T sequence, t tokens of a rank, B batch, H heads, h heads of this rank, g of these that have keys and values of their
 own (h, unless queries are grouped), d head dimension. Rotated queries and keys may be longer (`Encoding.qk_head_dim`).
@@ -33,7 +34,12 @@ from megatron.attention.backends.backend import AttentionBackend, reads_whole_ta
 from megatron.attention.documents import compute_document_masks
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
-from megatron.attention.reference import compute_table_of_ranges, compute_tables_of_layers, sum_gates
+from megatron.attention.reference import (
+    compute_table_of_ranges,
+    compute_tables_of_layers,
+    sum_gates,
+)
+from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
     Segment,
     attend_segments,
@@ -50,7 +56,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.megatron_core import MegatronModule, TransformerConfig
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import OptionError
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_divided_by_zero_3, promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange
@@ -119,6 +125,8 @@ class KVCache:
 
     A layer with a window keeps the keys that later rows can see, and no others.
 
+    Where a processor reads rows above, a layer keeps the last queries, or a number for each key that sums up the rows.
+
     Args:
         capacity: tokens that fit.
         kept: by the layers' numbers, how many of the keys before a row it may depend on; None for all.
@@ -132,6 +140,8 @@ class KVCache:
         self.tokens: Tensor | None = None
         """These themselves, int64 [B, tokens] on the CPU, if the model finds documents in them."""
         self._layers = {layer: LayerCache(capacity, number) for layer, number in kept.items()}
+        self._queries: dict[int, Tensor] = {}
+        self._row_sums: dict[int, Tensor] = {}
 
     def check_capacity(self, tokens: int) -> None:
         """Refuse tokens for which there is no room, and use with gradients, which writing in place would spoil."""
@@ -147,9 +157,30 @@ class KVCache:
         `LayerCache.extend`."""
         return self._layers[layer_index].extend(new, self.length)
 
+    def extend_queries(self, layer_index: int, q: Tensor, rows_above: int) -> Tensor:
+        """Queries [B, H, T, d] of the tokens at hand with those of the last `rows_above` tokens before them, which are
+        what is stored."""
+        stored = self._queries.get(layer_index)
+        q = q if stored is None else torch.cat([stored, q], dim=2)
+        self._queries[layer_index] = q[:, :, max(q.shape[2] - rows_above, 0) :].clone()
+        return q
+
+    def extend_row_sums(self, layer_index: int, q: Tensor, num_keys: int) -> Tensor:
+        """For each of the last `num_keys` of all tokens so far the sum over the rows read before those of q
+        [B, H, T, d]: float32 [B, num_keys]. It is what is stored: whoever computes the rows at hand adds to it."""
+        sums, num_old = promote_to_float32(q.new_zeros(len(q), num_keys)), num_keys - q.shape[2]
+        if num_old:
+            stored = self._row_sums[layer_index]
+            sums[:, :num_old] = stored[:, stored.shape[1] - num_old :]
+        self._row_sums[layer_index] = sums
+        return sums
+
     def count_bytes(self) -> int:
         """Of all that is held, room for more among it."""
-        return sum(layer.count_bytes() for layer in self._layers.values())
+        others = (*self._queries.values(), *self._row_sums.values())
+        return sum(layer.count_bytes() for layer in self._layers.values()) + sum(
+            x.numel() * x.element_size() for x in others
+        )
 
 
 class LayerCache:
@@ -292,8 +323,8 @@ class PositionedAttention(MegatronModule):
     @property
     def num_kept_keys(self) -> int | None:
         """How many of the keys before a row it may depend on; None for all."""
-        left_context = 0 if self.processor is None else self.processor.left_context
-        return None if self.window is None else self.window - 1 + left_context
+        beyond = 0 if self.processor is None else self.processor.left_context + self.processor.rows_above
+        return None if self.window is None else self.window - 1 + beyond
 
     def compute_table(self, segments: Sequence[Segment], device: torch.device) -> ScoreTerms | None:
         """The encoding's table over all distances of a forward pass, if the backend reads that whole."""
@@ -341,10 +372,14 @@ class PositionedAttention(MegatronModule):
             rows = context.query_rows or describe_layer_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
+        # The queries of all rows at hand, for a processor that reads rows above.
+        queries, row_sums = q if self.reads_rows_above else None, None
         if context.kv_cache is not None:
             (k, v, gates), num_dropped = context.kv_cache.extend(self.layer_index, k, v, gates)
             if num_dropped:
                 segments = drop_keys(segments, num_dropped)
+            if queries is not None:
+                queries, row_sums = self._extend_rows(context.kv_cache, queries, k.shape[2])
         if context.num_logits is not None:
             q, segments = q[:, :, -context.num_logits :], select_last_tokens(segments, q.shape[2], context.num_logits)
         shares_rows, heads = self._shares_rows(context, q.shape[2]), self.heads
@@ -352,26 +387,51 @@ class PositionedAttention(MegatronModule):
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
             # Rank 0's chunks are apart and the last rank's are neighbours.
             segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
-            q, heads = exchange_heads_for_rows(q, self.groups), ALL_HEADS
+            heads = ALL_HEADS
+            if queries is None:
+                q = exchange_heads_for_rows(q, self.groups)
+            else:
+                queries = gather_heads(queries, self.groups)
+                q = torch.cat([queries[:, :, first : first + size] for first, size in chunks], dim=2)
             k, v = (gather_heads(x, self.groups) for x in (k, v))
             gates = None if gates is None else gather_heads(gates, self.groups)
         elif self.processor is not None:
-            q, k = (gather_heads(x, self.groups) for x in (q, k))
+            if queries is None:
+                q, k = (gather_heads(x, self.groups) for x in (q, k))
+            else:
+                queries, k = (gather_heads(x, self.groups) for x in (queries, k))
+                q = queries[:, :, queries.shape[2] - q.shape[2] :]
             gates = None if gates is None else gather_heads(gates, self.groups)
         k, v = gather_sequence(k, v, self.groups)
         if gates is not None:  # so few beside keys and values that sums over ranks need no exchange of their own
             gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
+        above = None
+        if queries is not None:
+            above = RowsAbove(all_gather(queries, 2, self.groups, "context", reduce_grad=True), k.shape[2], row_sums)
         if len(segments) > 1:
             q = q.contiguous()  # kept as a view, it would keep the keys and values that it lay beside
         # Only now: the cache holds, and ranks exchange, the heads that there are.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)
-        attend = partial(self._attend, heads=heads, table=table, processor_terms=terms)
+        attend = partial(self._attend, heads=heads, table=table, processor_terms=terms, above=above)
         output = attend_segments(q, k, v, segments, attend, gates)
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    @property
+    def reads_rows_above(self) -> bool:
+        """Does a row depend on others, by the processor?"""
+        return self.processor is not None and self.processor.reads_rows_above
+
+    def _extend_rows(self, cache: KVCache, q: Tensor, num_keys: int) -> tuple[Tensor, Tensor | None]:
+        """Queries of the rows at hand with the ones before that a processor reads, and what sums up all before these,
+        where that is what it reads."""
+        assert self.processor is not None
+        if self.processor.overrides("row_terms"):
+            return q, cache.extend_row_sums(self.layer_index, q, num_keys)
+        return cache.extend_queries(self.layer_index, q, self.processor.rows_above), None
 
     @property
     def _is_divided_by_zero_3(self) -> bool:
@@ -395,30 +455,36 @@ class PositionedAttention(MegatronModule):
         heads: slice,
         table: ScoreTerms | None,
         processor_terms: Any,
+        above: RowsAbove | None,
     ) -> Tensor:
         row_bias, key_bias = sum_gates(gates, segment.tokens.length)
-        return self.backend(
-            AttentionInputs(
-                q=q,
-                k=k,
-                v=v,
-                query=segment.tokens,
-                key=segment.context,
-                encoding=self.encoding,
-                processor=self.processor,
-                key_mask=segment.key_mask,
-                first_keys=segment.first_keys,
-                document_mask=segment.document_mask,
-                window=self.window,
-                softcap=self.softcap,
-                heads=heads,
-                dropout=self.config.attention_dropout if self.training else 0.0,
-                table=table,
-                processor_terms=processor_terms,
-                row_bias=row_bias,
-                key_bias=key_bias,
-            )
+        inputs = AttentionInputs(
+            q=q,
+            k=k,
+            v=v,
+            query=segment.tokens,
+            key=segment.context,
+            encoding=self.encoding,
+            processor=self.processor,
+            key_mask=segment.key_mask,
+            first_keys=segment.first_keys,
+            document_mask=segment.document_mask,
+            window=self.window,
+            softcap=self.softcap,
+            heads=heads,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            table=table,
+            processor_terms=processor_terms,
+            row_bias=row_bias,
+            key_bias=key_bias,
         )
+        if above is None or self.processor is None:
+            return self.backend(inputs)
+        inputs = above.join(inputs, segment)
+        output = self.backend(inputs)
+        if above.sums is not None:
+            above.add_rows(inputs, segment)
+        return output
 
 
 def group_layers(

@@ -218,7 +218,7 @@ def _choose_by_check(
             heads=heads,
             dtype=target.dtype,
             device=target.device,
-            documents=_describe_documents(position, kind.encoding, candidates[default], target),
+            documents=_describe_documents(kind, candidates[default], target),
         )
         evidence, error = _check(key, problem, candidates, evidence, begun)
         del problem
@@ -302,17 +302,15 @@ def list_calls(
     return tuple(segment.tokens for segment in segments), heads
 
 
-def _describe_documents(
-    position: PositionOptions, encoding: Encoding, backend: AttentionBackend, target: AttentionTarget
-) -> CheckedDocuments | None:
+def _describe_documents(kind: LayerKind, backend: AttentionBackend, target: AttentionTarget) -> CheckedDocuments | None:
     """The documents of a check's rows as `GPT` lays them out; every backend that is checked takes them alike."""
-    starts, limit = target.document_starts, position.randomized_positions
+    starts, limit = target.document_starts, kind.position.randomized_positions
     if starts is None:
         return None
-    masked = can_mask_documents(encoding, backend, randomized=limit is not None)
+    masked = can_mask_documents(kind.encoding, backend, kind.processor, randomized=limit is not None)
     sample: SampleFunction = no_sampling
     if limit is not None:
-        continuous = position.continuous_positions
+        continuous = kind.position.continuous_positions
         sample = lambda length: sample_positions(length, limit, length, continuous=continuous)  # noqa: E731
     return CheckedDocuments(starts, masked, sample)
 

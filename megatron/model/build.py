@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -106,7 +107,10 @@ def _build_methods(
     for name, encoding in shared.items():
         if len(shared) > 1 and type(encoding).overrides_hook("embed"):
             raise UserError(f"pos_emb: {name} adds to the token embeddings and can be no layer's alone", "pos_emb")
-    methods = [_build_position_modules(model, own, dims, shared.get(own.encoding)) for own in layers]
+    methods = [
+        _build_position_modules(model, own, replace(dims, layer=layer), shared.get(own.encoding))
+        for layer, own in enumerate(layers)
+    ]
     encodings = [encoding for encoding, _ in methods]
     _check_randomized(position, encodings)
     if any(encoding.depends_on_length for encoding in encodings):
@@ -359,8 +363,8 @@ def _build_gpt(
         randomized=position.randomized_positions,
         continuous=position.continuous_positions,
         masks_documents=all(
-            can_mask_documents(encoding, backend, randomized=position.randomized_positions is not None)
-            for _, encoding, _, backend in parts
+            can_mask_documents(encoding, backend, processor, randomized=position.randomized_positions is not None)
+            for _, encoding, processor, backend in parts
         ),
         backend_choice=choice,
         mup=mup,

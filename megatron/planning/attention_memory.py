@@ -182,8 +182,10 @@ def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowB
         if shape.window is None:
             reach, num_growing = stop, count
         else:
-            kernel_radius = 0 if shape.processor is None else shape.processor.kernel_radius
-            reach = shape.window - 1 + kernel_radius  # columns before a block's first row that it sees, at most
+            # Columns before a block's first row that it sees, at most.
+            reach = shape.window - 1
+            if shape.processor is not None:
+                reach += shape.processor.left_context + shape.processor.rows_above
             num_growing = min(count, max(0, (reach - start) // size + 1))
         if num_growing:
             yield RowBlocks(size, start + num_growing * size, is_saved, num_growing, start + size)
@@ -238,7 +240,7 @@ def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bo
     size = 4 * num_tables * shape.num_heads * num_distances
     processor = shape.processor
     if processor is not None and shape.encoding.facts.adds_bias and shape.window is None and not is_eager:
-        width, radius = processor.width, processor.kernel_radius
+        width, radius = processor.width, processor.left_context
         size += num_distances * (4 * width * (1 + radius) + 4 * shape.num_heads * (1 + 2 * radius))
     return size
 
@@ -266,7 +268,7 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         if encoding.facts.adds_bias and is_eager:
             seen_bytes += b * heads + 1
         if shape.has_documents:  # each sequence has its own; and hidden values without those before a document
-            per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.kernel_radius else 0)
+            per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.left_context else 0)
         else:
             shared_bytes += seen_bytes
     return shape.batch_size * per_sequence + shared_bytes
@@ -369,7 +371,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     # Sums of dk and dv, in float32 where chunks add to them; then a chunk's part, in the compute type.
     sums = keys * (2 * shape.bytes_per_element if is_one_chunk else 2 * 4 + shape.bytes_per_element)
     table_entries = processor.kernel_size * heads + processor.width
-    edge_entries = processor.kernel_radius * processor.width
+    edge_entries = processor.left_context * processor.width
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
     return AttentionMemory(
         saved_bytes=8 * batch * shape.num_rows * heads + tables,
@@ -456,9 +458,9 @@ def supports_triton(
 def _can_compute(
     backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool
 ) -> bool:
-    has_processor = processor is not None
+    processor_facts = None if processor is None else processor.facts
     reason = find_unsupported_method(
-        backend, encoding.facts, has_processor=has_processor, has_softcap=has_softcap, options=encoding.options
+        backend, encoding.facts, processor_facts=processor_facts, has_softcap=has_softcap, options=encoding.options
     )
     return reason is None
 

@@ -38,7 +38,7 @@ from megatron.position.catalog import (
     read_processor_facts,
     read_temperature_facts,
 )
-from megatron.position.facts import EncodingCost, MethodOptions, ProcessorCost, TemperatureCost
+from megatron.position.facts import AttentionDims, EncodingCost, MethodOptions, ProcessorCost, TemperatureCost
 from megatron.utils.errors import UserError
 
 
@@ -57,25 +57,44 @@ class PlannedEncoding:
 
 @dataclass(frozen=True)
 class PlannedProcessor:
-    """A processor of two convolutions along the keys."""
+    """A processor with its options, as far as planning knows it."""
 
-    width: int
-    kernel_size: int
+    facts: MethodFacts
+    cost: ProcessorCost
+    options: MethodOptions
 
     @property
-    def kernel_radius(self) -> int:
-        """Columns on either side that a convolution reads."""
-        return self.kernel_size // 2
+    def width(self) -> int:
+        """Channels between two convolutions."""
+        return self.cost.width(self.options)
 
-    def flops_per_score(self, num_heads: int) -> float:
-        """Of its two convolutions in the forward pass, per score of all heads; those of a bias are shared by all
-        sequences and not counted."""
-        return 4.0 * self.kernel_size * num_heads * self.width
+    @property
+    def left_context(self) -> int:
+        """Columns left of a row's first visible one that it reads."""
+        return self.cost.left_context(self.options)
 
-    def count_parameters(self, num_heads: int, *, has_bias: bool) -> int:
-        """Of one layer; a bias doubles the first convolution's inputs."""
-        hidden = self.width * num_heads * (2 if has_bias else 1) * self.kernel_size + self.width
-        return hidden + num_heads * self.width * self.kernel_size + num_heads
+    @property
+    def kernel_size(self) -> int:
+        """Of two convolutions along the keys."""
+        return 2 * self.left_context + 1
+
+    @property
+    def rows_above(self) -> int:
+        """Rows above a row that it reads."""
+        return self.cost.rows_above(self.options)
+
+    @property
+    def num_float_maps(self) -> int:
+        """float32 maps that are kept for each head."""
+        return self.cost.num_float_maps(self.options)
+
+    def flops_per_score(self, dims: AttentionDims) -> float:
+        """In the forward pass, per score of all heads; those of a bias are shared by all sequences and not counted."""
+        return 2.0 * self.cost.num_products(dims, self.options)
+
+    def count_parameters(self, dims: AttentionDims, *, has_bias: bool) -> int:
+        """Of one layer."""
+        return self.cost.num_parameters(dims, self.options, has_bias)
 
 
 def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
@@ -112,7 +131,7 @@ def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
     facts = _read_facts("score_processor", position.processor, list_processors(), read_processor_facts, ProcessorCost)
     assert isinstance(facts.cost, ProcessorCost)
     options = facts.fill_options(position.score_processor_options)
-    return PlannedProcessor(facts.cost.width(options), facts.cost.kernel_size(options))
+    return PlannedProcessor(facts, facts.cost, options)
 
 
 def _read_facts(
@@ -142,7 +161,7 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
     processor = plan_processor(position)
     if processor is None:
         return 0
-    return processor.count_parameters(model.num_attention_heads, has_bias=plan_encoding(position).facts.adds_bias)
+    return processor.count_parameters(build_attention_dims(model), has_bias=plan_encoding(position).facts.adds_bias)
 
 
 def count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
@@ -262,7 +281,7 @@ class ForwardFlops:
     """One layer's products of queries and keys, and of probabilities and values, with the encoding's own; the mean of
     layers that differ."""
     processor: float
-    """One layer's convolutions along the keys; the mean of layers that differ."""
+    """One layer's processor; the mean of layers that differ."""
     output: float
     """The output layer, once."""
     num_layers: int
@@ -312,7 +331,7 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
         + 2.0 * encoding.cost.num_input_products(build_attention_dims(model), encoding.options),
         processor=0.0
         if processor_cost is None
-        else processor_cost.flops_per_score(model.num_attention_heads) * keys_per_token,
+        else processor_cost.flops_per_score(build_attention_dims(model)) * keys_per_token,
         output=2.0 * padded_vocab_size(model, vocab_size) * hidden_size,
         num_layers=model.num_layers,
     )

@@ -34,6 +34,8 @@ class AttentionDims:
     """Tokens per training sequence."""
     max_length: int
     """Rows of an absolute position table."""
+    layer: int = 0
+    """The number of the layer, from 0, that a processor is built for."""
 
 
 class OptionError(ValueError):
@@ -92,7 +94,18 @@ class TemperatureCost:
 
 @dataclass(frozen=True)
 class ProcessorCost:
-    """A processor of two convolutions along the keys."""
+    """The parameters of a processor, per layer, and what it computes and makes autograd keep for each score."""
 
-    width: Callable[[MethodOptions], int]
-    kernel_size: Callable[[MethodOptions], int]
+    num_parameters: Callable[[AttentionDims, MethodOptions, bool], int] = lambda dims, options, has_bias: 0
+    """Of a processor for an encoding with or without a bias."""
+    num_products: Callable[[AttentionDims, MethodOptions], float] = lambda dims, options: 0.0
+    """Products of two numbers for each row and column, over all heads; those of a bias are shared by all sequences and
+    not counted."""
+    width: Callable[[MethodOptions], int] = lambda options: 0
+    """Channels between two convolutions along the keys, whose maps are in the compute type; 0 for another processor."""
+    left_context: Callable[[MethodOptions], int] = lambda options: 0
+    """Columns left of a row's first visible one that it reads (`Processor.left_context`)."""
+    rows_above: Callable[[MethodOptions], int] = lambda options: 0
+    """Rows above a row that it reads (`Processor.rows_above`)."""
+    num_float_maps: Callable[[MethodOptions], int] = lambda options: 0
+    """float32 maps [R, C] that are kept for each sequence and head, beside the weights."""

@@ -1,4 +1,10 @@
-"""The interface of a score processor: a learned map of all heads' scores and biases, one query row at a time."""
+"""The interface of a score processor: a map of all heads' scores and biases to logits, and of what the softmax makes
+of these to attention weights.
+
+What a row depends on beside itself is declared, so that whoever divides rows (blocks, ranks, steps of decoding) knows
+what to bring along: neighbouring columns (`left_context`), some rows above (`rows_above`), or a sum over all rows above
+for each key (`row_terms`).
+"""
 
 from typing import NamedTuple
 
@@ -28,15 +34,24 @@ class BiasContribution(NamedTuple):
 
 
 class Processor(PositionModule):
-    """Base of all score processors (DAPE and its kin).
+    """Base of all score processors.
 
-    Rows are independent of each other: a processor may mix heads and key columns of one row, never rows. So any block
-    of rows gives the same numbers as the whole, and a row never depends on how many rows or columns follow it.
+    A row depends on its own scores, on those of `rows_above` rows above it, and on what `row_terms` of all rows above
+    sum up to; never on rows or columns that follow it. So any block of rows gives the same numbers as the whole.
+
+    B batch, H heads, h requested heads, R rows, C key columns, d head dimension.
     """
 
     left_context: int = 0
     """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
     before, a backend may leave them out, except for the nearest of this number."""
+
+    rows_above: int = 0
+    """Query rows above a row whose scores its attention weights depend on. They are given with the rows of a block,
+    and what comes of them is dropped; where fewer are given, the row is one of its sequence's first."""
+
+    summed_heads: slice = ALL_HEADS
+    """The heads whose scores `row_terms` reads."""
 
     def __init__(self, dims: AttentionDims, *, has_bias: bool) -> None:
         super().__init__(dims)
@@ -44,7 +59,25 @@ class Processor(PositionModule):
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:
-        return ("rows independent",)
+        if cls.overrides("row_terms"):
+            return ("sums over rows above",)
+        return ("rows independent",) if cls.rows_above == 0 else ("reads rows above",)
+
+    @classmethod
+    def overrides(cls, function: str) -> bool:
+        """Does it define a function that is optional here?"""
+        return getattr(cls, function) is not getattr(Processor, function)
+
+    @property
+    def reads_rows_above(self) -> bool:
+        """Does a row depend on other rows?"""
+        return self.rows_above > 0 or self.overrides("row_terms")
+
+    @property
+    def takes_first_columns(self) -> bool:
+        """Does it process rows that hold several documents (`first_columns`)? Otherwise it is asked document by
+        document."""
+        return not self.reads_rows_above
 
     def has_effect(self) -> bool:
         """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
@@ -88,6 +121,44 @@ class Processor(PositionModule):
         Returns:
             float32 [B, h, R, C]; values at entries that are not visible mean nothing.
         """
+        raise NotImplementedError
+
+    def row_terms(
+        self, scores: Tensor, bias: Tensor | None, visible: Tensor, query: TokenRange, key: TokenRange
+    ) -> Tensor:
+        """What each row adds to the numbers, one for each key, that all rows below it read.
+
+        They are sums, so blocks of rows hand them on and a cache keeps a number for each token.
+
+        Args:
+            scores, bias, visible: as in `forward`, of the `summed_heads` alone.
+            query, key: where rows and columns stand.
+
+        Returns:
+            float32 [B, R, C], zero where the key is not visible.
+        """
+        raise NotImplementedError
+
+    def apply_row_sums(self, logits: Tensor, row_sums: Tensor) -> Tensor:
+        """The logits [B, h, R, C] of `forward` with what the sums [B, R, C] of `row_terms` over all rows above do to
+        them."""
+        raise NotImplementedError
+
+    def process_weights(self, weights: Tensor, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+        """What the attention weights become after the softmax and before dropout.
+
+        Args:
+            weights: float32 [B, H, R, C] of all heads, zero where a key is not visible.
+            visible: as in `forward`.
+            heads: the heads whose weights are wanted.
+
+        Returns:
+            float32 [B, h, R, C].
+        """
+        raise NotImplementedError
+
+    def process_output(self, output: Tensor) -> Tensor:
+        """What each head's output [B, h, R, d] becomes before the heads are joined."""
         raise NotImplementedError
 
     def flops_per_score(self) -> float:

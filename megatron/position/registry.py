@@ -130,7 +130,12 @@ def build_processor(
     name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None, *, has_bias: bool
 ) -> Processor:
     """Build a score processor for an encoding with or without a bias. Raises as `build_encoding` does."""
-    return _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
+    processor = _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
+    if processor.rows_above and processor.overrides("row_terms"):
+        raise MethodFileError(
+            f"{_describe(type(processor))} has both rows_above and row_terms; it may have one of them"
+        )
+    return processor
 
 
 def build_temperature(name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None) -> Temperature:

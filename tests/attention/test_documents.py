@@ -1,5 +1,7 @@
 """Documents of a packed row are read as if each were alone: by every method, backend and division of the work."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +35,11 @@ from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
 
-MASKED = [pair for pair in MAPPED if not depends_on_document_start(build(pair[0], "none")[0])]
+MASKED = [
+    pair
+    for pair in MAPPED
+    if can_mask_documents(*(parts := build(*pair))[:1], EagerBackend(), parts[1], randomized=False)
+]
 few_shapes = settings(max_examples=5)
 """For laws that are tried with every pair."""
 row_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=5)
@@ -155,8 +161,9 @@ def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, proces
     attention = [layer.self_attention.core_attention for layer in gpt.local_layers]
     for each in attention:
         each.backend = RowBlockBackend(8) if masked else each.backend
-    if masked and depends_on_document_start(attention[0].encoding):
-        assert not can_mask_documents(attention[0].encoding, attention[0].backend, randomized=False)
+    first = attention[0]
+    if masked and not can_mask_documents(first.encoding, first.backend, first.processor, randomized=False):
+        assert encoding == "fire" or first.processor.reads_rows_above
         return
     gpt.masks_documents = masked
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
@@ -179,16 +186,21 @@ def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, proces
         assert_equal_in_float64(torch.cat(outputs, dim=1), alone[0])
 
 
-@pytest.mark.parametrize("encoding", ["rotary", "learned", "fire", "kerple_log"])
+@pytest.mark.parametrize(
+    ("encoding", "processor"),
+    [*product(("rotary", "learned", "fire", "kerple_log"), ["cdape"]), ("rotary", "mta"), ("alibi", "selective")],
+)
 @pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 4}, CONTINUOUS])
 @torch.inference_mode()
-def test_documents_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
+def test_documents_at_randomized_positions_and_in_a_window(
+    encoding: str, processor: str, place: dict[str, int]
+) -> None:
     """Positions are drawn for a document's own length."""
     if place is CONTINUOUS and encoding == "learned":
         with pytest.raises(UserError, match="continuous_positions: true, but pos_emb learned knows whole positions"):
-            small_gpt(LENGTH, encoding, "cdape", **place)
+            small_gpt(LENGTH, encoding, processor, **place)
         return
-    gpt = small_gpt(LENGTH, encoding, "cdape", **place).double()
+    gpt = small_gpt(LENGTH, encoding, processor, **place).double()
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
     packed = gpt(tokens, document_starts=first_keys_of(PACKED).long())
     assert_equal_in_float64(packed, read_alone(gpt, tokens, PACKED))
@@ -198,7 +210,10 @@ END = 0
 """The end of a document, which here is what rows are padded with too."""
 
 
-@pytest.mark.parametrize(("encoding", "processor"), [("rotary", "none"), ("fire", "cdape"), ("kerple_log", "cdape")])
+@pytest.mark.parametrize(
+    ("encoding", "processor"),
+    [("rotary", "none"), ("fire", "cdape"), ("kerple_log", "cdape"), ("cope", "mta"), ("rotary", "selective")],
+)
 @torch.inference_mode()
 def test_documents_are_found_in_what_is_read(encoding: str, processor: str) -> None:
     """By a model that was trained so, whether rows are padded on the left or read piece by piece."""

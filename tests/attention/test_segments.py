@@ -1,5 +1,7 @@
 """A sequence that is padded, so that it ends together with others, gives what it gives alone: for every method."""
 
+from itertools import product
+
 import pytest
 import torch
 from models import SUMS, TERMS, VOCABULARY, small_gpt
@@ -40,11 +42,14 @@ def test_padded_on_the_left(encoding: str, processor: str) -> None:
     assert_each_alike(torch.cat(outputs, dim=1), sequences, gpt)
 
 
-@pytest.mark.parametrize("encoding", ["rotary", "learned", "fire", "kerple_log"])
+@pytest.mark.parametrize(
+    ("encoding", "processor"),
+    [*product(("rotary", "learned", "fire", "kerple_log"), ["cdape"]), ("rotary", "mta"), ("alibi", "selective")],
+)
 @pytest.mark.parametrize("place", [{"randomized_positions": LENGTH + 20}, {"attention_window": 6}])
 @torch.inference_mode()
-def test_padded_at_randomized_positions_and_in_a_window(encoding: str, place: dict[str, int]) -> None:
-    gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, "cdape", **place), padded()
+def test_padded_at_randomized_positions_and_in_a_window(encoding: str, processor: str, place: dict[str, int]) -> None:
+    gpt, (sequences, batch, mask) = small_gpt(LENGTH, encoding, processor, **place), padded()
     assert_each_alike(gpt(batch, attention_mask=mask), sequences, gpt)
 
 

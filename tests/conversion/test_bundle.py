@@ -13,7 +13,7 @@ from megatron.position.registry import list_encodings, list_processors, list_tem
 
 POSITION = Path(next(iter(megatron.position.__path__)))
 ATTENTION = POSITION.with_name("attention")
-PAIRS = list(product(list_encodings(), ["none", *list_processors()]))
+PAIRS = [*product(list_encodings(), ["none", "cdape"]), *product(["rotary", "fire"], list_processors())]
 TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
 """By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
 

@@ -30,7 +30,7 @@ from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
 from megatron.planning.step_time import Cluster
 from megatron.position import registry
-from megatron.position.catalog import list_encodings, list_processors, read_encoding_facts
+from megatron.position.catalog import list_encodings, list_processors, read_encoding_facts, read_processor_facts
 from megatron.position.facts import AttentionDims
 from megatron.training import zero_optimizer
 
@@ -73,7 +73,7 @@ def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
         size = max(block_rows, attention_memory.MIN_ROWS_KEPT) if is_saved and processor is None else block_rows
         for first in range(start, start + length, size):
             last = min(first + size, start + length)
-            reach = last if window is None else window - 1 + (0 if processor is None else processor.kernel_radius)
+            reach = last if window is None else window - 1 + (0 if processor is None else processor.left_context)
             scores = (last - first) * (last - max(0, first - reach))
             total, largest, saved = total + scores, max(largest, scores), saved + is_saved * scores
     assert sum(group.total_scores for group in groups) == total
@@ -97,7 +97,8 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
         if processor_name != "none":
             processor = registry.build_processor(processor_name, dims, {}, has_bias=encoding.adds_bias)
         # What is refused before torch is imported, of those and of our C code.
-        facts, has_processor = read_encoding_facts(name), processor is not None
+        facts = read_encoding_facts(name)
+        processor_facts = None if processor is None else read_processor_facts(processor_name)
         for softcap in (None, 50.0):
             reasons = {key: x.unsupported_reason(encoding, processor, softcap) for key, x in backends.items()}
             wanted = {key for key, reason in reasons.items() if reason is None}
@@ -108,7 +109,7 @@ def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.Mon
             assert set(found) == {"auto", "chunked", "eager", *wanted}, name
             reasons["native"] = NativeBackend.combination_unsupported_reason(encoding, processor, softcap)
             known = {
-                key: find_unsupported_method(key, facts, has_processor=has_processor, has_softcap=has_softcap)
+                key: find_unsupported_method(key, facts, processor_facts=processor_facts, has_softcap=has_softcap)
                 for key in reasons
             }
             assert known == reasons, name

@@ -1,8 +1,10 @@
 """Every method and processor of the registry, built small. A new one is covered by the laws without editing a test."""
 
+from dataclasses import replace
 from itertools import product
 
 import torch
+from models import disturb
 
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_attention, sum_gates
@@ -13,7 +15,14 @@ from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 SHAPE = AttentionDims(num_heads=3, head_dim=8, hidden_size=24, train_length=16, max_length=16)
-ALL = list(product(registry.list_encodings(), ["none", *registry.list_processors()]))
+PROCESSED = ("none", "rotary", "kerple_log", "fire", "cope", "fox")
+"""Encodings that every processor is put on, one of each kind: no bias, turned queries and keys, a table, a matrix,
+contextual terms, and a gate. The others are put under CDAPE alone, which reads scores and bias as all processors do."""
+ALL = [
+    (encoding, processor)
+    for encoding, processor in product(registry.list_encodings(), ["none", *registry.list_processors()])
+    if processor in ("none", "cdape") or encoding in PROCESSED
+]
 RELATIVE = [pair for pair in ALL if registry.load_encoding_class(pair[0]).relative]
 MAPPED = [pair for pair in ALL if not registry.load_encoding_class(pair[0]).overrides_hook("embed")]
 
@@ -23,7 +32,8 @@ def build(encoding: str, processor: str, shape: AttentionDims = SHAPE) -> tuple[
     e = registry.build_encoding(encoding, shape)
     if processor == "none":
         return e, None
-    return e, registry.build_processor(processor, shape, has_bias=e.adds_bias)
+    p = registry.build_processor(processor, shape, has_bias=e.adds_bias)
+    return e, disturb(p)
 
 
 def output(
@@ -36,10 +46,22 @@ def output(
     processor: Processor | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of some rows, straight from the contract."""
+    """Attention of some rows, straight from the contract.
+
+    q: of these rows, or of more before them, of which a processor is given those that it reads.
+    """
     gates = gate_of_keys(encoding, k, query)
-    q, k = encoding.rotate(q, query), encoding.rotate_keys(k, key)
-    return compute_attention(AttentionInputs(q, k, v, query, key, encoding, processor, window=window, **gates))
+    above = q.shape[2] - query.length
+    more = TokenRange(query.start - above, q.shape[2], query.sampled)
+    q, k = encoding.rotate(q, more), encoding.rotate_keys(k, key)
+    rows = AttentionInputs(q, k, v, more, key, encoding, processor, window=window)
+    own = replace(rows, q=q[:, :, above:], query=query, q_above=rows.select_rows_above(above), **gates)
+    return compute_attention(own)
+
+
+def reads_first_token(processor: str) -> bool:
+    """Does a processor treat the first token of a sequence unlike others, so that indices are more than differences?"""
+    return processor != "none" and registry.load_processor_class(processor).overrides("row_terms")
 
 
 def gate_of_keys(

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+from models import disturb
 
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import get_shard_spec
 from megatron.model.build import build_model
 from megatron.options.model import MAX_LOGITS, ModelOptions, PositionOptions
+from megatron.position.processor import Processor
 
 VOCABULARY = 30  # padded to 32: 16 for each rank
 LENGTH = 16
@@ -36,6 +38,9 @@ def gradients(
     )
     gpt = build_model(options, PositionOptions(**position), VOCABULARY, groups=groups, seed=11)
     gpt.max_logits = max_logits
+    for module in gpt.modules():
+        if isinstance(module, Processor):
+            disturb(module)
     generator = torch.Generator().manual_seed(3)
     x, labels = torch.randint(VOCABULARY, (2, 2, length), generator=generator)
     with torch.no_grad():

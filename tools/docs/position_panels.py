@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_attention, compute_dense_terms
+from megatron.attention.reference import compute_attention, compute_dense_terms, compute_row_terms
 from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
@@ -89,6 +89,18 @@ def build_encoding(name: str, shape: AttentionDims = SHAPE) -> Encoding:
 def build_processor(name: str, shape: AttentionDims = SHAPE, *, has_bias: bool = True) -> Processor:
     """A processor at its start values."""
     return build_seeded(lambda: registry.build_processor(name, shape, has_bias=has_bias))
+
+
+@torch.no_grad()
+def build_drawn_processor(name: str, *, has_bias: bool = True) -> tuple[Processor, str]:
+    """A processor to be drawn, and what a reader must know besides: maps that start as the identity say nothing, so
+    their parameters are given values."""
+    processor = build_processor(name, has_bias=has_bias)
+    zero = [parameter for parameter in processor.parameters() if not parameter.any()]
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter in zero:
+        parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return processor, "It starts as the identity; it is drawn with parameters from N(0, 0.2²) instead." if zero else ""
 
 
 @torch.no_grad()
@@ -271,25 +283,33 @@ def _build_mask_panels(encoding: Encoding) -> list[Panel]:
 
 
 @torch.no_grad()
-def build_processor_panels(name: str) -> list[Panel]:
-    """What a processor adds to the scores of random queries and keys, and how far one score reaches."""
-    processor = build_processor(name)
+def build_processor_panels(name: str) -> tuple[list[Panel], str]:
+    """What a processor adds to the scores of random queries and keys, and how far one score reaches; and what a reader
+    must know besides (or nothing)."""
+    processor, note = build_drawn_processor(name)
     encoding = build_encoding(BASE_ENCODING)
     q, k = _draw_qk(PROCESSOR_MAP_SIZE)
     side = TokenRange(0, PROCESSOR_MAP_SIZE)
     bias = compute_dense_terms(encoding, side, side, LIKE).bias
     scores = q @ k.transpose(-1, -2) * SHAPE.head_dim**-0.5
-    added = (processor(scores, bias, causal_mask(side, side)[None, None]) - scores - bias)[0]
+    visible = causal_mask(side, side)[None, None]
+    logits = processor(scores, bias, visible)
+    if processor.overrides("row_terms"):
+        terms = compute_row_terms(AttentionInputs(q, k, k, side, side, encoding, processor))
+        logits = processor.apply_row_sums(logits, terms.cumsum(1) - terms)
+    added = (logits - scores - bias)[0]
     head = MAP_HEADS[0]
     lines = {
         f"S + B, head {head + 1}": (scores[0] + bias)[head, -1].flip(0),
         f"processed, head {head + 1}": (scores[0] + bias + added)[head, -1].flip(0),
     }
-    return [
+    panels: list[Panel] = [
         CurvePanel(f"logits of row {PROCESSOR_MAP_SIZE - 1}, random q and k", lines, logarithmic=False),
         MapPanel(f"what it adds, head {head + 1}", _mask_future(added[head]), "signed"),
-        _measure_response(build_processor(name, has_bias=False), head),
     ]
+    if not processor.overrides("row_terms"):
+        panels.append(_measure_response(build_drawn_processor(name, has_bias=False)[0], head))
+    return panels, note
 
 
 @torch.no_grad()
@@ -303,8 +323,10 @@ def _measure_response(processor: Processor, head: int, reach: int = 8) -> MapPan
     return MapPanel(title, (raised - zero)[:, 0], "signed", "head", "key, relative", (1, -reach))
 
 
-def measure_reach(processor: Processor) -> int:
-    """The largest distance between two keys of which one's score changes the other's logit."""
+def measure_reach(processor: Processor) -> tuple[int, bool]:
+    """The largest distance between two keys of which one's score changes the other's logit, and whether one head's
+    scores change another's logits."""
     response = _measure_response(processor, MAP_HEADS[0])
     changed = response.values.any(0).nonzero().flatten() + response.first[1]
-    return int(changed.abs().max()) if len(changed) else 0
+    others = [head for head in range(SHAPE.num_heads) if head != MAP_HEADS[0]]
+    return int(changed.abs().max()) if len(changed) else 0, bool(response.values[others].any())

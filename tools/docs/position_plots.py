@@ -112,5 +112,5 @@ def draw_pictures() -> dict[Path, bytes]:
     for name in registry.list_encodings():
         made[get_picture_path(name)] = draw_panels(panels.build_encoding_panels(panels.build_encoding(name))[0])
     for name in registry.list_processors():
-        made[get_picture_path(name)] = draw_panels(panels.build_processor_panels(name))
+        made[get_picture_path(name)] = draw_panels(panels.build_processor_panels(name)[0])
     return made

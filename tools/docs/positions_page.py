@@ -24,6 +24,7 @@ from megatron.config.yaml_files import format_value
 from megatron.options.section import read_docstring
 from megatron.position import registry, rotary_scaling
 from megatron.position.encoding import Encoding
+from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from tools.docs.position_panels import (
     BASE_ENCODING,
@@ -31,6 +32,7 @@ from tools.docs.position_panels import (
     PROCESSOR_MAP_SIZE,
     SEED,
     SHAPE,
+    build_drawn_processor,
     build_encoding,
     build_encoding_panels,
     build_processor,
@@ -58,6 +60,19 @@ PROCESSOR_OPTIONS = {
     "(equation 2)",
     "zero_init": "start as S + B exactly, so that a trained model can be given a processor and keep its loss "
     "(`finetune: true`)",
+    "query_kernel_size": "rows c_q under the kernels, the row's own and those above it",
+    "key_kernel_size": "keys c_k under the kernels, odd",
+    "head_kernel_size": "heads c_h of a group that are mixed after the softmax; all heads if null, none of them at 1",
+    "weights_query_kernel_size": "rows under the kernels of a second convolution, of the weights after the softmax; 0 "
+    "for none",
+    "weights_key_kernel_size": "keys under these, odd; 0 for none",
+    "mixes_scores": "mix all heads before the softmax as well, after the convolution",
+    "mixes_bias": "what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards",
+    "group_norm": "an RMS norm of each head's output, with a scale for each dimension that heads share",
+    "depth_scale": "multiply that by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does",
+    "gate": "multiply that by a number between 0 and 1 for each head and token, made of it",
+    "before_softmax": "mix the logits",
+    "after_softmax": "mix the weights",
 }
 """What the options in the registry mean; a test holds the names to it."""
 
@@ -74,6 +89,13 @@ Per layer and head, for query i and key j ≤ i at the distance n = i − j:
 5. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
 6. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
    whatever the compute type.
+7. A processor may change the attention weights between softmax and dropout (`process_weights`), and each head's output
+   before heads are joined (`process_output`).
+
+A processor reads one row at a time unless it declares more. `rows_above` is a number of rows above that it reads too:
+blocks of rows, ranks and steps of decoding are given their queries, and what comes of these rows is dropped.
+`row_terms` is what a row adds to a number of each key, of which every row reads the sum over all rows above it: blocks
+hand the sums on, and a cache keeps one float32 per token. Documents are then computed one by one.
 
 A hook that a method does not define adds nothing, so encodings, processors and temperatures combine
 freely.
@@ -552,23 +574,41 @@ def _render_encoding(record: dict[str, Any]) -> str:
 def _render_processor(record: dict[str, Any]) -> str:
     name = record["name"]
     processor, alone = (build_processor(name, has_bias=has_bias) for has_bias in (True, False))
-    number, fewer, reach = _count_parameters(processor), _count_parameters(alone), measure_reach(alone)
+    number, fewer = _count_parameters(processor), _count_parameters(alone)
     facts = {
-        "Parameters": f"{record['parameters']}: {number:,} per layer, {LAYERS * number:,} in {LAYERS} layers; "
+        "Parameters": "none"
+        if not number
+        else f"{record['parameters']}: {number:,} per layer, {LAYERS * number:,} in {LAYERS} layers; "
         f"{fewer:,} and {LAYERS * fewer:,} without a bias",
         "Options": _describe_options(type(processor), record["options"]),
-        "Traits": f"mixes the heads of a row, and keys up to {reach} apart"
-        if reach
-        else "mixes heads, each key by itself",
+        "Traits": _describe_processor_traits(name, processor),
         "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
         f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}",
         "When": record["advice"],
         "Source": record["source"],
     }
-    image = _render_picture(name, [panel.title for panel in build_processor_panels(name)], "")
+    panels, note = build_processor_panels(name)
+    image = _render_picture(name, [panel.title for panel in panels], note)
     return (
         f"### {name}\n\n{_read_summary(type(processor))}\n\n    {record['formula']}\n\n{_render_facts(facts)}\n{image}"
     )
+
+
+def _describe_processor_traits(name: str, processor: Processor) -> str:
+    """What it mixes before the softmax, and where else it acts."""
+    reach, mixes_heads = measure_reach(build_drawn_processor(name, has_bias=False)[0])
+    traits = [f"mixes {'the heads of a row, and ' * mixes_heads}keys up to {reach} apart"]
+    if not reach:
+        traits = ["mixes heads, each key by itself"]
+    if processor.overrides("row_terms"):
+        traits = ["sums over all rows above"]
+    elif processor.rows_above:
+        traits.append(f"reads the {processor.rows_above} rows above")
+    if processor.overrides("process_weights"):
+        traits.append("works on the attention weights too")
+    if processor.kernel_parameters() is None:
+        traits.append("no kernel fuses it: blocks of rows compute it")
+    return "; ".join(traits)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from tools.rounding import compute_tolerance, count_gpt_sums
 LENGTH, FAR = 16, 64
 """Tokens of a training sequence, and four times as many."""
 WIDTH, LAYERS = 24, 2
+PROCESSED = ("none", "rotary", "kerple_log", "fire", "cope", "fox")
 LENGTHS = (FAR, 41, LENGTH)
 """Of the sequences of a padded batch."""
 
@@ -56,8 +57,10 @@ class ExportCase:
 
 
 def list_method_cases() -> Iterator[ExportCase]:
-    """Every encoding with every processor."""
+    """Every encoding without a processor and under CDAPE, and every processor on encodings of each kind."""
     for encoding, processor in product(list_encodings(), ("none", *list_processors())):
+        if processor not in ("none", "cdape") and encoding not in PROCESSED:
+            continue
         yield ExportCase(f"{encoding}, {processor}", {"pos_emb": encoding, "score_processor": processor})
 
 
@@ -133,7 +136,8 @@ def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
     generator = torch.Generator().manual_seed(12)
     with torch.no_grad():
         for parameter_name, parameter in gpt.named_parameters():
-            if "norm" in parameter_name or parameter_name.endswith("linear.bias"):
+            is_identity = ".processor." in parameter_name and not parameter.any()
+            if "norm" in parameter_name or parameter_name.endswith("linear.bias") or is_identity:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return gpt
 

@@ -55,6 +55,7 @@ def find_unsupported_combination(
         has_processor=processor is not None,
         has_softcap=softcap is not None,
         num_rotations=1 if encoding.far_distance is None else 2,
+        has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
     )
     return find_unsupported_feature(backend, features)
 

@@ -15,6 +15,7 @@ from megatron.position.catalog import MethodFacts
 UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
     "two rotations": "it cannot rotate far keys otherwise than near ones",
+    "processor without kernel": "it cannot compute this processor",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
     "contextual": "it cannot add contextual terms",
@@ -28,6 +29,7 @@ UNSUPPORTED_REASONS = {
 """The features of a method, with what a backend says that does not support one.
 
     two rotations               queries and keys are rotated once more for keys that are far (`Encoding.far_distance`)
+    processor without kernel    a score processor that is not in a form that kernels know
     bias                        anything is added to the scores, or multiplied into them
     matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
     contextual                  a bias that depends on the queries
@@ -59,12 +61,18 @@ BACKEND_CAPABILITIES = {
         "it is for a bias of the distance alone",
     ),
     "native": BackendCapabilities(
-        ("two rotations", "softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
+        (
+            *("two rotations", "softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
+            "processor without kernel",
+        ),
         frozenset({"processor"}),
         "it is for score processors",
     ),
     "triton": BackendCapabilities(
-        ("two rotations", "contextual", "softcap", "matrix", "weight before a processor", "gate before a processor")
+        (
+            *("two rotations", "contextual", "softcap", "matrix", "weight before a processor"),
+            *("gate before a processor", "processor without kernel"),
+        ),
     ),
 }
 """By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
@@ -78,6 +86,7 @@ def list_score_features(
     has_processor: bool,
     has_softcap: bool,
     num_rotations: int = 1,
+    has_processor_kernel: bool = True,
 ) -> frozenset[str]:
     """The features of a method's scores: keys of `UNSUPPORTED_REASONS`.
 
@@ -87,11 +96,13 @@ def list_score_features(
         has_processor: whether a score processor works on it.
         has_softcap: whether the scores are capped.
         num_rotations: of queries and keys, by their distance.
+        has_processor_kernel: whether that processor is in a form that kernels know.
     """
     is_matrix = "dense" in hooks
     present = {
         "processor": has_processor,
         "two rotations": num_rotations > 1,
+        "processor without kernel": has_processor and not has_processor_kernel,
         "softcap": has_softcap,
         "bias": bool({"table", "dense", "contextual", "gate"} & set(hooks)),
         "contextual": "contextual" in hooks,
@@ -109,7 +120,7 @@ def find_unsupported_method(
     backend: str,
     facts: MethodFacts,
     *,
-    has_processor: bool,
+    processor_facts: MethodFacts | None,
     has_softcap: bool,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
@@ -121,9 +132,10 @@ def find_unsupported_method(
         facts.hooks,
         multiplies_scores=facts.multiplies_scores,
         has_kernel_parameters=facts.has_kernel_parameters,
-        has_processor=has_processor,
+        has_processor=processor_facts is not None,
         has_softcap=has_softcap,
         num_rotations=facts.count_rotations(options),
+        has_processor_kernel=processor_facts is not None and processor_facts.has_kernel_parameters,
     )
     return find_unsupported_feature(backend, features)
 

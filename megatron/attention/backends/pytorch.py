@@ -5,6 +5,7 @@ Blocks are half of the work. Recomputed in the backward pass, what is kept betwe
 distances and the output: memory linear in T. Kept, it is half of the whole map.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -14,7 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, MIN_ROWS_KEPT, find_unsupported_combination
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
-from megatron.attention.reference import compute_attention, compute_attention_in_blocks, compute_visible_mask
+from megatron.attention.reference import (
+    add_row_terms,
+    compute_attention,
+    compute_attention_in_blocks,
+    compute_visible_mask,
+)
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
 from megatron.position.token_range import TokenRange
@@ -61,18 +67,30 @@ class ChunkedBackend:
         return None
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        recompute = self.recompute and torch.is_grad_enabled()
-        return compute_attention_in_blocks(
-            inputs, self.block_size, _attend_with_recompute if recompute else compute_attention
-        )
+        if self.recompute and torch.is_grad_enabled():
+            return compute_attention_in_blocks(inputs, self.block_size, _attend_with_recompute, _add_with_recompute)
+        return compute_attention_in_blocks(inputs, self.block_size)
 
 
 def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
+    return _recompute(compute_attention, inputs)
+
+
+def _add_with_recompute(row_sums: Tensor, block: AttentionInputs, first_key: int) -> Tensor:
+    def add(inputs: AttentionInputs) -> Tensor:
+        assert inputs.row_sums is not None
+        return add_row_terms(inputs.row_sums, inputs, first_key)
+
+    return _recompute(add, replace(block, row_sums=row_sums, dropout=0.0))
+
+
+def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
+    """A function of attention's inputs, computed again in the backward pass."""
     others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
-        row_bias, key_bias, bias, weight, by_distance, edge = tensors
-        return compute_attention(
+        row_bias, key_bias, bias, weight, by_distance, edge, q_above, row_sums = tensors
+        return function(
             replace(
                 others,
                 q=q,
@@ -82,13 +100,15 @@ def _attend_with_recompute(inputs: AttentionInputs) -> Tensor:
                 key_bias=key_bias,
                 table=ScoreTerms(bias, weight) if has_table else None,
                 bias_contribution=None if by_distance is None or edge is None else BiasContribution(by_distance, edge),
+                q_above=q_above,
+                row_sums=row_sums,
             )
         )
 
+    tensors = (*(inputs.table or ScoreTerms()), *(contribution or (None, None)), inputs.q_above, inputs.row_sums)
     return checkpoint(
         compute,
-        *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias),
-        *(*(inputs.table or ScoreTerms()), *(contribution or (None, None))),
+        *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias, *tensors),
         use_reentrant=False,
         preserve_rng_state=inputs.dropout > 0,
     )

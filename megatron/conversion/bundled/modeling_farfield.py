@@ -6,6 +6,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import describe_query_rows, scale_queries
 from megatron.attention.reference import compute_attention_in_blocks, sum_gates
+from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
     Segment,
     add_position_embeddings,
@@ -134,7 +136,8 @@ class FarfieldAttention(nn.Module):
         name, options = get_layer_method(config.score_processor, config.score_processor_options, layer_idx)
         if name != "none":
             has_bias = (shared or self.encoding).adds_bias  # type: ignore[union-attr]
-            self.processor = build_processor(name, build_attention_dims(config), options, has_bias=has_bias)
+            dims = replace(build_attention_dims(config), layer=layer_idx)
+            self.processor = build_processor(name, dims, options, has_bias=has_bias)
         self.temperature: Temperature | None = None
         name, options = get_layer_method(config.attention_temperature, config.attention_temperature_options, layer_idx)
         if name != "none":
@@ -160,7 +163,10 @@ class FarfieldAttention(nn.Module):
         gates = None
         if type(encoding).overrides_hook("gate"):
             gates = encoding.gate(hidden_states, ALL_HEADS)
-        if past_key_values is not None:
+        above = place = None
+        if self.processor is not None and self.processor.reads_rows_above:
+            above, place, k, v, gates = self._update_rows(q, k, v, gates, past_key_values)
+        elif past_key_values is not None:
             stored = k if gates is None else pack_gates(k, gates)
             k, v = past_key_values.update(stored, v, self.layer_idx)
             if gates is not None:
@@ -183,9 +189,45 @@ class FarfieldAttention(nn.Module):
                 row_bias=row_bias,
                 key_bias=key_bias,
             )
-            return compute_attention_in_blocks(inputs, self.config.attention_rows)
+            if above is not None:
+                inputs = above.join(inputs, segment)
+            output = compute_attention_in_blocks(inputs, self.config.attention_rows)
+            if above is not None and above.sums is not None:
+                above.add_rows(inputs, segment)
+            return output
 
-        return self.out(attend_segments(q, k, v, segments, attend, gates).transpose(1, 2).flatten(2))
+        output = attend_segments(q, k, v, segments, attend, gates)
+        if place is not None and above is not None and above.sums is not None:
+            place.copy_(above.sums[..., None].contiguous().view(place.dtype))
+        return self.out(output.transpose(1, 2).flatten(2))
+
+    def _update_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, past_key_values: Cache | None
+    ) -> tuple[RowsAbove, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """What the processor reads of rows above, where the cache keeps its sums, and keys, values and gates of all
+        tokens so far.
+
+        As gates, what is kept of each token stands behind its key: queries, or the number that sums up the rows.
+        """
+        assert self.processor is not None
+        has_sums, num_groups = self.processor.overrides("row_terms"), self.num_kv_heads
+        if past_key_values is None:
+            return RowsAbove(q, k.shape[2], None), None, k, v, gates
+        width, stored = k.shape[-1], k if gates is None else pack_gates(k, gates)
+        if has_sums:
+            sums_type = torch.promote_types(q.dtype, torch.float32)
+            own = q.new_zeros(*k.shape[:3], sums_type.itemsize // q.dtype.itemsize)
+        else:
+            own = q.unflatten(1, (num_groups, -1)).transpose(2, 3).flatten(3)
+        kept, v = past_key_values.update(torch.cat([stored, own], dim=-1), v, self.layer_idx)
+        k, rows = kept.split([stored.shape[-1], own.shape[-1]], dim=-1)
+        if gates is not None:
+            k, gates = unpack_gates(k, width, gates.dtype)
+        if not has_sums:
+            queries = rows.unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2)
+            return RowsAbove(queries, k.shape[2], None), None, k, v, gates
+        place = rows.data[:, 0]  # the cache's own memory, of the first group; no gradient comes through it
+        return RowsAbove(q, k.shape[2], place.contiguous().view(sums_type)[..., 0].clone()), place, k, v, gates
 
 
 class FarfieldMLP(nn.Module):

@@ -97,7 +97,14 @@ class Cdape(Processor):
         "4.6 and 4.7). It takes 33% longer than kerple_log alone at 350M and 12% at 6.7B (appendix H)."
     )
     other_names = ("dapev2", "capev2")
-    cost = ProcessorCost(width=lambda options: options["width"], kernel_size=lambda options: options["kernel_size"])
+    cost = ProcessorCost(
+        num_parameters=lambda dims, options, has_bias: (
+            options["width"] * (dims.num_heads * (3 if has_bias else 2) * options["kernel_size"] + 1) + dims.num_heads
+        ),
+        num_products=lambda dims, options: 2.0 * options["kernel_size"] * dims.num_heads * options["width"],
+        width=lambda options: options["width"],
+        left_context=lambda options: options["kernel_size"] // 2,
+    )
 
     def __init__(
         self,

@@ -13,7 +13,13 @@ class Dape(Cdape):
         "(DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section 4.5)."
     )
     other_names = ("cape", "dapev1")
-    cost = ProcessorCost(width=lambda options: options["width"], kernel_size=lambda options: 1)
+    cost = ProcessorCost(
+        num_parameters=lambda dims, options, has_bias: (
+            options["width"] * (dims.num_heads * (3 if has_bias else 2) + 1) + dims.num_heads
+        ),
+        num_products=lambda dims, options: 2.0 * dims.num_heads * options["width"],
+        width=lambda options: options["width"],
+    )
 
     def __init__(
         self,

@@ -1,0 +1,190 @@
+"""Multi-Token Attention: convolutions of each head's score map over queries and keys, and a mixing of heads.
+
+    Z = K_s ∗ mask₀(S + B)                convolution of each head's map, c_q rows by c_k columns, the row itself last
+    A = softmax(mask₋∞(M_s Z))            M_s mixes all heads, if asked for
+    A = M_w mask₀(K_w ∗ A)                a second convolution, if asked for; M_w mixes the heads of each group
+    output = g · (1 − λ) · norm(A V)      RMS norm of each head's output, λ = 0.8 − 0.6 exp(−0.3 layer)
+
+Both masks of the paper are here: what a row may not see is zero before a convolution and has no weight after it, so
+that no future key and no key of another document is read. Kernels and maps of heads are the identity plus what is
+learned, which starts at zero and is what weight decay draws to zero.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
+from megatron.position.numerics import promote_to_float32
+from megatron.position.processor import Processor
+from megatron.position.processors.talking_heads import HeadMixing
+from megatron.position.token_range import ALL_HEADS
+
+
+class MapConvolution(nn.Module):
+    """float32 maps [B, H, R, C] and what a kernel of each head, c_q × c_k, makes of them: of the rows above and a row
+    itself, and of columns on both sides. Outside of the map is zero."""
+
+    def __init__(self, num_heads: int, num_rows: int, num_columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, num_rows, num_columns))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The identity."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        heads, num_rows, num_columns = self.weight.shape
+        padded = F.pad(maps, (num_columns // 2, num_columns // 2, num_rows - 1, 0))
+        return maps + F.conv2d(padded, self.weight[:, None].to(maps.dtype), groups=heads)
+
+
+class OutputNorm(nn.Module):
+    """RMS norm of heads' outputs [B, h, R, d] times a constant, and a gate of each from itself, if asked for."""
+
+    def __init__(self, head_dim: int, factor: float, *, has_gate: bool) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.gate = nn.Parameter(torch.zeros(head_dim + 1)) if has_gate else None
+
+    def reset_parameters(self) -> None:
+        """A norm without scale, and a gate that is half open."""
+        nn.init.ones_(self.weight)
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+
+    def forward(self, output: Tensor) -> Tensor:
+        x = promote_to_float32(output)
+        x = (
+            x
+            * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-5)
+            * (self.weight.to(x.dtype) * self.factor)
+        )
+        if self.gate is not None:
+            gate = self.gate.to(x.dtype)
+            x = x * torch.sigmoid(x @ gate[:-1] + gate[-1])[..., None]
+        return x.to(output.dtype)
+
+
+class Mta(Processor):
+    formula = "M_w softmax(K ∗ (S + B)), K of c_q × c_k per head over queries and keys, M_w over groups of heads; norm"
+    parameters_summary = (
+        "K [H, c_q, c_k], M_w [H/c_h, c_h, c_h], both less the identity, start at 0; norm [d], starts at 1; per layer"
+    )
+    source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
+    advice = (
+        "Finds what several words mark together (the paper, sections 4.1 and 4.4). It convolves every fourth layer's "
+        "maps: a pattern of layers does that. c_h is all heads unless given. Slow: no kernel fuses it."
+    )
+    other_names = ("multi-token attention", "multi token attention")
+    cost = ProcessorCost(
+        num_parameters=lambda dims, options, has_bias: (
+            dims.num_heads * options["query_kernel_size"] * options["key_kernel_size"]
+            + dims.num_heads * options["weights_query_kernel_size"] * options["weights_key_kernel_size"]
+            + dims.num_heads * (options["head_kernel_size"] or dims.num_heads)
+            + dims.num_heads**2 * options["mixes_scores"]
+            + dims.head_dim * options["group_norm"]
+            + (dims.head_dim + 1) * options["gate"]
+        ),
+        num_products=lambda dims, options: float(
+            dims.num_heads
+            * (
+                options["query_kernel_size"] * options["key_kernel_size"]
+                + options["weights_query_kernel_size"] * options["weights_key_kernel_size"]
+                + (options["head_kernel_size"] or dims.num_heads)
+                + dims.num_heads * options["mixes_scores"]
+            )
+        ),
+        left_context=lambda options: options["key_kernel_size"] // 2 + options["weights_key_kernel_size"] // 2,
+        rows_above=lambda options: options["query_kernel_size"] - 1 + max(options["weights_query_kernel_size"] - 1, 0),
+        num_float_maps=lambda options: 2 + options["mixes_scores"] + (options["weights_query_kernel_size"] > 0),
+    )
+
+    def __init__(
+        self,
+        dims: AttentionDims,
+        *,
+        has_bias: bool,
+        query_kernel_size: int = 6,
+        key_kernel_size: int = 11,
+        head_kernel_size: int | None = None,
+        weights_query_kernel_size: int = 0,
+        weights_key_kernel_size: int = 0,
+        mixes_scores: bool = False,
+        mixes_bias: bool = True,
+        group_norm: bool = True,
+        depth_scale: bool = True,
+        gate: bool = False,
+    ) -> None:
+        super().__init__(dims, has_bias=has_bias)
+        kernels = {"": (query_kernel_size, key_kernel_size)}
+        if weights_query_kernel_size or weights_key_kernel_size:
+            kernels["weights_"] = (weights_query_kernel_size, weights_key_kernel_size)
+        for prefix, (num_rows, num_columns) in kernels.items():
+            if num_rows < 1:
+                raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be at least 1")
+            if num_columns < 1 or num_columns % 2 == 0:
+                raise OptionError(f"{prefix}key_kernel_size", f"is {num_columns}; it must be odd: 1, 3, 5, 7 …")
+        heads = dims.num_heads
+        head_kernel_size = heads if head_kernel_size is None else head_kernel_size
+        if head_kernel_size < 1 or heads % head_kernel_size:
+            raise OptionError("head_kernel_size", f"is {head_kernel_size}; it must divide the {heads} heads")
+        if gate and not group_norm:
+            raise OptionError("gate", "is true, but it reads what group_norm gives, which is false")
+        self.mixes_bias = mixes_bias
+        self.rows_above = sum(num_rows - 1 for num_rows, _ in kernels.values())
+        self.left_context = sum(num_columns // 2 for _, num_columns in kernels.values())
+        self.scores = MapConvolution(heads, query_kernel_size, key_kernel_size)
+        self.score_heads = HeadMixing(heads, heads) if mixes_scores else None
+        self.weights = MapConvolution(heads, *kernels["weights_"]) if "weights_" in kernels else None
+        self.weight_heads = HeadMixing(heads, head_kernel_size)
+        factor = 0.2 + 0.6 * math.exp(-0.3 * dims.layer) if depth_scale else 1.0
+        self.norm = OutputNorm(dims.head_dim, factor, has_gate=gate) if group_norm else None
+
+    @classmethod
+    def traits(cls) -> tuple[str, ...]:
+        return ("reads rows above",)
+
+    @property
+    def takes_first_columns(self) -> bool:
+        return self.rows_above == 0 and self.left_context == 0
+
+    def has_effect(self) -> bool:
+        return self.norm is not None or any(bool(parameter.any()) for parameter in self.parameters())
+
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        mixings = [mixing for mixing in (self.score_heads, self.weight_heads) if mixing is not None]
+        return [(each.weight, "heads") for each in mixings if each.weight.shape[0] == 1]
+
+    def forward(
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        visible: Tensor,
+        heads: slice = ALL_HEADS,
+        bias_contribution: Tensor | None = None,
+        first_columns: Tensor | None = None,
+    ) -> Tensor:
+        maps = promote_to_float32(scores)
+        if bias is not None and self.mixes_bias:
+            maps = maps + bias
+        maps = self.scores(maps.masked_fill(~visible, 0))
+        maps = maps[:, heads] if self.score_heads is None else self.score_heads(maps, heads)
+        return maps if bias is None or self.mixes_bias else maps + bias[..., heads, :, :]
+
+    def process_weights(self, weights: Tensor, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+        if self.weights is not None:
+            weights = self.weights(weights).masked_fill(~visible, 0)
+        return self.weight_heads(weights, heads)
+
+    def process_output(self, output: Tensor) -> Tensor:
+        return output if self.norm is None else self.norm(output)
+
+    def flops_per_score(self) -> float:
+        maps = (self.scores, self.score_heads, self.weights, self.weight_heads)
+        return 2.0 * sum(each.weight.numel() for each in maps if each is not None)

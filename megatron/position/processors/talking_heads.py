@@ -1,0 +1,106 @@
+"""Talking heads: linear maps of the heads to each other, of the logits before the softmax and of the weights after it.
+
+    weights = (I + W_w) softmax((I + W_l) (S + B))
+
+Both maps begin as the identity: what is learned, and what weight decay draws to zero, is the difference from it. (The
+paper starts with random maps; the published code of Multi-Token Attention, which compares with it, with the identity.)
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron.position.facts import AttentionDims, ProcessorCost
+from megatron.position.numerics import promote_to_float32
+from megatron.position.processor import Processor
+from megatron.position.token_range import ALL_HEADS
+
+
+class HeadMixing(nn.Module):
+    """A linear map of the heads of each group to each other, entry by entry: identity + weight, which starts as zero.
+
+    Args:
+        num_heads: H.
+        group_size: consecutive heads that are mixed with each other, a divisor of H.
+    """
+
+    def __init__(self, num_heads: int, group_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads // group_size, group_size, group_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The identity."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, maps: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+        """float32 maps [B, H, R, C] of all heads to those [B, h, R, C] of some."""
+        num_groups, size, _ = self.weight.shape
+        matrices = self.weight.to(maps.dtype) + torch.eye(size, dtype=maps.dtype, device=maps.device)
+        if num_groups == 1:
+            return torch.matmul(matrices[0, heads], maps.flatten(2)).unflatten(2, maps.shape[2:])
+        grouped = maps.unflatten(1, (num_groups, size)).flatten(3)
+        mixed: Tensor = torch.matmul(matrices, grouped).view(maps.shape)[:, heads]
+        return mixed
+
+
+class TalkingHeads(Processor):
+    formula = "weights = (I + W_w) softmax((I + W_l)(S + B)), maps of the heads to each other"
+    parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0; per layer"
+    source = "Talking-heads attention: Shazeer et al. 2020 (arXiv:2003.02436), section 3"
+    advice = (
+        "Better than plain attention at the same number of heads in T5 and ALBERT, and the more heads the better "
+        "(the paper, section 5). With mixes_bias: false a learned map cannot turn a bias's decay around."
+    )
+    other_names = ("talking heads attention",)
+    cost = ProcessorCost(
+        num_parameters=lambda dims, options, has_bias: (
+            dims.num_heads**2 * (options["before_softmax"] + options["after_softmax"])
+        ),
+        num_products=lambda dims, options: float(
+            dims.num_heads**2 * (options["before_softmax"] + options["after_softmax"])
+        ),
+        num_float_maps=lambda options: options["before_softmax"] + options["after_softmax"],
+    )
+
+    def __init__(
+        self,
+        dims: AttentionDims,
+        *,
+        has_bias: bool,
+        before_softmax: bool = True,
+        after_softmax: bool = True,
+        mixes_bias: bool = True,
+    ) -> None:
+        super().__init__(dims, has_bias=has_bias)
+        self.mixes_bias = mixes_bias
+        self.logits = HeadMixing(dims.num_heads, dims.num_heads) if before_softmax else None
+        self.weights = HeadMixing(dims.num_heads, dims.num_heads) if after_softmax else None
+
+    def has_effect(self) -> bool:
+        return any(bool(parameter.any()) for parameter in self.parameters())
+
+    def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        return [(parameter, "heads") for parameter in self.parameters()]
+
+    def forward(
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        visible: Tensor,
+        heads: slice = ALL_HEADS,
+        bias_contribution: Tensor | None = None,
+        first_columns: Tensor | None = None,
+    ) -> Tensor:
+        maps = promote_to_float32(scores)
+        if bias is not None and self.mixes_bias:
+            maps = maps + bias
+        maps = maps[:, heads] if self.logits is None else self.logits(maps, heads)
+        return maps if bias is None or self.mixes_bias else maps + bias[..., heads, :, :]
+
+    def process_weights(self, weights: Tensor, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
+        return weights[:, heads] if self.weights is None else self.weights(weights, heads)
+
+    def flops_per_score(self) -> float:
+        return 2.0 * sum(parameter.numel() for parameter in self.parameters())
