@@ -30,7 +30,7 @@ SPILL_BUDGETS = {
 }
 """Bytes of half types, by kernel and whether a head has more than 64 dimensions. Most are spilled and read around the
 loops over tiles, not in them; tiles that spill nothing take half as many instructions again."""
-FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr")
+FLOAT32_POINTERS = ("bias_ptr", "weight_ptr", "lse_ptr", "delta_ptr", "dkey_bias_ptr", "sinks_ptr")
 TUPLES = {
     **dict.fromkeys(("q", "k", "v", "do"), HeadRows),
     **dict.fromkeys(("tables", "dtables"), Tables),
@@ -39,13 +39,14 @@ TUPLES = {
 
 
 def list_configurations() -> Iterator[KernelConfig]:
-    """bias in all types, with a window and with documents; plain and bias + weight, which share the tiles, in bf16; a
-    bias of keys in bf16 and float32, and beside a table's in bf16."""
+    """bias in all types, with a window, with documents and with sinks; plain and bias + weight, which share the tiles,
+    in bf16; a bias of keys in bf16 and float32, and beside a table's in bf16."""
     for dim in HEAD_DIMS:
         for dtype_name in DTYPES_BY_NAME:
             yield from _list_kernels("bias", dim, dtype_name)
         yield from _list_kernels("bias", dim, "bf16", windowed=True)
         yield from _list_kernels("bias", dim, "bf16", documents=True)
+        yield from _list_kernels("bias", dim, "bf16", sinks=True)
         yield from _list_kernels("plain", dim, "bf16")
         yield from _list_kernels("bias+weight", dim, "bf16")
         yield from _list_kernels("plain", dim, "bf16", keys=True)
@@ -54,9 +55,17 @@ def list_configurations() -> Iterator[KernelConfig]:
 
 
 def _list_kernels(
-    tables: str, dim: int, dtype_name: str, *, windowed: bool = False, documents: bool = False, keys: bool = False
+    tables: str,
+    dim: int,
+    dtype_name: str,
+    *,
+    windowed: bool = False,
+    documents: bool = False,
+    keys: bool = False,
+    sinks: bool = False,
 ) -> Iterator[KernelConfig]:
-    of_rows = " window" if windowed else " documents" if documents else " keys" if keys else ""
+    names = {" window": windowed, " documents": documents, " keys": keys, " sinks": sinks}
+    of_rows = next((name for name, is_there in names.items() if is_there), "")
     for arch in (80, 90):
         tiles = configs.choose_tiles(arch, DTYPES_BY_NAME[dtype_name], dim)
         for kernel_name, kernel, tile in (
@@ -72,6 +81,10 @@ def _list_kernels(
                 constants["first_keys_ptr"] = None
             if not keys:
                 constants |= {name: None for name in ("key_bias_ptr", "dkey_bias_ptr") if name in kernel.arg_names}
+            if kernel is _fwd_kernel and not sinks:
+                constants["sinks_ptr"] = None
+            elif sinks and kernel is not _fwd_kernel:  # they know nothing of sinks
+                continue
             yield KernelConfig(
                 name=f"{kernel_name} {tables}{of_rows} d={dim} {dtype_name}",
                 kernel=kernel,

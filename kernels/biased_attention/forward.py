@@ -274,6 +274,7 @@ def _fwd_kernel(
     lse_ptr,
     first_keys_ptr,
     key_bias_ptr,
+    sinks_ptr,
     sizes,
     HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -284,6 +285,9 @@ def _fwd_kernel(
     INPUT_PRECISION: tl.constexpr,
 ):
     """Grid (blocks of BLOCK_M rows, B · H). o [B, H, R, d] and lse [B, H, R] are contiguous, tables [H, N] or None.
+
+    sinks [H] or None: a row of a head with one begins as if it had met a key with that score and the value zero, and
+    its lse counts it. So the backward kernels know nothing of sinks.
 
     first_keys [B, R], the first column that each row sees, or None; there is no window beside them. lse is in base 2:
     converting it there and back would cost the backward pass two roundings of its largest term. With a bias of keys
@@ -302,6 +306,9 @@ def _fwd_kernel(
         q_b = load_rows(q.ptr, start, q.stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
     state = (tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32), o_a, o_b)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + h) * LOG2E
+        state = (tl.zeros([BLOCK_M], tl.float32) + sink, tl.full([BLOCK_M], 1.0, tl.float32), o_a, o_b)
     if first_keys_ptr is not None:
         first_keys_ptr += b * R
     first, full, partial, last = column_ranges(start, sizes, first_keys_ptr, BLOCK_M, BLOCK_N, HAS_WINDOW)

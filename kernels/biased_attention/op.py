@@ -30,12 +30,13 @@ def biased_attention(
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(weight(n) · scale · q_i·k_j + bias(n) + key_bias_j) · v over the keys j ≤ i, n = i − j, in memory linear
     in R and C.
 
-    Differentiable in q, k, v and all biases and weights; outputs and gradients are bitwise repeatable.
+    Differentiable in q, k, v, sinks and all biases and weights; outputs and gradients are bitwise repeatable.
 
     Args:
         q: [B, H, R, d]; row r stands at position offset + r of the keys.
@@ -49,6 +50,7 @@ def biased_attention(
         first_keys: int32 [B, R], the first key column that each row sees, which never falls from row to row: where
             its document begins. None for 0. Not checked, which would wait for a GPU: what lies before it costs
             nothing, as tiles of columns that no row of a tile sees are left out. Each row must see itself.
+        sinks: float32 [H], or None: of each head a logit that joins those of every row's keys and has no value.
         scale: of the scores, not 0; 1/√d unless given.
 
     Returns:
@@ -58,7 +60,7 @@ def biased_attention(
         ValueError: shapes, types or values that do not fit; a row that would see no key.
         RuntimeError: tensors on the CPU outside Triton's interpreter.
     """
-    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[0]
+    return _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
 
 
 def biased_attention_with_lse(
@@ -72,10 +74,12 @@ def biased_attention_with_lse(
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with the logsumexp of every row, float32 [B, H, R], differentiable too: to join blocks of keys."""
-    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)
+    """The same with the logsumexp of every row, its sink counted, float32 [B, H, R], differentiable too: to join blocks
+    of keys."""
+    out, lse = _checked_forward(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)
     lse = lse * math.log(2)
     if key_bias is None:
         return out, lse
@@ -128,11 +132,12 @@ def _checked_forward(
     offset: int,
     window: int | None,
     first_keys: Tensor | None,
+    sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     _check_call(
         *(_describe(q), _describe(k), _describe(v), _describe(bias), _describe(weight)),
-        *(_describe(key_bias), offset, window, _describe(first_keys)),
+        *(_describe(key_bias), offset, window, _describe(first_keys), _describe(sinks)),
     )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0:  # the backward kernels add q·k to bias / scale
@@ -140,7 +145,7 @@ def _checked_forward(
     if first_keys is not None and window is not None:
         first_keys, window = _join_window(first_keys, offset, window), None
     apply = outside_graphs(_BiasedAttention)
-    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, key_bias, first_keys, offset, window, scale)
+    result: tuple[Tensor, Tensor] = apply(q, k, v, bias, weight, key_bias, sinks, first_keys, offset, window, scale)
     return result
 
 
@@ -174,6 +179,7 @@ def _check_call(
     offset: int,
     window: int | None,
     first_keys: _Signature | None,
+    sinks: _Signature | None,
 ) -> None:
     """Refuse what does not fit; once for all layers and steps whose calls are alike, for the host has other things to
     do."""
@@ -186,12 +192,16 @@ def _check_call(
                 f"key_bias is {key_bias.dtype} {list(key_bias.shape)} on {key_bias.device}; it must be float32 or "
                 f"float64 {list(k.shape[:3])} on {q.device}"
             )
-    if first_keys is None:
-        return
-    expected = _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)
-    if first_keys != expected:
-        found, wanted = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (first_keys, expected))
-        raise ValueError(f"first_keys is {found}; it must be {wanted}")
+    if sinks is not None and key_bias is not None:
+        # It is counted from the row's own key, whose gradient would be more than the kernels give.
+        raise ValueError("sinks beside a key_bias, of which a sink would have to know each row's own")
+    for name, given, expected in (
+        ("first_keys", first_keys, _Signature(torch.Size((q.shape[0], q.shape[2])), torch.int32, q.device)),
+        ("sinks", sinks, _Signature(torch.Size((q.shape[1],)), torch.float32, q.device)),
+    ):
+        if given is not None and given != expected:
+            found, wanted = (f"{x.dtype} {list(x.shape)} on {x.device}" for x in (given, expected))
+            raise ValueError(f"{name} is {found}; it must be {wanted}")
 
 
 def _check_qkv(q: _Signature, k: _Signature, v: _Signature) -> None:
@@ -271,6 +281,7 @@ def _forward(
     bias: Tensor | None,
     weight: Tensor | None,
     key_bias: Tensor | None,
+    sinks: Tensor | None,
     first_keys: Tensor | None,
     offset: int,
     window: int | None,
@@ -281,6 +292,7 @@ def _forward(
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     bias, weight, first_keys = _contiguous(bias), _contiguous(weight), _contiguous(first_keys)
     key_bias = _contiguous(key_bias)
+    sinks = _contiguous(sinks)
     batch, heads, rows, dim = q.shape
     tile = configs.fit_tile_to_rows(configs.choose_tiles(arch, q.dtype, dim).fwd, rows)
     out = q.new_empty(q.shape)
@@ -292,7 +304,7 @@ def _forward(
             (cdiv(rows, tile.block_m), batch * heads, 1),
             (
                 *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), Tables(bias, weight)),
-                *(out, lse, first_keys, key_bias, sizes),
+                *(out, lse, first_keys, key_bias, sinks, sizes),
             ),
             configs.tile_constants(tile, dim, windowed=window is not None),
             tile.options,
@@ -317,8 +329,9 @@ def _backward(
     scale: float,
     needs_grad: tuple[bool, bool, bool],
     shared: tuple[Any, Any] = (None, None),
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, the two tables and the bias of keys; None for one that is absent or wants none.
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]:
+    """Gradients of q, k, v, the two tables and the bias of keys, None for one that is absent or wants none; and delta
+    [B, H, R].
 
     Args:
         needs_grad: does bias, does weight, does key_bias?
@@ -371,7 +384,7 @@ def _backward(
     dweight = dweight_sums.sum((0, 2)) if dweight_sums is not None and weight_is_own else None
     if dkey_bias is not None and key_bias is not None:
         dkey_bias = dkey_bias.to(key_bias.dtype)
-    return dq, dk, dv, dbias, dweight, dkey_bias
+    return (dq, dk, dv, dbias, dweight, dkey_bias), delta
 
 
 def _take_partial(q: Tensor, groups: int, size: int, needs_grad: bool, shared: Any) -> tuple[Tensor | None, bool]:
@@ -400,25 +413,29 @@ class _BiasedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        bias, weight, key_bias, first_keys, ctx.offset, ctx.window, ctx.scale = rest
-        output = _forward(q, k, v, bias, weight, key_bias, first_keys, ctx.offset, ctx.window, ctx.scale)
-        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, first_keys)
+        bias, weight, key_bias, sinks, first_keys, ctx.offset, ctx.window, ctx.scale = rest
+        output = _forward(q, k, v, bias, weight, key_bias, sinks, first_keys, ctx.offset, ctx.window, ctx.scale)
+        ctx.save_for_backward(q, k, v, bias, weight, key_bias, *output, first_keys, sinks)
         ctx.shared = _find_shared(bias), _find_shared(weight)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, key_bias, out, lse, first_keys = ctx.saved_tensors
+        q, k, v, bias, weight, key_bias, out, lse, first_keys, sinks = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
         given = (bias, weight, key_bias)
         needs_grad = tuple(x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate(given))
-        gradients = _backward(
+        gradients, delta = _backward(
             *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, first_keys),
             *(ctx.offset, ctx.window, ctx.scale, needs_grad, ctx.shared),
         )
-        return (*gradients, None, None, None, None)
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[6]:
+            # As of any key: P ∘ (0 − delta), its value being zero; a row's P of it follows from the row's lse.
+            dsinks = -(torch.exp2(sinks[:, None] / math.log(2) - lse) * delta).sum((0, 2))
+        return (*gradients, dsinks, None, None, None, None)
 
 
 def flops(batch: int, heads: int, rows: int, dim: int, *, backward: bool) -> float:

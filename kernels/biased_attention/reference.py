@@ -18,10 +18,11 @@ def biased_attention(
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments and result as in `op.biased_attention`."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[0]
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[0]
 
 
 def logsumexp(
@@ -35,10 +36,11 @@ def logsumexp(
     offset: int = 0,
     window: int | None = None,
     first_keys: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Logarithm of the softmax's denominator, [B, H, R]."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, scale)[1]
+    return _attend(q, k, v, bias, weight, key_bias, offset, window, first_keys, sinks, scale)[1]
 
 
 def _attend(
@@ -51,6 +53,7 @@ def _attend(
     offset: int,
     window: int | None,
     first_keys: Tensor | None,
+    sinks: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     rows = offset + torch.arange(q.shape[2], device=q.device)
@@ -70,4 +73,7 @@ def _attend(
     if key_bias is not None:
         scores = scores + key_bias[..., None, :]
     scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:  # a key whose value is zero
+        column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
     return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v), torch.logsumexp(scores, -1)

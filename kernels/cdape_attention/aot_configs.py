@@ -48,6 +48,7 @@ ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_
 HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 """Programs of these take a tile of all heads."""
 FLOAT32_POINTERS = (
+    "sinks_ptr",
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dbias_contributions_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
@@ -81,13 +82,22 @@ def _build_processor_config(
 
 
 def _build_attend_config(
-    name: str, dim: int, dtype_name: str, rows: int, odd: bool = False, documents: bool = False
+    name: str,
+    dim: int,
+    dtype_name: str,
+    rows: int,
+    odd: bool = False,
+    documents: bool = False,
+    sinks: bool = False,
 ) -> KernelConfig:
     """`odd`: the columns of a chunk are no multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
     tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
-    constants = _add_first_keys(attend_constants(dim, tile, 12 if documents else None), documents)
+    constants = _add_first_keys(attend_constants(dim, tile, 12 if documents or sinks else None), documents)
+    if name == "attend_fwd" and not sinks:
+        constants = constants | {"sinks_ptr": None}
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
+    suffix += " sinks" if sinks else ""
     aligned = () if odd or rows == DECODE_ROWS else ("C",)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
@@ -143,6 +153,7 @@ def list_configurations() -> Iterator[KernelConfig]:
     for dim in (64, 80):
         for name in ATTEND_KERNELS:
             yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
+        yield _build_attend_config("attend_fwd", dim, "bf16", ROWS, sinks=True)
     for heads, dim in ((12, 64), (16, 64), (32, 80)):
         for name in HEAD_TILE_KERNELS:
             yield _build_head_tile_config(name, heads, dim, "bf16", ROWS, documents=True)

@@ -32,7 +32,7 @@ class CdapeArgs(NamedTuple):
     w2: Tensor
     """Conv2 [H, D, 1, k]."""
     b2: Tensor
-    """[H]; its gradient is zero: it has no effect under the softmax (unless float16 saturates)."""
+    """[H]; without sinks its gradient is zero: it has no effect under the softmax (unless float16 saturates)."""
     offset: int = 0
     window: int | None = None
     first_keys: Tensor | None = None
@@ -41,6 +41,8 @@ class CdapeArgs(NamedTuple):
     convolutions too. Its values are not checked, which would wait for a GPU."""
     residual_bias: bool = True
     """Whether the bias is added to the logits too."""
+    sinks: Tensor | None = None
+    """float32 [H], or None: of each head a logit that joins those of every row's keys and has no value."""
     scale: float | None = None
     """Of q·k, 1/√d if None."""
 
@@ -51,7 +53,7 @@ def check_shapes(args: CdapeArgs) -> None:
     Raises:
         ValueError: shapes that do not fit each other, with what they must be.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, *_ = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, _, sinks, _ = args
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
     batch, heads, rows, dim = q.shape
@@ -77,6 +79,8 @@ def check_shapes(args: CdapeArgs) -> None:
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{heads}, N] with N ≥ offset + R = {offset + rows}")
     if bias is not None and bias.dtype != torch.float32:
         raise ValueError(f"bias is {bias.dtype}; it must be float32")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32):
+        raise ValueError(f"sinks is {sinks.dtype} {list(sinks.shape)}; it must be torch.float32 [{heads}]")
     inputs = heads if bias is None else 2 * heads
     width, size = w1.shape[0], w1.shape[-1]
     if w1.shape != (width, inputs, 1, size) or width < 1 or size % 2 == 0:

@@ -89,7 +89,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     MAX_KERNEL_SIZE.
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
     inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):
@@ -104,28 +104,51 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
     inputs_of_call = (q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0])
-    return _Attention.apply(b2, offset, window, first_keys, *inputs_of_call)
+    if sinks is not None:
+        sinks = sinks - b2  # which the C code leaves out: raising all keys' logits is lowering the sink
+    return _Attention.apply(b2, sinks, offset, window, first_keys, *inputs_of_call)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, b2: Tensor, offset: int, window: int | None, first_keys: Tensor | None, *inputs: Tensor
+        ctx: Any,
+        b2: Tensor,
+        sinks: Tensor | None,
+        offset: int,
+        window: int | None,
+        first_keys: Tensor | None,
+        *inputs: Tensor,
     ) -> Tensor:
         """`inputs` are `_Call`'s."""
-        del b2  # a constant for all of a head's logits has no effect under the softmax
+        del b2  # a constant for all of a head's logits has no effect under the softmax; sinks know of it already
         ctx.sizes = {"offset": offset, "window": window, "first_keys": first_keys}
         call = _Call(*inputs, **ctx.sizes)
         out, row_max, row_sum = call.forward()
-        ctx.save_for_backward(*inputs, out, row_max, row_sum)
+        if sinks is not None:
+            out, row_max, row_sum = _add_sinks(sinks, out, row_max, row_sum)
+        ctx.save_for_backward(*inputs, sinks, out, row_max, row_sum)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, out, row_max, row_sum = ctx.saved_tensors
+        *inputs, sinks, out, row_max, row_sum = ctx.saved_tensors
         gradients = _Call(*inputs, **ctx.sizes).backward(dout, out, row_max, row_sum)
-        return out.new_zeros(out.shape[1]), None, None, None, *gradients
+        dsinks = None
+        if sinks is not None:  # as of any key, P ∘ (0 − Σ P ∘ dP), its value being zero
+            probabilities = torch.exp(sinks[:, None] - row_max) / row_sum
+            dsinks = -(probabilities * (dout * out).sum(-1)).sum((0, 2))
+        return out.new_zeros(out.shape[1]), dsinks, None, None, None, *gradients
+
+
+def _add_sinks(sinks: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, maximum and sum of rows that meet one more key, with the logit of their head's sink and no value. The
+    backward pass of the C code needs no more than these."""
+    maximum = torch.maximum(row_max, sinks[:, None])
+    of_keys = row_sum * torch.exp(row_max - maximum)
+    total = of_keys + torch.exp(sinks[:, None] - maximum)
+    return out * (of_keys / total)[..., None], maximum, total
 
 
 class _Call:

@@ -8,6 +8,7 @@ The kernels take their arguments flat, unlike those of `biased_attention`: `do_n
 of decoding could compile anew, names arguments and cannot name fields of a NamedTuple.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ class CdapeProblem:
     dtype: torch.dtype
     first_keys: Tensor | None = None
     """int32 [B, R], positions at which the rows' documents begin; then E is of the rows from position 0 on."""
+    sinks: Tensor | None = None
+    """float32 [H], contiguous."""
 
     @property
     def heads(self) -> int:
@@ -194,16 +197,17 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
 
 
 def launch_softmax(
-    kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor, ...]
+    kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor | None, ...]
 ) -> None:
     """Launch one of the attend kernels, attend_fwd or attend_sums by name, with the tensors that come first."""
+    needs_heads = chunk.first_keys is not None or (name == "attend_fwd" and problem.sinks is not None)
     batch, heads, columns, dim = v.shape
     tile = attend_tile(name, chunk.rows, problem.dtype)
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
         (*tensors, chunk.first_keys, *chunk.extent, problem.window, problem.rows, columns),
-        attend_constants(dim, tile, None if chunk.first_keys is None else heads),
+        attend_constants(dim, tile, heads if needs_heads else None),
         tile.options,
     )
 
@@ -226,7 +230,7 @@ def _forward_chunk(
 ) -> None:
     """Output and softmax of a chunk's rows. A function of its own, so that its maps are freed before the next ones."""
     logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
-    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :])
+    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :], problem.sinks)
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 
@@ -274,8 +278,8 @@ def backward(
     terms: TermSums,
     scale: float,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of q, and of k and v as `GradientSums` has them; adds the layer's others to `terms`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradient of q, of k and v as `GradientSums` has them, and of the sinks; adds the layer's others to `terms`.
 
     The last chunk comes first: it has the most columns, so that what is allocated for it serves the others, and what
     only it adds to needs no sum.
@@ -288,12 +292,13 @@ def backward(
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
     sums = _new_sums(terms, chunks, k)
     dq = torch.empty_like(scaled)
+    means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
     flat_dq, flat_dout, flat_scaled, flat_k = (x.view(batch * heads, -1, dim) for x in (dq, dout, scaled, k))
 
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """A function of its own, so that a chunk's maps are freed before the next ones."""
         maps = _compute_maps(problem, chunk, scaled, k)
-        softmax_backward(problem, chunk, maps, v, dout, stats)
+        softmax_backward(problem, chunk, maps, v, dout, stats, means)
         rows, seen = slice(chunk.first, chunk.last), slice(chunk.left, chunk.right)
         probabilities = maps.probabilities.view(batch * heads, chunk.rows, -1)
         _add_product(sums.v[:, seen], probabilities.mT, flat_dout[:, rows], is_only=len(chunks) == 1)
@@ -306,7 +311,14 @@ def backward(
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
-    return dq, sums.k, sums.v
+    return dq, sums.k, sums.v, None if problem.sinks is None else _differentiate_sinks(problem.sinks, stats, means)
+
+
+def _differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor) -> Tensor:
+    """As of any key, P ∘ (0 − Σ P ∘ dP), its value being zero, over all rows: [H]."""
+    maximum, total = stats
+    probabilities = torch.exp2(sinks[:, None] / math.log(2) - maximum) / total
+    return -(probabilities * means).sum((0, 2))
 
 
 def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
@@ -336,11 +348,10 @@ def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor
 
 
 def softmax_backward(
-    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor
+    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor, sums: Tensor
 ) -> None:
-    """P and dL."""
+    """P and dL, and of the chunk's rows Σ P ∘ dP, into `sums` [B, H, R]."""
     batch, heads, columns, dim = v.shape
-    sums = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)
     inputs = (
         maps.logits,
         chunk.slice_columns(v),

@@ -4,6 +4,7 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, D 
 p = k//2.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,10 +50,16 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         RuntimeError: a kernel cannot run where the tensors are (on a CPU without Triton's interpreter).
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
     if first_keys is not None and first_keys.device != q.device:
         raise ValueError(f"first_keys is on {first_keys.device} and q on {q.device}")
+    if sinks is not None and sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
+    if sinks is not None:
+        # The kernels add b2 to the logits and give it no gradient: without sinks it has no effect under the softmax.
+        # Raising all keys' logits is lowering the sink.
+        sinks = sinks + (b2.detach() - b2).float()
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     if chunk is None:
@@ -62,11 +69,13 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
             raise ValueError("terms are of a call without first_keys")
         if not terms.fits(q, offset, window):
             raise ValueError("terms are of another call")
-        attended: Tensor = outside_graphs(_AttendWithTerms)(q, k, v, terms.anchor, terms, scale, min(chunk, rows))
+        attended: Tensor = outside_graphs(_AttendWithTerms)(
+            q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)
+        )
         return attended
     apply = outside_graphs(_CdapeAttention)
     options = (offset, window, first_keys, residual_bias, scale, min(chunk, rows))
-    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, *options)
+    output: Tensor = apply(q, k, v, bias, w1, b1, w2, b2, sinks, *options)
     return output
 
 
@@ -105,6 +114,7 @@ class _CdapeAttention(torch.autograd.Function):
         b1: Tensor,
         w2: Tensor,
         b2: Tensor,
+        sinks: Tensor | None,
         offset: int,
         window: int | None,
         first_keys: Tensor | None,
@@ -123,10 +133,10 @@ class _CdapeAttention(torch.autograd.Function):
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         weights = select_layer(packed, 0)
         problem = build_problem(product, contributions[0], bias, weights, residual_bias=residual_bias)
-        problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys)
+        problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys, sinks=_contiguous(sinks))
         output, kept = _attend(q, k, v, problem, scale, chunk)
         # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
-        of_problem = (problem.bias_contributions, problem.bias_table, first_keys, *problem.weights)
+        of_problem = (problem.bias_contributions, problem.bias_table, first_keys, problem.sinks, *problem.weights)
         ctx.save_for_backward(*kept, biases, *of_problem)
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
@@ -134,14 +144,14 @@ class _CdapeAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, biases, contributions, bias_table, first_keys, *packed = ctx.saved_tensors
+        scaled, k, v, stats, biases, contributions, bias_table, first_keys, sinks, *packed = ctx.saved_tensors
         weights, product = PackedWeights(*packed), ctx.product
         problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
-        problem = replace(problem, rows=scaled.shape[2], offset=ctx.offset, first_keys=first_keys)
+        problem = replace(problem, rows=scaled.shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
         sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], k.device)
-        dqkv = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
+        *dqkv, dsinks = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
-        return (*dqkv, None if biases is None else dbias, *dweights, *(None,) * 6)
+        return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 6)
 
 
 class _AttendWithTerms(torch.autograd.Function):
@@ -149,22 +159,36 @@ class _AttendWithTerms(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, anchor: Tensor, terms: LayerTerms, scale: float, chunk: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        anchor: Tensor,
+        terms: LayerTerms,
+        scale: float,
+        chunk: int,
     ) -> Tensor:
         get_arch(q)
-        output, kept = _attend(q, k, v, terms.problem, scale, chunk)
-        ctx.save_for_backward(*kept)
+        sinks = _contiguous(sinks)
+        output, kept = _attend(q, k, v, replace(terms.problem, sinks=sinks), scale, chunk)
+        ctx.save_for_backward(*kept, sinks)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        problem, product = ctx.terms.problem, ctx.terms.product
+        *kept, sinks = ctx.saved_tensors
+        problem, product = replace(ctx.terms.problem, sinks=sinks), ctx.terms.product
         if ctx.node is None:  # neither table nor weights want a gradient
             sums = select_layer(driver.new_term_sums(1, product, problem.bias_table.shape[1], dout.device), 0)
         else:
             sums = take_sums(ctx.node, ctx.terms.layer)
-        return (*_attend_backward(dout, ctx.saved_tensors, problem, product, sums, ctx), None, None, None, None)
+        return (*_attend_backward(dout, kept, problem, product, sums, ctx), None, None, None, None)
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _attend(
@@ -180,16 +204,16 @@ def _attend(
 
 def _attend_backward(
     dout: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    kept: Sequence[Tensor],
     problem: driver.CdapeProblem,
     product: BiasProduct,
     sums: driver.TermSums,
     ctx: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; adds the others to the layer's sums."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and the sinks; adds the others to the layer's sums."""
     scaled, k, v, stats = kept
     with launch_context(scaled):
-        dq, dk, dv = driver.backward(
+        dq, dk, dv, dsinks = driver.backward(
             dout.contiguous(), scaled, k, v, stats, problem, product, sums, ctx.scale, ctx.chunk
         )
-    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks

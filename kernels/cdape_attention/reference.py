@@ -30,7 +30,7 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     `args` and the result as in `op.cdape_attention`; any floating type, float64 included. `saturate_like` is the type
     whose largest value bounds the hidden map, q's if None: float64 can tell what float16 should give.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, first_keys, residual_bias, sinks, scale = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
     limited = dtype if saturate_like is None else saturate_like
     padding = w1.shape[-1] // 2
@@ -55,5 +55,9 @@ def reference(args: CdapeArgs, *, saturate_like: torch.dtype | None = None) -> T
     logits = at_least_float32(scores) + at_least_float32(processed)
     if bias_map is not None and residual_bias:
         logits = logits + bias_map
-    probabilities = torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if sinks is not None:  # a key whose value is zero
+        column = sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:3], 1)
+        logits, v = torch.cat([logits, column], dim=-1), F.pad(v, (0, 0, 0, 1))
+    probabilities = torch.softmax(logits, dim=-1)
     return probabilities.to(dtype) @ v

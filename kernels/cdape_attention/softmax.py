@@ -124,6 +124,7 @@ def _attend_fwd_kernel(
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     o_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
+    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
     first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
@@ -138,7 +139,7 @@ def _attend_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    H: tl.constexpr,  # None without first keys, which all heads of a sequence share
+    H: tl.constexpr,  # None without first keys, which all heads of a sequence share, and sinks
 ):
     """O = softmax(L)·V."""
     pair, pairs, start = program_position(R, BLOCK_M)
@@ -150,6 +151,9 @@ def _attend_fwd_kernel(
     v_ptr += pair * C_total * HEAD_DIM
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        maximum = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + pair % H) * LOG2E
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     o_b = o_a
     if BLOCK_DB:

@@ -14,7 +14,7 @@ import torch
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_logits
+from megatron.attention.reference import compute_weights
 from megatron.model.attention import PositionedAttention
 from megatron.model.gpt import GPT
 from megatron.position.encoding import Encoding
@@ -34,9 +34,13 @@ class CapturingBackend:
         self.backend, self.layer, self.hook = backend, layer, hook
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
-        return self.backend.unsupported_reason(encoding, processor, softcap)
+        return self.backend.unsupported_reason(encoding, processor, softcap, softmax_type)
 
     def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
         self.hook(self.layer, inputs)
@@ -82,7 +86,7 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
 
 def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:
     """What each query pays to each key, [B, H, R, C], before dropout."""
-    return torch.softmax(compute_logits(block), dim=-1)
+    return compute_weights(block)
 
 
 def choose_block_size(inputs: AttentionInputs) -> int:

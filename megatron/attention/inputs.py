@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.processor import BiasContribution, Processor
-from megatron.position.token_range import ALL_HEADS, TokenRange
+from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 
 BackendT = TypeVar("BackendT")
 
@@ -59,6 +59,10 @@ class AttentionInputs:
     """Bound of q·k/√d, before anything of the encoding or the processor (`numerics.soft_cap`)."""
     heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
     """The requested heads: a tensor-parallel rank's own."""
+    sinks: Tensor | None = None
+    """float32 [H]: of each head a logit that joins those of every row's keys in the softmax and has no value."""
+    breaks_sticks: bool = False
+    """Stick-breaking in the place of the softmax (`softmax.py`), of which there are no sinks."""
     dropout: float = 0.0
     """Probability of dropping an attention weight; 0 outside training."""
     dense: DenseFunction | None = None
@@ -90,8 +94,13 @@ class AttentionInputs:
             return self.first_keys
         return (self.first_keys - self.key.start).clamp_(min=0)
 
+    @property
+    def head_sinks(self) -> Tensor | None:
+        """`sinks` of the requested heads, [h]."""
+        return None if self.sinks is None else select_heads(self.sinks, self.heads)
+
     def drop_tensors(self) -> "AttentionInputs":
-        """Itself without queries, keys, values and tables: for a function that is recomputed in the backward pass.
+        """Itself without queries, keys, values, sinks and tables: for a function that the backward pass recomputes.
 
         What such a function holds stays until then, even where the layer around it is recomputed. What it is handed as
         an argument does not: the layer's recomputation brings it back.
@@ -104,6 +113,7 @@ class AttentionInputs:
             v=empty,
             row_bias=None,
             key_bias=None,
+            sinks=None,
             table=None,
             bias_contribution=None,
             q_above=None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
+from megatron.attention.softmax import break_sticks, compute_softmax
 from megatron.position.encoding import Encoding, ScoreTerms, join_heads
 from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
@@ -302,54 +303,50 @@ def _compute_logits(inputs: AttentionInputs) -> Tensor:
 
 
 def compute_weights(inputs: AttentionInputs) -> Tensor:
-    """Attention weights, without dropout: float32 [B, h, R, C]."""
-    processor, rows_may_be_empty = inputs.processor, inputs.key_mask is not None
+    """Attention weights of the query rows, before dropout: float32 [B, h, R, C], 0 where the row may not see the column.
+    A row that sees no key (a padding query) has none."""
+    processor = inputs.processor
     if processor is None or not processor.overrides("process_weights"):
-        weights = torch.softmax(compute_logits(inputs), dim=-1)
-        return weights.nan_to_num(0.0) if rows_may_be_empty else weights
+        return _weigh_logits(compute_logits(inputs), inputs)
     rows = inputs.join_rows_above() if processor.rows_above else inputs
     all_heads = replace(rows, heads=ALL_HEADS)
-    weights = torch.softmax(_compute_logits(all_heads) if processor.rows_above else compute_logits(all_heads), dim=-1)
-    if rows_may_be_empty:
-        weights = weights.nan_to_num(0.0)
+    logits = _compute_logits(all_heads) if processor.rows_above else compute_logits(all_heads)
+    weights = _weigh_logits(logits, all_heads)
     processed = processor.process_weights(weights, compute_visible_mask(rows), inputs.heads)
     return processed[:, :, -inputs.query.length :]
 
 
-def apply_softmax(logits: Tensor, v: Tensor, dropout: float = 0.0, rows_may_be_empty: bool = False) -> Tensor:
-    """softmax(logits) · v, with the softmax in float32.
+def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
+    """The same from masked logits of the requested heads, before a processor changes them."""
+    if inputs.breaks_sticks:
+        device = inputs.q.device
+        own = inputs.query.indices(device)[:, None] == inputs.key.indices(device)
+        return break_sticks(logits.masked_fill(own, float("-inf")))
+    weights = compute_softmax(logits, inputs.head_sinks)
+    return weights if inputs.key_mask is None else weights.nan_to_num(0.0)
+
+
+def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """weights · v.
+
 
     Args:
-        logits: float32 [B, H, R, C].
+        weights: float32 [B, H, R, C].
         v: values [B, H, C, d].
         dropout: probability of dropping an attention weight; 0 outside training.
-        rows_may_be_empty: a row that sees no key (a padding query) gives zero instead of NaN.
 
     Returns:
         [B, H, R, d] in the type of v.
     """
-    probabilities = torch.softmax(logits, dim=-1)
-    if rows_may_be_empty:
-        probabilities = probabilities.nan_to_num(0.0)
-    return apply_weights(probabilities, v, dropout)
-
-
-def apply_weights(probabilities: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Attention weights, float32 [B, H, R, C], as far as dropout leaves them, times values: arguments as above."""
     if dropout:
-        probabilities = torch.nn.functional.dropout(probabilities, dropout)
-    return torch.matmul(probabilities.to(v.dtype), v)
+        weights = torch.nn.functional.dropout(weights, dropout)
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
     """All rows at once, their whole score map materialised: [B, h, R, d]."""
+    output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
     processor = inputs.processor
-    if processor is not None and processor.overrides("process_weights"):
-        output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
-    else:
-        output = apply_softmax(
-            compute_logits(inputs), inputs.v, inputs.dropout, rows_may_be_empty=inputs.key_mask is not None
-        )
     if processor is not None and processor.overrides("process_output"):
         return processor.process_output(output)
     return output

@@ -134,10 +134,11 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     backend, found = config.model.attention_backend, set()
     for layer in range(min(config.position.period, config.model.num_layers)):
         own = config.position.for_layer(layer)
+        method = (own.encoding, own.processor, own.softmax)
         known = own.encoding in list_encodings() and own.processor in ("none", *list_processors())
-        if not known or (own.encoding, own.processor) in found:
+        if not known or method in found:
             continue
-        found.add((own.encoding, own.processor))
+        found.add(method)
         try:
             facts = read_encoding_facts(own.encoding)
             processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)
@@ -149,6 +150,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
             processor_facts=processor_facts,
             has_softcap=config.model.attn_logit_softcapping is not None,
             options=own.pos_emb_options,
+            softmax_type=own.softmax,
         )
         if reason is not None:
             method = f"pos_emb {own.encoding}"

@@ -237,7 +237,7 @@ def _format_value(value: Any) -> str:
 
 COMMON_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "score_processor": ("none",), "attention_window": (None,), "randomized_positions": (None,),
-    "attention_temperature": ("none",),
+    "attention_temperature": ("none",), "softmax_type": ("vanilla",), "attention_output_gate": (False,),
     "use_qk_layernorm": (False,), "norm_placement": ("pre",), "head_dim": (None,),
     "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "layernorm_bias": (True,),
 }  # fmt: skip

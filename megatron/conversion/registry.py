@@ -33,6 +33,7 @@ REFUSED_MODEL_TYPES = {
     "gemma3_text": "its layers have windows and bases of rotation of two kinds",
     "olmo3": "it scales the rotation of those layers alone that attend to all earlier tokens",
     "qwen3_moe": "mixtures of experts are not offered",
+    "gpt_oss": "mixtures of experts are not offered; its attention is (configs/position/gpt_oss.yml)",
 }
 """Relatives of these families, and what of them our keys cannot say."""
 

@@ -10,6 +10,7 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(temperature=ssmax)           trained and evaluated with attention_temperature ssmax
     rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --temperature logn`
+    rotary(softmax=learnable)           trained and evaluated with softmax_type learnable
     rotary(scaling=hope)                trained with slow pairs that have no position
     rotary(rope=yarn:8 at evaluation)   trained with plain frequencies; `evaluate --rope yarn:8`
     rotary(randomized=2048)             trained at positions drawn from 2,048
@@ -91,6 +92,8 @@ def _format_layer_name(position: PositionOptions, evaluated: PositionOptions, ma
             options.append(f"{key}={now or 'none'} at evaluation")
         elif now is not None:
             options.append(f"{key}={now}")
+    if position.softmax != "vanilla":
+        options.append(f"softmax={position.softmax}")
     if evaluated.pos_emb_options != position.pos_emb_options:
         options.append(f"rope={format_rope(evaluated.pos_emb_options)} at evaluation")
     options += masks

@@ -50,6 +50,7 @@ from megatron.attention.segments import (
     select_chunks,
     select_last_tokens,
 )
+from megatron.attention.softmax import SoftmaxSink
 from megatron.distributed.collectives import all_gather, exchange_heads_for_rows, exchange_rows_for_heads, sum_grad
 from megatron.distributed.mesh import Axis, list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
@@ -110,6 +111,10 @@ class LayerAttention:
     softcap: float | None = None
     """Bound of q·k/√d."""
     temperature: Temperature | None = None
+    softmax_type: str = "vanilla"
+    """What makes weights of the logits (`megatron/attention/softmax.py`)."""
+    sink: SoftmaxSink | None = None
+    """Of the softmax, if it has one."""
 
 
 class KVCache:
@@ -301,6 +306,7 @@ class PositionedAttention(MegatronModule):
         self.position = None if layer_attention.shared else layer_attention.encoding
         self.processor = layer_attention.processor
         self.temperature = layer_attention.temperature
+        self.softmax_type, self.sink = layer_attention.softmax_type, layer_attention.sink
         self.window, self.softcap = layer_attention.window, layer_attention.softcap
         self.backend = layer_attention.backend
         self.query_multiplier = layer_attention.query_multiplier
@@ -414,7 +420,8 @@ class PositionedAttention(MegatronModule):
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)
-        attend = partial(self._attend, heads=heads, table=table, processor_terms=terms, above=above)
+        sinks = None if self.sink is None else self.sink(q)
+        attend = partial(self._attend, heads=heads, sinks=sinks, table=table, processor_terms=terms, above=above)
         output = attend_segments(q, k, v, segments, attend, gates)
         if shares_rows:
             output = exchange_rows_for_heads(output, self.groups)
@@ -453,6 +460,7 @@ class PositionedAttention(MegatronModule):
         segment: Segment,
         *,
         heads: slice,
+        sinks: Tensor | None,
         table: ScoreTerms | None,
         processor_terms: Any,
         above: RowsAbove | None,
@@ -471,6 +479,8 @@ class PositionedAttention(MegatronModule):
             document_mask=segment.document_mask,
             window=self.window,
             softcap=self.softcap,
+            sinks=sinks,
+            breaks_sticks=self.softmax_type == "stick-breaking",
             heads=heads,
             dropout=self.config.attention_dropout if self.training else 0.0,
             table=table,

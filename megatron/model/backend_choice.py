@@ -85,7 +85,8 @@ class LayerKind:
         """In a few words."""
         processor = "" if self.processor is None else f"{self.position.processor}+"
         window = "" if self.position.window is None else f", window {self.position.window}"
-        return f"{processor}{self.position.encoding}{window}"
+        softmax = "" if self.position.softmax == "vanilla" else f", softmax {self.position.softmax}"
+        return f"{processor}{self.position.encoding}{window}{softmax}"
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,14 @@ def _choose_backend(
         UserError: the named backend cannot do the combination.
         RunError: a backend has made a device unusable; the next start leaves that backend.
     """
-    softcap, encoding, processor = model.attn_logit_softcapping, kind.encoding, kind.processor
+    encoding, processor = kind.encoding, kind.processor
+    combination = (encoding, processor, model.attn_logit_softcapping, kind.position.softmax)
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
-        backend = select_backend(name, model.attention_chunk_rows, encoding, processor, softcap)
-        reason = row_blocks_reason(name, encoding, processor, softcap)
+        backend = select_backend(name, model.attention_chunk_rows, *combination)
+        reason = row_blocks_reason(name, *combination)
         return BackendChoice((backend,), None if name == "auto" else name, row_blocks_reason=reason)
-    candidates = list_candidates(model.attention_chunk_rows, encoding, processor, softcap)
-    default = get_default_backend(encoding, processor, softcap)
+    candidates = list_candidates(model.attention_chunk_rows, *combination)
+    default = get_default_backend(*combination)
     why = None
     if not model.attention_check:
         why = "unchecked (attention_check: false)"
@@ -184,7 +186,7 @@ def _choose_backend(
     elif len(candidates) == 1:
         why = "nothing else can do it"
     if why is not None:
-        line = f"attention: {row_blocks_reason(name, encoding, processor, softcap) or default}; {why}"
+        line = f"attention: {row_blocks_reason(name, *combination) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, kind, groups, target, candidates, default)
@@ -215,6 +217,7 @@ def _choose_by_check(
             batch=target.batch,
             window=position.window,
             softcap=model.attn_logit_softcapping,
+            softmax_type=position.softmax,
             heads=heads,
             dtype=target.dtype,
             device=target.device,

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.documents import can_mask_documents
+from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
@@ -62,13 +63,13 @@ from megatron.options.model import (
     head_dim,
     norm_epsilon,
     num_kv_heads,
+    output_gate_size,
     padded_vocab_size,
     qk_norm,
 )
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
-from megatron.position.temperature import Temperature
 from megatron.utils.errors import UserError
 
 
@@ -84,10 +85,9 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
         _, methods = _build_methods(model, position, kinds, dims)
         for own in kinds:
             build_temperature_from_options(own, dims)
-        for encoding, processor in methods:
-            select_backend(
-                model.attention_backend, model.attention_chunk_rows, encoding, processor, model.attn_logit_softcapping
-            )
+        for own, method in zip(kinds, methods, strict=True):
+            combination = (*method, model.attn_logit_softcapping, own.softmax)
+            select_backend(model.attention_backend, model.attention_chunk_rows, *combination)
 
 
 Method = tuple[Encoding, Processor | None]
@@ -203,12 +203,12 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
 
 
 def _register_gradient_sums(
-    encoding: Encoding | None, processor: Processor | None, temperature: Temperature | None, groups: ProcessGroups
+    encoding: Encoding | None, others: Sequence[nn.Module | None], groups: ProcessGroups
 ) -> None:
     """Parameters used for this rank's heads only get their whole gradient; those added to the embeddings have it."""
     if encoding is not None and not type(encoding).overrides_hook("embed"):
         register_grad_all_reduce(encoding, groups)
-    for module in (processor, temperature):
+    for module in others:
         if module is not None:
             register_grad_all_reduce(module, groups)
 
@@ -250,6 +250,7 @@ def _layer_spec(
     attention = spec.submodules.self_attention
     biases = {"bias": model.use_bias_in_attn_linear, "qkv_bias": has_qkv_bias(model)}
     attention.module, attention.params = BiasedSelfAttention, {**attention.params, **biases}
+    attention.params["output_gates"] = output_gate_size(model)
     attention.params["recomputes"] = model.checkpoint_activations == "selective"
     if (kind := qk_norm(model)) is not None:
 
@@ -344,12 +345,14 @@ def _build_gpt(
             multipliers.query,
             model.attn_logit_softcapping,
             build_temperature_from_options(own, build_attention_dims(model)),
+            own.softmax,
+            build_softmax_sink(own.softmax, model.num_attention_heads),
         )
         layers.append(_layer_spec(model, layer_attention, layer, groups))
         own_encoding = None if shared else encoding
-        _register_gradient_sums(own_encoding, processor, layer_attention.temperature, groups)
+        _register_gradient_sums(own_encoding, (processor, layer_attention.temperature, layer_attention.sink), groups)
     for encoding in shared.values():
-        _register_gradient_sums(encoding, None, None, groups)
+        _register_gradient_sums(encoding, (), groups)
     gpt = GPT(
         config=transformer_config(model, dtype, groups.mesh.sizes),
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=_select_norm(model)),

@@ -510,6 +510,7 @@ class GPT(GPTModel):
         for layer in self.local_layers:
             attention, mlp = layer.self_attention, layer.mlp
             matrices += [attention.linear_qkv.weight, attention.linear_proj.weight]
+            matrices += [] if attention.linear_gate is None else [attention.linear_gate.weight]
             matrices += [mlp.linear_fc1.weight, mlp.linear_fc2.weight]
         if self.is_last_stage:
             tied = self.share_embeddings_and_output_weights

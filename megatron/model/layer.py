@@ -151,7 +151,9 @@ class BiasedSelfAttention(SelfAttention):
     """megatron-core's queries, keys, values and output projection, with biases or without, whatever the MLP has.
 
     From the layer spec's params come `bias`, of all four, `qkv_bias`, of the first three, `build_qk_norm`, which makes
-    a norm of so many heads, and `recomputes`: between the two linear layers nothing is kept for the backward pass.
+    a norm of so many heads, `output_gates`, how many gates a token's attention output has (none, one of each head or
+    one of each number; Qiu et al. 2025, 2505.06708, of which megatron-core has the latter), and `recomputes`: between
+    the linear layers nothing is kept for the backward pass.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class BiasedSelfAttention(SelfAttention):
         bias: bool,
         qkv_bias: bool,
         build_qk_norm: Callable[[int], nn.Module] | None = None,
+        output_gates: int = 0,
         recomputes: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -177,6 +180,13 @@ class BiasedSelfAttention(SelfAttention):
             assert config.num_query_groups is not None  # megatron-core fills it in
             self.q_layernorm = build_qk_norm(config.num_attention_heads)
             self.k_layernorm = build_qk_norm(config.num_query_groups)
+        # A layer of its own: megatron-core has the gates' rows among those of queries, keys and values.
+        self.linear_gate = self._build_gate(output_gates) if output_gates else None
+
+    def _build_gate(self, size: int) -> ColumnLinear:
+        options: dict[str, Any] = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
+        options |= {"config": self.config, "init_method": self.config.init_method, "tp_group": self.pg_collection.tp}
+        return ColumnLinear(self.config.hidden_size, size, **options)
 
     def forward(self, hidden: Tensor, attention_mask: AttentionContext | None = None) -> tuple[Tensor, Tensor | None]:
         """Hidden states [T, B, D] → [T or context.num_logits, B, D], and the bias that is to be added to them.
@@ -185,23 +195,32 @@ class BiasedSelfAttention(SelfAttention):
         """
         mixed, _ = self.linear_qkv(hidden)
         gates = self.core_attention.compute_gates(hidden)
+        output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
         if self.recomputes and self.training and torch.is_grad_enabled():
             draws = self.config.attention_dropout > 0
-            attended = recompute_in_backward(self._attend, mixed, gates, attention_mask, draws=draws)
+            attended = recompute_in_backward(self._attend, mixed, gates, output_gate, attention_mask, draws=draws)
         else:
-            attended = self._attend(mixed, gates, attention_mask)
+            attended = self._attend(mixed, gates, output_gate, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
 
-    def _attend(self, mixed: Tensor, gates: Tensor | None, context: AttentionContext | None) -> Tensor:
-        """Queries, keys and values in one tensor, and gates → what the output projection reads."""
+    def _attend(
+        self, mixed: Tensor, gates: Tensor | None, output_gate: Tensor | None, context: AttentionContext | None
+    ) -> Tensor:
+        """Queries, keys and values in one tensor, gates of encoding and output → what the output projection reads."""
         mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         query, key, value = mixed.split(self.group_sizes, dim=3)
         query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         attended: Tensor = self.core_attention(query, key, value, context, gates=gates)
-        return attended
+        return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
+
+
+def apply_gate(attended: Tensor, gate: Tensor) -> Tensor:
+    """What heads attend to [T, B, h·d] times σ(gate), of every number [T, B, h·d] or of every head [T, B, h]."""
+    factors = torch.sigmoid(promote_to_float32(gate))[..., None]
+    return (attended.unflatten(-1, (gate.shape[-1], -1)) * factors).to(attended.dtype).flatten(-2)
 
 
 class FeedForward(MLP):

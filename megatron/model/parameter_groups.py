@@ -56,6 +56,9 @@ def list_hidden_matrices(model: nn.Module) -> list[HiddenMatrix]:
             groups = module.config.num_query_groups
             assert groups is not None  # megatron-core fills it in
             found.append(HiddenMatrix(module.linear_qkv.weight, groups, tuple(module.group_sizes)))
+            if module.linear_gate is not None:
+                gate = module.linear_gate
+                found.append(HiddenMatrix(gate.weight, 1, (gate.output_size,)))
             output = module.linear_proj.weight
             found.append(HiddenMatrix(output, 1, (output.shape[0],)))
         elif isinstance(module, FeedForward):

@@ -23,6 +23,8 @@ DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "swiglu")
 """Activations of which one half of the inner values gates the other."""
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable", "stick-breaking")
+
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
 
@@ -186,6 +188,12 @@ class ModelOptions(ConfigSection):
     make_vocab_size_divisible_by: int = config_field(
         128, "the vocabulary is padded up to a multiple of this", ge=1, le=MAX_SIZE, policy="architecture"
     )
+    attention_output_gate: Literal[False, True, "headwise"] = config_field(
+        False,
+        "multiply what each head attends to by σ(W·x), x being the layer's input, before the output projection (Qiu et "
+        "al. 2025): true, a gate for every number (megatron-core's); headwise, one for every head",
+        policy="architecture",
+    )
     checkpoint_activations: Literal[False, True, "selective"] = config_field(
         False,
         "what the backward pass computes again instead of keeping it: true, whole layers; selective, of each layer "
@@ -230,6 +238,10 @@ def _check_names(value: Any) -> Any:
     return _check_layers(value, "text", lambda item: isinstance(item, str))
 
 
+def _check_softmax_types(value: Any) -> Any:
+    return _check_layers(value, f"one of {', '.join(SOFTMAX_TYPES)}", lambda item: item in SOFTMAX_TYPES)
+
+
 def _check_windows(value: Any) -> Any:
     if value is None:
         return value
@@ -264,7 +276,7 @@ def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any
     return period[0] if len(period) == 1 else period
 
 
-LAYER_KEYS = ("pos_emb", "attention_window", "score_processor", "attention_temperature")
+LAYER_KEYS = ("pos_emb", "attention_window", "score_processor", "attention_temperature", "softmax_type")
 """The keys that may differ from layer to layer: one value for all, or a list that repeats from the first to the last.
 """
 
@@ -333,6 +345,14 @@ class PositionOptions(ConfigSection):
         policy="architecture",
     )
 
+    softmax_type: Annotated[str | list[str], PlainValidator(_check_softmax_types)] = config_field(
+        "vanilla",
+        "what makes attention weights of logits: vanilla; off-by-one, a denominator with 1 more; learnable, with exp "
+        "of a sink more, a head's own (gpt-oss); or stick-breaking, where each key takes its share of what later "
+        "ones have left (Tan et al. 2024); a list is a pattern of layers",
+        policy="architecture",
+    )
+
     @property
     def encodings(self) -> list[str]:
         """The encodings of the layers, each once."""
@@ -364,6 +384,11 @@ class PositionOptions(ConfigSection):
     def temperature(self) -> str:
         """`attention_temperature` of one layer."""
         return self._get_single("attention_temperature")
+
+    @property
+    def softmax(self) -> str:
+        """`softmax_type` of one layer."""
+        return self._get_single("softmax_type")
 
     @property
     def window(self) -> int | None:
@@ -421,6 +446,13 @@ def q_hidden_size(model: ModelOptions) -> int:
 def kv_hidden_size(model: ModelOptions) -> int:
     """Numbers in the keys of one token, and in its values: as many as in its queries unless those are grouped."""
     return head_dim(model) * num_kv_heads(model)
+
+
+def output_gate_size(model: ModelOptions) -> int:
+    """Gates of one token's attention output; 0 without attention_output_gate."""
+    if model.attention_output_gate == "headwise":
+        return model.num_attention_heads
+    return q_hidden_size(model) if model.attention_output_gate else 0
 
 
 def qk_norm(model: ModelOptions) -> str | None:

@@ -15,7 +15,7 @@ bytes of the compute type:
 |                               | values too; of grouped queries the tensor that q, k and v lie in                   |
 | queries times a temperature   | n·(D/T_p)·b: the copy that attention reads; with learned factors also what it was  |
 |                               | made of, and the factors, 4·t·H/T_p                                                |
-| attention's output            | n·(D/T_p)·b                                                                        |
+| attention's output            | n·(D/T_p)·b; with gates as much again, and 4 bytes a gate                          |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
 
 What attention keeps besides is its backend's (`attention_memory.py`). Where attention is recomputed
@@ -34,6 +34,7 @@ from megatron.options.model import (
     head_dim,
     kv_hidden_size,
     num_kv_heads,
+    output_gate_size,
     q_hidden_size,
     qk_norm,
 )
@@ -140,6 +141,7 @@ class _LayerEstimator:
             bool(model.attention_dropout),
             gpu_bytes,
             model.attn_logit_softcapping is not None,
+            config.position.softmax,
             config.position.attention_mask == "document",
         )
         self.attention = ATTENTION_MEMORY[backend or model.attention_backend](self.shape)
@@ -195,6 +197,8 @@ class _LayerEstimator:
             size += n * part * b * (both if numbers > 1 and self.attention.pads_values else numbers)
         size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
         size += n * part * b  # the output, which the projection after it reads
+        if gates := output_gate_size(self.model):
+            size += n * part * b + 4 * n * gates // self.sizes.tensor  # that before its gates, and these in float32
         if self.scales_queries:
             size += self.unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
             size += 4 * (n // self.micro_batch_size) * (self.num_heads if self.learns_scale else 1)
@@ -222,7 +226,9 @@ class _LayerEstimator:
 
     def linear_bytes(self) -> int:
         """What attention's linear layers give and read."""
-        width = 2 * self.local_q_size + 2 * kv_hidden_size(self.model) // self.sizes.tensor
+        width = (
+            2 * self.local_q_size + (2 * kv_hidden_size(self.model) + output_gate_size(self.model)) // self.sizes.tensor
+        )
         return self.num_tokens * width * self.bytes_per_element
 
     def qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:

@@ -46,6 +46,9 @@ SOFTMAX_BACKWARD_BYTES = 12
 """Of a score beside its probability: the gradients of both in float32 and, on CUDA devices alone, their product
 (`softmax_backward_cuda_out` in PyTorch)."""
 
+STICK_BREAKING_BYTES = 4
+"""What the backward pass of stick-breaking has more: sums along the keys, turned round, beside what they sum."""
+
 MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
 """Of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
 
@@ -79,6 +82,8 @@ class AttentionShape:
     """Memory of the card."""
     has_softcap: bool = False
     """Are the scores soft-capped?"""
+    softmax_type: str = "vanilla"
+    """What makes weights of the logits (`attention/softmax.py`)."""
     has_documents: bool = False
     """Are documents of a row kept apart?"""
 
@@ -255,6 +260,8 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     shared_bytes = encoding.cost.saved_bytes_per_score(encoding.options)
     if shape.has_softcap:
         per_sequence += b * heads  # the hyperbolic tangents
+    if shape.softmax_type == "stick-breaking":
+        per_sequence += 4 * heads  # the logits, which a softmax's backward pass needs not
     if encoding.facts.multiplies_scores:
         per_sequence += b * heads
         shared_bytes += b * heads
@@ -284,8 +291,9 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     # Probabilities and what their softmax's backward pass has, when the copy in a half type has gone; or the logits'
     # gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
+    of_weights = SOFTMAX_BACKWARD_BYTES + (STICK_BREAKING_BYTES if shape.softmax_type == "stick-breaking" else 0)
     maps = _score_map_bytes(shape, is_eager=is_eager) + max(
-        (SOFTMAX_BACKWARD_BYTES - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
+        (of_weights - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
     )
     if shape.processor is None:
         return maps
@@ -414,6 +422,9 @@ def estimate_bias_matrix(shape: AttentionShape) -> AttentionMemory:
 def estimate_triton(shape: AttentionShape) -> AttentionMemory:
     """By the kernel that a call takes (`select_kernel` in `attention/backends/triton.py`)."""
     facts = shape.encoding.facts
+    has_sink = shape.softmax_type != "vanilla"
+    if has_sink and (shape.has_dropout or ("dense" in facts.hooks and shape.processor is None)):
+        return estimate_row_blocks(shape)
     if shape.processor is not None:
         is_fused = "dense" not in facts.hooks and not shape.has_dropout
         return estimate_cdape_attention(shape) if is_fused else estimate_row_blocks(shape)
@@ -424,7 +435,9 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
 
 def estimate_auto(shape: AttentionShape) -> AttentionMemory:
     """What `auto` takes where no check on a card has told it better."""
-    can_fuse = supports_sdpa(shape.encoding, shape.processor, has_softcap=shape.has_softcap)
+    can_fuse = supports_sdpa(
+        shape.encoding, shape.processor, has_softcap=shape.has_softcap, softmax_type=shape.softmax_type
+    )
     return estimate_sdpa(shape) if can_fuse else estimate_row_blocks(shape)
 
 
@@ -440,42 +453,67 @@ ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
 """By the values of `attention_backend`."""
 
 
-def supports_sdpa(encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool = False) -> bool:
+def supports_sdpa(
+    encoding: PlannedEncoding,
+    processor: PlannedProcessor | None,
+    *,
+    has_softcap: bool = False,
+    softmax_type: str = "vanilla",
+) -> bool:
     """Can PyTorch's fused attention compute a method?"""
-    return _can_compute("sdpa", encoding, processor, has_softcap=has_softcap)
+    return _can_compute("sdpa", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
 
 
 def supports_triton(
-    encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
+    encoding: PlannedEncoding,
+    processor: PlannedProcessor | None,
+    head_dim: int,
+    *,
+    has_softcap: bool = False,
+    softmax_type: str = "vanilla",
 ) -> bool:
     """Can the kernels compute a method, or a part of it?"""
     fits = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
         processor is None or processor.width <= MAX_PROCESSOR_WIDTH
     )
-    return fits and _can_compute("triton", encoding, processor, has_softcap=has_softcap)
+    return fits and _can_compute("triton", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
 
 
 def _can_compute(
-    backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool
+    backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool, softmax_type: str
 ) -> bool:
     processor_facts = None if processor is None else processor.facts
     reason = find_unsupported_method(
-        backend, encoding.facts, processor_facts=processor_facts, has_softcap=has_softcap, options=encoding.options
+        backend,
+        encoding.facts,
+        processor_facts=processor_facts,
+        has_softcap=has_softcap,
+        softmax_type=softmax_type,
+        options=encoding.options,
     )
     return reason is None
 
 
 def list_backends(
-    encoding: PlannedEncoding, processor: PlannedProcessor | None, head_dim: int, *, has_softcap: bool = False
+    encoding: PlannedEncoding,
+    processor: PlannedProcessor | None,
+    head_dim: int,
+    *,
+    has_softcap: bool = False,
+    softmax_type: str = "vanilla",
 ) -> list[str]:
     """The backends that can compute a method on a GPU, `auto` first."""
     names = ["auto"]
-    if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap):
+    if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap, softmax_type=softmax_type):
         names.append("triton")
-    if _can_compute("flex", encoding, processor, has_softcap=has_softcap):
+    if _can_compute("flex", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type):
         names.append("flex")
     names += ["chunked", "eager"]
-    return [*names, "sdpa"] if supports_sdpa(encoding, processor, has_softcap=has_softcap) else names
+    return (
+        [*names, "sdpa"]
+        if supports_sdpa(encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
+        else names
+    )
 
 
 def list_common_backends(config: Config) -> list[str]:
@@ -486,6 +524,7 @@ def list_common_backends(config: Config) -> list[str]:
             plan_processor(own.position),
             head_dim(own.model),
             has_softcap=own.model.attn_logit_softcapping is not None,
+            softmax_type=own.position.softmax,
         )
         for own, _ in count_layer_kinds(config)
     ]

@@ -23,6 +23,7 @@ from megatron.options.model import (
     head_dim,
     kv_hidden_size,
     list_norm_parts,
+    output_gate_size,
     padded_vocab_size,
     q_hidden_size,
     qk_norm,
@@ -181,13 +182,16 @@ Shapes = tuple[tuple[int, int], ...]
 
 def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
     """The matrices in each weight of one layer, in the order of its parameters: attention's output; queries, keys and
-    values; the feed-forward layer's first, of which a gated one has two; its second."""
+    values; gates of attention's output, if it has them; the feed-forward layer's first, of which a gated one has two;
+    its second."""
     size, q_size, kv_size = model.hidden_size, q_hidden_size(model), kv_hidden_size(model)
     inner = ffn_hidden_size(model)
     num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
+    gates = output_gate_size(model)
     return (
         ((size, q_size),),
         ((q_size, size), (kv_size, size), (kv_size, size)),
+        *((((gates, size),),) if gates else ()),
         ((inner, size),) * num_inner,
         ((size, inner),),
     )
@@ -235,6 +239,7 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
         + own_encoding_parameters
         + count_processor_parameters(model, position)
         + count_temperature_parameters(model, position)
+        + (model.num_attention_heads if position.softmax == "learnable" else 0)
     )
 
 
@@ -322,7 +327,9 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
     )  # keys that a token sees: the mean of min(i + 1, window)
     encoding, processor_cost = plan_encoding(position), plan_processor(position)
     return ForwardFlops(
-        linear=2.0 * hidden_size * (2 * q_hidden_size(model) + 2 * kv_hidden_size(model) + fc1_size + ffn_size),
+        linear=2.0
+        * hidden_size
+        * (2 * q_hidden_size(model) + 2 * kv_hidden_size(model) + output_gate_size(model) + fc1_size + ffn_size),
         attention=q_hidden_size(model)
         * (
             2.0 * (1 + encoding.count_qk_numbers()) * keys_per_token

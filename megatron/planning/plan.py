@@ -94,7 +94,12 @@ class Plan:
         """Can PyTorch's fused attention compute the configuration's method?"""
         has_softcap = self.config.model.attn_logit_softcapping is not None
         return all(
-            supports_sdpa(plan_encoding(own.position), plan_processor(own.position), has_softcap=has_softcap)
+            supports_sdpa(
+                plan_encoding(own.position),
+                plan_processor(own.position),
+                has_softcap=has_softcap,
+                softmax_type=own.position.softmax,
+            )
             for own, _ in count_layer_kinds(self.config)
         )
 

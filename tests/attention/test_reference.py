@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import apply_softmax, compute_logits
+from megatron.attention.reference import compute_attention, compute_logits
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
@@ -72,8 +72,8 @@ def test_logits_and_attention_against_loops() -> None:
     mask = torch.tensor([[True] * 6, [False, False] + [True] * 4])  # the second sequence is padded on the left
     span = TokenRange(0, length)
     encoding = Everything(SHAPE)
-    ours = compute_logits(AttentionInputs(q, k, v, span, span, encoding, key_mask=mask))
-    out = apply_softmax(ours, v, rows_may_be_empty=True)
+    inputs = AttentionInputs(q, k, v, span, span, encoding, key_mask=mask)
+    ours, out = compute_logits(inputs), compute_attention(inputs)
     for b in range(batch):
         for h in range(2):
             for i in range(length):

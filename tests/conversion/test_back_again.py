@@ -23,6 +23,7 @@ from tools.export.cases import (
     build_gpt,
     list_architecture_cases,
     list_position_cases,
+    list_softmax_cases,
     list_temperature_cases,
     write_run,
 )
@@ -41,6 +42,7 @@ ROUND = [
     ),
     *list(list_position_cases())[-6:],
     *list_temperature_cases(),
+    *list_softmax_cases(),
     *list_architecture_cases(),
 ]
 NATIVE = {

@@ -5,7 +5,13 @@ from itertools import islice
 from pathlib import Path
 
 from megatron.position.registry import list_encodings, list_processors
-from tools.export.cases import list_architecture_cases, list_method_cases, list_position_cases, list_temperature_cases
+from tools.export.cases import (
+    list_architecture_cases,
+    list_method_cases,
+    list_position_cases,
+    list_softmax_cases,
+    list_temperature_cases,
+)
 from tools.export.compare import measure_differences, select_beyond_rounding
 
 EVERY_METHOD = list(list_method_cases())
@@ -20,6 +26,7 @@ def test_exports_equal_the_project(tmp_path: Path) -> None:
         *(case for number, case in enumerate(EVERY_METHOD) if number % 3 != number // 3 % 3),
         *islice(list_position_cases(), 0, None, 5),
         *list_temperature_cases(),
+        *list_softmax_cases(),
         *list_architecture_cases(),
     ]
     assert not select_beyond_rounding(measure_differences(cases, tmp_path))

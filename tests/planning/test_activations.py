@@ -237,6 +237,21 @@ def test_scaled_queries(temperature: str, precision: str, ranks: int, request: p
         assert estimate.saved_bytes == pytest.approx(measured(wanted, Axis(ranks - 1, ranks)), rel=0.05 * ranks)
 
 
+@pytest.mark.parametrize("precision", TYPES)
+def test_sinks_stick_breaking_and_gates(precision: str) -> None:
+    for keys in (
+        {**METHODS["rotary"], "attention_backend": "sdpa", "attention_output_gate": True},
+        {"pos_emb": "none", "attention_backend": "sdpa", "attention_output_gate": "headwise", "num_kv_heads": 2},
+        {**METHODS["rotary"], "attention_backend": "eager", "softmax_type": "learnable"},
+        {**METHODS["cdape"], "attention_backend": "eager", "softmax_type": "off-by-one"},
+        {**METHODS["kerple_log"], "attention_backend": "eager", "softmax_type": "stick-breaking"},
+        {**METHODS["kerple_log"], "checkpoint_activations": "selective", "attention_output_gate": True},
+    ):
+        wanted = config(256, **keys, precision=precision)
+        estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
+        assert estimate.saved_bytes == pytest.approx(measured(wanted), rel=0.05), keys
+
+
 def test_a_window_leaves_out_columns() -> None:
     wanted = config(512, **METHODS["cdape"], attention_window=100)
     assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(

@@ -31,6 +31,8 @@ def test_every_method(processor: str) -> None:
         {"attention_window": 5},
         {"attention_window": 500},
         {"attention_temperature": "ssmax"},
+        {"softmax_type": "learnable", "attention_output_gate": True, "num_kv_heads": 1, "head_dim": 24},
+        {"attention_output_gate": "headwise"},
         {"num_layers": 4, "pos_emb": ["rotary", "cope"], "attention_window": [None, 5, 3, 7],
          "score_processor": ["cdape", "none"], "attention_temperature": ["ssmax", "none"]},
         {"num_kv_heads": 1, "head_dim": 24, "score_processor": "cdape"},

@@ -16,6 +16,7 @@ from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, pipeline_layer_
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
+from megatron.options.model import SOFTMAX_TYPES
 from megatron.planning.model_costs import count_layer_kinds, count_parameters, count_rank_parameters
 from megatron.position import catalog
 
@@ -98,6 +99,11 @@ def test_every_method() -> None:
         assert estimate == built, name
     fixed = {"attention_temperature": "ssmax", "attention_temperature_options": {"learned": False}}
     assert counted(**fixed) == counted()
+    for softmax in SOFTMAX_TYPES:
+        estimate, built = counted(softmax_type=softmax, attention_output_gate="headwise")
+        assert estimate == built, softmax
+    estimate, built = counted(attention_output_gate=True, num_kv_heads=1, head_dim=24)
+    assert estimate == built
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kernels.cdape_attention.reference import reference as _reference
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
-"""The output, then the operator's tensors."""
+"""The output, then the operator's tensors, to which sinks may be added."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Case:
     chunk: int | None = None
     documents: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each sequence, offset + rows in all; one each if there are none."""
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value not in (None, ()))
@@ -53,7 +54,8 @@ class Case:
         return options
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor | None]:
-        """q, k, v, bias, w1, b1, w2 and b2, the same numbers for the same seed, rounded to a type once.
+        """q, k, v, bias, w1, b1, w2, b2, and sinks if there are any: the same numbers for the same seed, rounded to a
+        type once.
 
         The bias falls with the distance as a learned one does, and the weights let the hidden values change sign.
         """
@@ -71,7 +73,8 @@ class Case:
         b1, b2 = normal(self.width, scale=0.3), normal(self.heads, scale=0.3)
         slope = torch.rand(self.heads, 1, generator=generator) * 2
         bias = -slope * torch.log1p(torch.arange(count + 2)) + torch.randn(self.heads, count + 2, generator=generator)
-        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2]
+        sinks = [torch.linspace(1, 6, self.heads, device=device)] if self.has_sinks else []
+        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2, *sinks]
 
 
 SMALL = [
@@ -96,11 +99,13 @@ SMALL = [
     Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1))),
     Case(1, 2, 40, 40, 8, 6, 7, window=10, chunk=30, documents=((23, 2, 15),)),
     Case(1, 2, 12, 12, 8, 6, 1, has_bias=False, documents=((5, 7),)),
+    Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1)), has_sinks=True),
+    Case(1, 3, 17, 28, 80, 8, 3, offset=11, window=13, chunk=10, has_sinks=True),
 ]
 """For tiles of 16 rows and distances, 16 − 2p of which are kept: odd sizes, T < k, offsets, windows (narrower than p
 too), chunks, decoding, H beyond 16; a window that ends with a tile, so that the hidden values beyond it lie in the
 next, and a length that does; a head dimension in two parts, and the largest; tiles that all rows see whole, which have
-code of their own; documents, shorter than k too, that begin within tiles and chunks and with them."""
+code of their own; documents, shorter than k too, that begin within tiles and chunks and with them; sinks."""
 
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Run with a bias beyond float16's range."""
@@ -113,6 +118,8 @@ def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if (first_keys := options.get("first_keys")) is not None:
             options["first_keys"] = first_keys.to(tensors[0].device)
         own = {name: options.pop(name) for name in ("chunk", "saturate_like") if name in options}
+        if len(tensors) == len(NAMES):
+            *tensors, options["sinks"] = tensors
         return attend(CdapeArgs(*tensors, **options), **own)
 
     return call
@@ -133,7 +140,7 @@ def differentiated(attend: Callable[..., Tensor], inputs: Sequence[Tensor | None
     output = attend(*leaves)
     output.backward(into)
     found = [output.detach(), *(None if x is None else x.grad for x in leaves)]
-    return {name: x for name, x in zip(NAMES, found, strict=True) if x is not None}
+    return {name: x for name, x in zip((*NAMES, "sinks"), found, strict=False) if x is not None}
 
 
 def doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -22,6 +22,8 @@ MUP = "muP, cdape(kerple_log)"
 MUON = "Muon, cdape(kerple_log), grouped"
 STABLE = "rotary, normalised, capped, z-loss"
 SSMAX = "ssmax, cdape(kerple_log), window 20"
+SINKS = "cdape(kerple_log), sinks, headwise gates"
+GATED = "rotary, sinks in windows, gates"
 TWO = [
     ParityCase(SSMAX, Layout(data=2, stage=3), steps=STEPS),
     ParityCase(SSMAX, Layout(context=2, stage=1), "bf16", STEPS),
@@ -44,6 +46,10 @@ TWO = [
     ParityCase("Lion, dape(kerple_log)", Layout(data=2, stage=2), steps=STEPS),
     ParityCase(MUP, Layout(pipeline=2, stage=1), steps=STEPS),
     ParityCase(MUP, Layout(tensor=2, stage=2), steps=STEPS),
+    ParityCase(SINKS, Layout(tensor=2, stage=1), steps=STEPS),
+    ParityCase(GATED, Layout(tensor=2), steps=STEPS),
+    ParityCase(GATED, Layout(data=2, stage=3), "bf16", STEPS),
+    ParityCase("stick-breaking, documents", Layout(context=2, stage=1), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(tensor=2), steps=STEPS),
     ParityCase("rotary, documents", Layout(context=2, stage=1), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(data=2, stage=3), steps=STEPS),
@@ -51,6 +57,7 @@ TWO = [
 FOUR = [
     ParityCase(SSMAX, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
     ParityCase("llama4, rotary, documents", Layout(tensor=2, context=2, stage=1), steps=STEPS),
+    ParityCase(SINKS, Layout(context=2, pipeline=2, stage=1), steps=STEPS),
     ParityCase("cope", Layout(tensor=2, context=2, stage=1), steps=STEPS),
     ParityCase("transformer_xl", Layout(tensor=2, data=2, stage=2), steps=STEPS),
     ParityCase("learned", Layout(data=2, pipeline=2, stage=1), steps=STEPS),

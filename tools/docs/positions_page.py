@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.attention import softmax
 from megatron.config import neox_keys
 from megatron.config.reference import describe_default, describe_type, format_table
 from megatron.config.schema import list_config_keys
@@ -87,8 +88,8 @@ Per layer and head, for query i and key j ≤ i at the distance n = i − j:
    from `dense`.
 4. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
 5. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
-6. The softmax is taken in float32, then comes the product with v. Positions are integers and distances are float32,
-   whatever the compute type.
+6. The softmax is taken in float32, with a sink or without, or stick-breaking in its place (`softmax_type`); then comes
+   the product with v. Positions are integers and distances are float32, whatever the compute type.
 7. A processor may change the attention weights between softmax and dropout (`process_weights`), and each head's output
    before heads are joined (`process_output`).
 
@@ -136,7 +137,8 @@ Counts below are for {SHAPE.num_heads} heads of {SHAPE.head_dim}, {LAYERS} layer
 LAYERS_THAT_DIFFER = """\
 ## Layers that differ
 
-`pos_emb`, `attention_window`, `score_processor` and `attention_temperature` take a list in the place of a value.
+`pos_emb`, `attention_window`, `score_processor`, `attention_temperature` and `softmax_type` take a list in the place
+of a value.
 The list is a pattern: its first entry is for the first layer, and it repeats from the first layer to the last.
 Its length must divide `num_layers`; a list of `num_layers` entries names every layer.
 The lists may have different lengths, and one value beside them holds for all layers:
@@ -155,10 +157,11 @@ What is added to the token embeddings (`learned`, `sinusoidal`) belongs to no la
 A cache of keys and values keeps of a layer with a window the keys that later tokens can see, and no others.
 `evaluate --window W` gives every layer the window W.
 
-There are four overlays of this kind.
+There are five overlays of this kind.
 `rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) put layers with RoPE in a window beside layers that see
 all tokens without positions.
 `smollm3` leaves RoPE out of every fourth layer, and `irope` gives such a layer Llama 4's temperature.
+`gpt_oss` has a window in every other layer, and sinks in all.
 megatron-core's keys are understood: `no_rope_freq` and `window_attn_skip_freq` with a number or a list, and
 `window_size`, a pair such as `[127, 0]`: the keys before a token, and after it.
 """
@@ -215,6 +218,42 @@ def _list_tables(module: ModuleType) -> list[str]:
     """The tables of a module's docstring."""
     lines = groupby(read_docstring(module).splitlines(), key=lambda line: line.startswith("|"))
     return ["\n".join(group) for is_table, group in lines if is_table]
+
+
+SOFTMAX = f"""\
+## Sinks, stick-breaking and gates
+
+What comes after the logits is chosen beside them, and goes with every encoding, processor, temperature and window.
+
+`softmax_type` (megatron-core's key and names) says what makes attention weights A of the logits x:
+
+{chr(10).join(line for line in read_docstring(softmax).splitlines() if line.startswith("|"))}
+
+A softmax must give all of a row's weight to keys, so models learn to put what they do not need on the first token.
+A sink takes it instead: a logit that joins those of the keys and has no value.
+`learnable` has one for each head of each layer, from 0 on, where `off-by-one` has it for good.
+They are float32 in every compute type, are not decayed, and cost nothing that can be measured:
+kernels begin each row's sum with the sink.
+A constant that a processor adds to all logits of a head has an effect then, unlike under a softmax alone.
+`auto` takes no `sdpa` for them, which cannot; a layer that adds nothing else then takes blocks of rows on a CPU, and
+on a GPU what the check finds fastest of these, `triton` and `flex`.
+Overlays: `sinks`, `off_by_one`, `gpt_oss`.
+
+`stick-breaking` (overlay `stick_breaking`) knows the order of tokens without positions: going back from its own token,
+which a row does not attend to, each key takes the share σ(x) of what later keys have left.
+A row's first key therefore sees nothing, and what no key takes is attention to nothing.
+(Released models of its authors add that rest to the output, with the own value or a learned vector; the paper's
+formula does not.)
+PyTorch's blocks of rows compute it, `eager`, `chunked` and `auto`; the other backends refuse it.
+
+`attention_output_gate` (megatron-core's key; overlay `gated_attention`) multiplies what each head attends to by
+σ(W·x), x being the layer's input, before the output projection: a gate for every number with `true`, one for every
+head with `headwise` (Qiu et al. 2025, who find the first best).
+W is a matrix of its own, `self_attention.linear_gate`, without a bias; tensor-parallel ranks divide it by heads.
+
+transformers' gpt-oss has the same sinks: a test compares outputs and gradients.
+Its models cannot be imported all the same, because their feed-forward layers are mixtures of experts.
+"""
 
 
 ROTARY_SCALINGS = f"""\
@@ -315,6 +354,7 @@ def render_page() -> str:
             SHARING,
             _render_processor_options(processors),
             TEMPERATURES,
+            SOFTMAX,
             ROTARY_SCALINGS,
             _render_windows(encodings),
             LAYERS_THAT_DIFFER,

@@ -87,6 +87,21 @@ def list_temperature_cases() -> Iterator[ExportCase]:
         yield ExportCase(f"{name}, {place['pos_emb']}", {**place, **temperature})
 
 
+def list_softmax_cases() -> Iterator[ExportCase]:
+    """Every softmax, and gates of what is attended to."""
+    for name, place in (
+        ("off-by-one", {"pos_emb": "rotary"}),
+        ("learnable", {"pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 11}),
+        ("stick-breaking", {"pos_emb": "none"}),
+    ):
+        yield ExportCase(f"softmax {name}, {place['pos_emb']}", {**place, "softmax_type": name})
+    layers = {"attention_window": [9, None], "softmax_type": ["learnable", "vanilla"], "pos_emb": "rotary"}
+    yield ExportCase("sinks in layers with a window", layers)
+    yield ExportCase("a gate for each number", {"attention_output_gate": True, "pos_emb": "alibi"})
+    gated = {"attention_output_gate": "headwise", "num_kv_heads": 1, "head_dim": 12, "pos_emb": "rotary"}
+    yield ExportCase("a gate for each head", gated)
+
+
 def list_architecture_cases() -> Iterator[ExportCase]:
     """What else a layer may look like."""
     with_cdape = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 5}}

@@ -33,6 +33,7 @@ from tools.export.cases import (  # noqa: E402
     list_architecture_cases,
     list_method_cases,
     list_position_cases,
+    list_softmax_cases,
     list_temperature_cases,
     write_case,
 )
@@ -117,7 +118,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure_differences(
-            [*list_method_cases(), *list_position_cases(), *list_temperature_cases(), *list_architecture_cases()],
+            [
+                *list_method_cases(),
+                *list_position_cases(),
+                *list_temperature_cases(),
+                *list_softmax_cases(),
+                *list_architecture_cases(),
+            ],
             Path(folder),
             arguments.python,
         )

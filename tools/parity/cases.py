@@ -68,6 +68,17 @@ METHODS: dict[str, dict[str, Any]] = {
         "pos_emb": "rotary", "attention_mask": "document", "attention_temperature": "llama4",
         "attention_temperature_options": {"floor_scale": 3, "attn_scale": 0.6},
     },
+    "cdape(kerple_log), sinks, headwise gates": {
+        "pos_emb": "kerple_log", "score_processor": "cdape", "softmax_type": "learnable",
+        "attention_output_gate": "headwise",
+    },
+    "rotary, sinks in windows, gates": {
+        "pos_emb": "rotary", "attention_window": [9, None], "softmax_type": ["learnable", "off-by-one"], **GROUPED,
+        "attention_output_gate": True, "checkpoint_activations": "selective",
+    },
+    "stick-breaking, documents": {
+        "pos_emb": "none", "softmax_type": "stick-breaking", "attention_mask": "document",
+    },
     # Layers that differ: over two stages, whose patterns are not alike, and over four, some without a shared encoding.
     "rotary, window 9 | cdape(kerple_log)": {
         "pos_emb": ["rotary", "rotary", "rotary", "kerple_log"], "attention_window": [9, 9, 9, None],

@@ -19,7 +19,12 @@ from torch import Tensor
 from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, format_triangle
 from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights, run_forward
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
-from megatron.attention.reference import compute_logits, compute_scores_and_bias, compute_visible_mask, precompute_terms
+from megatron.attention.reference import (
+    compute_logits,
+    compute_scores_and_bias,
+    compute_visible_mask,
+    precompute_terms,
+)
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64

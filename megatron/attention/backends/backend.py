@@ -42,7 +42,7 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
 
 
 def find_unsupported_combination(
-    backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None
+    backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None, softmax_type: str
 ) -> str | None:
     """Why a backend can compute no call of a combination, as far as `capabilities.py` knows; None if nothing is known.
 
@@ -56,17 +56,26 @@ def find_unsupported_combination(
         has_softcap=softcap is not None,
         num_rotations=1 if encoding.far_distance is None else 2,
         has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
+        softmax_type=softmax_type,
     )
     return find_unsupported_feature(backend, features)
 
 
 class AttentionBackend(Protocol):
-    """A way to compute softmax(logits)·v, the logits being `megatron.attention.reference.compute_logits`."""
+    """A way to compute weights·v, the weights being `megatron.attention.reference.compute_weights`."""
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
-        """Why this backend cannot do the combination, or None if it can. `softcap`: a bound of q·k/√d."""
+        """Why this backend cannot do the combination, or None if it can.
+
+        softcap: a bound of q·k/√d.
+        softmax_type: what makes weights of the logits, as the configuration's key (`megatron/attention/softmax.py`).
+        """
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Attention output [B, h, R, d]."""

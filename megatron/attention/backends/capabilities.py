@@ -25,6 +25,8 @@ UNSUPPORTED_REASONS = {
     "gate before a processor": "it cannot add a bias that is another for every sequence before a processor",
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
+    "sink": "it cannot add a sink to the softmax (softmax_type)",
+    "stick-breaking": "it computes a softmax and not stick-breaking (softmax_type)",
 }
 """The features of a method, with what a backend says that does not support one.
 
@@ -35,6 +37,7 @@ UNSUPPORTED_REASONS = {
     contextual                  a bias that depends on the queries
     gate                        a term of each row and one of each key, which the layer's input decides
     weight                      a matrix is multiplied into the scores
+    sink                        a logit without a value beside those of a row's keys
 """
 
 
@@ -54,16 +57,16 @@ class BackendCapabilities:
 
 
 BACKEND_CAPABILITIES = {
-    "sdpa": BackendCapabilities(("processor", "two rotations", "softcap", "bias")),
+    "sdpa": BackendCapabilities(("processor", "two rotations", "softcap", "bias", "sink", "stick-breaking")),
     "flex": BackendCapabilities(
-        ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight"),
-        frozenset({"bias", "softcap"}),
+        ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight", "stick-breaking"),
+        frozenset({"bias", "softcap", "sink"}),
         "it is for a bias of the distance alone",
     ),
     "native": BackendCapabilities(
         (
             *("two rotations", "softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
-            "processor without kernel",
+            *("processor without kernel", "stick-breaking"),
         ),
         frozenset({"processor"}),
         "it is for score processors",
@@ -71,7 +74,7 @@ BACKEND_CAPABILITIES = {
     "triton": BackendCapabilities(
         (
             *("two rotations", "contextual", "softcap", "matrix", "weight before a processor"),
-            *("gate before a processor", "processor without kernel"),
+            *("gate before a processor", "processor without kernel", "stick-breaking"),
         ),
     ),
 }
@@ -85,6 +88,7 @@ def list_score_features(
     has_kernel_parameters: bool,
     has_processor: bool,
     has_softcap: bool,
+    softmax_type: str,
     num_rotations: int = 1,
     has_processor_kernel: bool = True,
 ) -> frozenset[str]:
@@ -95,6 +99,7 @@ def list_score_features(
         multiplies_scores, has_kernel_parameters: what the encoding declares.
         has_processor: whether a score processor works on it.
         has_softcap: whether the scores are capped.
+        softmax_type: what makes weights of the logits.
         num_rotations: of queries and keys, by their distance.
         has_processor_kernel: whether that processor is in a form that kernels know.
     """
@@ -112,6 +117,8 @@ def list_score_features(
         "kernel matrix": is_matrix and has_kernel_parameters,
         "weight": multiplies_scores,
         "weight before a processor": multiplies_scores and has_processor,
+        "sink": softmax_type in ("off-by-one", "learnable"),
+        "stick-breaking": softmax_type == "stick-breaking",
     }
     return frozenset(feature for feature, is_there in present.items() if is_there)
 
@@ -122,9 +129,10 @@ def find_unsupported_method(
     *,
     processor_facts: MethodFacts | None,
     has_softcap: bool,
+    softmax_type: str = "vanilla",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
-    """Why a backend cannot compute an encoding with or without a score processor and a bound of the scores.
+    """Why a backend cannot compute an encoding with or without a score processor, a bound of the scores and a sink.
 
     options: of the encoding, as far as they are given.
     """
@@ -136,6 +144,7 @@ def find_unsupported_method(
         has_softcap=has_softcap,
         num_rotations=facts.count_rotations(options),
         has_processor_kernel=processor_facts is not None and processor_facts.has_kernel_parameters,
+        softmax_type=softmax_type,
     )
     return find_unsupported_feature(backend, features)
 

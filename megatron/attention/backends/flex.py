@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megatron.attention.backends.backend import AttentionBackend, find_unsupported_combination
 from megatron.attention.inputs import AttentionInputs, pad_values
@@ -47,11 +47,15 @@ class FlexBackend:
         """Rows, columns and first row of the calls with gradients that it has computed."""
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if reason := find_unsupported_combination("flex", encoding, processor, softcap):
+        if reason := find_unsupported_combination("flex", encoding, processor, softcap, softmax_type):
             return reason
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not repeatable (deterministic: true)"
@@ -141,8 +145,16 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     else:
         mask = build_document_mask(*sizes, inputs.first_columns)
     flex = _compile_flex() if inputs.q.is_cuda else flex_attention
-    output: Tensor = flex(inputs.q, inputs.k, inputs.v, score_mod=modify_score, block_mask=mask)
-    return output
+    options: dict[str, Any] = {"score_mod": modify_score, "block_mask": mask}
+    sinks = inputs.head_sinks
+    if sinks is None:
+        output: Tensor = flex(inputs.q, inputs.k, inputs.v, **options)
+        return output
+    # exp(lse) is the sum over the keys: of the whole sum it is σ(lse − sink). A row's own term, which cancels in its
+    # softmax and is left out above, is not the sink's.
+    output, aux = flex(inputs.q, inputs.k, inputs.v, **options, return_aux=AuxRequest(lse=True))
+    lse = aux.lse if inputs.row_bias is None else aux.lse + inputs.row_bias.float()
+    return (output * torch.sigmoid(lse - sinks[:, None])[..., None]).to(output.dtype)
 
 
 @lru_cache(maxsize=2 * MAX_SHAPES)

@@ -67,6 +67,7 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
         window=inputs.window,
         first_keys=inputs.first_columns,
         residual_bias=convolutions.residual_bias,
+        sinks=inputs.head_sinks,
     )
     terms = inputs.processor_terms
     if terms is not None and terms.fits(args.q, args.offset, args.window):

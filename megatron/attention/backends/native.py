@@ -38,16 +38,24 @@ class NativeBackend:
         self.fallback, self.is_requested = fallback, is_requested
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
-        return self.combination_unsupported_reason(encoding, processor, softcap) or cpu.unavailable_reason()
+        reason = self.combination_unsupported_reason(encoding, processor, softcap, softmax_type)
+        return reason or cpu.unavailable_reason()
 
     @staticmethod
     def combination_unsupported_reason(
-        encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         """Why it refuses, wherever the model will run."""
-        reason = find_unsupported_combination("native", encoding, processor, softcap)
+        reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
         if reason is not None or processor is None:
             return reason
         return processor_unsupported_reason(processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)

@@ -40,7 +40,11 @@ class EagerBackend:
     takes_first_keys = True
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         return None
 
@@ -62,7 +66,11 @@ class ChunkedBackend:
         self.block_size, self.recompute = block_size, recompute
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         return None
 
@@ -89,7 +97,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
     others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
-        row_bias, key_bias, bias, weight, by_distance, edge, q_above, row_sums = tensors
+        row_bias, key_bias, bias, weight, by_distance, edge, q_above, row_sums, sinks = tensors
         return function(
             replace(
                 others,
@@ -98,6 +106,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
                 v=v,
                 row_bias=row_bias,
                 key_bias=key_bias,
+                sinks=sinks,
                 table=ScoreTerms(bias, weight) if has_table else None,
                 bias_contribution=None if by_distance is None or edge is None else BiasContribution(by_distance, edge),
                 q_above=q_above,
@@ -108,7 +117,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
     tensors = (*(inputs.table or ScoreTerms()), *(contribution or (None, None)), inputs.q_above, inputs.row_sums)
     return checkpoint(
         compute,
-        *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias, *tensors),
+        *(inputs.q, inputs.k, inputs.v, inputs.row_bias, inputs.key_bias, *tensors, inputs.sinks),
         use_reentrant=False,
         preserve_rng_state=inputs.dropout > 0,
     )
@@ -125,7 +134,11 @@ class RowBlockBackend:
         self.kept_without_processor = ChunkedBackend(max(block_size, MIN_ROWS_KEPT), recompute=False)
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         return None
 
@@ -143,9 +156,13 @@ class SdpaBackend:
     takes_first_keys = True
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
-        return find_unsupported_combination("sdpa", encoding, processor, softcap)
+        return find_unsupported_combination("sdpa", encoding, processor, softcap, softmax_type)
 
     @staticmethod
     def compute_document_mask(

@@ -26,23 +26,36 @@ compiled for every length."""
 
 
 def row_blocks_reason(
-    name: str, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    name: str,
+    encoding: Encoding,
+    processor: Processor | None,
+    softcap: float | None = None,
+    softmax_type: str = "vanilla",
 ) -> str | None:
     """That `auto`, unchecked, computes attention in row blocks, and why; None where it fuses, and where a backend was
     named."""
-    reason = SdpaBackend().unsupported_reason(encoding, processor, softcap) if name == "auto" else None
+    reason = SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
         return None
     return f"row blocks, kept up to {MAX_KEYS_KEPT:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
-def get_default_backend(encoding: Encoding, processor: Processor | None, softcap: float | None = None) -> str:
+def get_default_backend(
+    encoding: Encoding, processor: Processor | None, softcap: float | None = None, softmax_type: str = "vanilla"
+) -> str:
     """What `auto` takes where nothing is checked, on a CPU and on a GPU: sdpa or row blocks, which are PyTorch's."""
-    return "sdpa" if SdpaBackend().unsupported_reason(encoding, processor, softcap) is None else ROW_BLOCKS
+    return (
+        "sdpa" if SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
+    )
 
 
 def select_backend(
-    name: str, chunk_rows: int, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    name: str,
+    chunk_rows: int,
+    encoding: Encoding,
+    processor: Processor | None,
+    softcap: float | None = None,
+    softmax_type: str = "vanilla",
 ) -> AttentionBackend:
     """The backend called `name`; `auto` is the fastest of those that need no check (`get_default_backend`, on a CPU
     our C code).
@@ -55,19 +68,19 @@ def select_backend(
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
-        reason = row_blocks_reason(name, encoding, processor, softcap)
+        reason = row_blocks_reason(name, encoding, processor, softcap, softmax_type)
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
             return backends["sdpa"]
-        if NativeBackend.combination_unsupported_reason(encoding, processor, softcap) is not None:
+        if NativeBackend.combination_unsupported_reason(encoding, processor, softcap, softmax_type) is not None:
             return row_blocks
         return NativeBackend(row_blocks, is_requested=False)
-    reason = backends[name].unsupported_reason(encoding, processor, softcap)
+    reason = backends[name].unsupported_reason(encoding, processor, softcap, softmax_type)
     if reason is not None:
         supported = [
             other
             for other, backend in backends.items()
-            if backend.unsupported_reason(encoding, processor, softcap) is None
+            if backend.unsupported_reason(encoding, processor, softcap, softmax_type) is None
         ]
         raise UserError(f"attention_backend {name!r}: {reason}; choose from auto, {', '.join(supported)}")
     return backends[name]
@@ -87,16 +100,20 @@ def _build_backends(chunk_rows: int) -> dict[str, AttentionBackend]:
 
 
 def list_candidates(
-    chunk_rows: int, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+    chunk_rows: int,
+    encoding: Encoding,
+    processor: Processor | None,
+    softcap: float | None = None,
+    softmax_type: str = "vanilla",
 ) -> dict[str, AttentionBackend]:
     """What `auto` chooses from on a GPU: the backends that can do the combination, the unchecked default first."""
     backends = _build_backends(chunk_rows)
-    default = get_default_backend(encoding, processor, softcap)
+    default = get_default_backend(encoding, processor, softcap, softmax_type)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]
     return {
         name: backends[name]
         for name in order
-        if backends[name].unsupported_reason(encoding, processor, softcap) is None
+        if backends[name].unsupported_reason(encoding, processor, softcap, softmax_type) is None
     }
 
 

@@ -6,7 +6,7 @@
 | a gate, Toeplitz     | none          | `kernels/biased_attention`, the terms of keys alone                    |
 | Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
-| a network (FIRE)     | any           | `kernels/bias` and PyTorch's row blocks                                |
+| a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
 What only shows at run time goes to PyTorch's row blocks, which is said once: padding, sampled positions, a model that
 was moved to the CPU, dropout under a processor, and a processor's heads that are divided over ranks where these cannot
@@ -70,7 +70,11 @@ class TritonBackend:
         self.fallback = fallback
 
     def unsupported_reason(
-        self, encoding: Encoding, processor: Processor | None, softcap: float | None = None
+        self,
+        encoding: Encoding,
+        processor: Processor | None,
+        softcap: float | None = None,
+        softmax_type: str = "vanilla",
     ) -> str | None:
         if not triton_is_available():
             return "it needs a CUDA device"
@@ -78,7 +82,7 @@ class TritonBackend:
 
         if encoding.qk_head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
-        if reason := find_unsupported_combination("triton", encoding, processor, softcap):
+        if reason := find_unsupported_combination("triton", encoding, processor, softcap, softmax_type):
             return reason
         if type(encoding).overrides_hook("dense"):
             return _fire_unsupported_reason(encoding)
@@ -200,6 +204,12 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
         return KernelChoice.PYTORCH, "a gate's bias beside a network's or under attention_dropout"
+    if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention takes none
+        return KernelChoice.PROCESSED_MATRIX, ""
+    if inputs.sinks is not None and inputs.key_bias is not None:  # of which kernels know no term of the row
+        return KernelChoice.PYTORCH, "a gate's bias beside a sink"
+    if inputs.sinks is not None and inputs.dropout:
+        return KernelChoice.PYTORCH, "attention_dropout with a sink"
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
         return KernelChoice.MATRIX, ""
     if inputs.dropout:
@@ -253,6 +263,7 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
         offset=inputs.query.start - inputs.key.start,
         window=inputs.window,
         first_keys=inputs.first_columns,
+        sinks=inputs.head_sinks,
     )
 
 

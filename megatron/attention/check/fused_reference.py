@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_logits
+from megatron.attention.reference import compute_attention, compute_logits
+from megatron.attention.softmax import append_sink
 
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:
     """`reference.compute_attention` without dropout, its gradient as fused kernels take it: [B, h, R, d]."""
-    output: Tensor = _FusedSoftmax.apply(compute_logits(inputs), inputs.v)
+    if inputs.breaks_sticks:  # which no kernel fuses
+        return compute_attention(inputs)
+    logits, v, sinks = compute_logits(inputs), inputs.v, inputs.head_sinks
+    if sinks is not None:  # a key without a value
+        logits, v = append_sink(logits, sinks), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    output: Tensor = _FusedSoftmax.apply(logits, v)
     return output
 
 

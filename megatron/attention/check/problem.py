@@ -30,6 +30,7 @@ from megatron.attention.segments import (
     no_sampling,
     select_chunks,
 )
+from megatron.attention.softmax import SoftmaxSink, build_softmax_sink
 from megatron.position.base import ConvolutionParameters
 from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
@@ -48,7 +49,7 @@ DISTURBANCE = 0.1
 GRADIENT_SIZE = 1 / 16
 """Of the output's gradient: sums of it over all rows fit float16, as a loss scale sees to in training."""
 SEED = 20
-PARAMETER_PREFIXES = ("encoding.", "processor.")
+PARAMETER_PREFIXES = ("encoding.", "processor.", "sink.")
 """How the names of their parameters begin in results."""
 
 
@@ -104,6 +105,9 @@ class CheckProblem:
     device: torch.device
     softcap: float | None = None
     """Bound of q·k/√d."""
+    softmax_type: str = "vanilla"
+    sink: SoftmaxSink | None = None
+    """Of this kind of softmax, as the encoding."""
     documents: CheckedDocuments | None = None
     """Each row then sees its own document's keys; None where each sequence is one."""
     seed: int = SEED
@@ -222,7 +226,13 @@ class CheckProblem:
             window=self.window,
             softcap=self.softcap,
             heads=self.heads,
+            **self._describe_softmax(self.sink, q),
         )
+
+    def _describe_softmax(self, sink: SoftmaxSink | None, like: Tensor) -> dict[str, Any]:
+        """What inputs have of the softmax."""
+        breaks_sticks = self.softmax_type == "stick-breaking"
+        return {"sinks": None if sink is None else sink(like), "breaks_sticks": breaks_sticks}
 
     def list_inputs(self) -> list[AttentionInputs]:
         """What a backend is asked for, of each segment, or of each of its documents."""
@@ -300,6 +310,7 @@ class CheckProblem:
                 window=self.window,
                 softcap=self.softcap,
                 heads=self.heads,
+                **self._describe_softmax(self.sink, q),
             )
             return compute(replace(inputs, **changes))
 
@@ -311,7 +322,7 @@ class CheckProblem:
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
         outputs = [self._attend(backend, i, q, k_leaf, v_leaf) for i, q in enumerate(q_leaves)]
-        named = dict(_named_parameters(self.encoding, self.processor))
+        named = dict(_named_parameters(self.encoding, self.processor, self.sink))
         leaves = [*q_leaves, k_leaf, v_leaf, *named.values()]
         found = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True, materialize_grads=True)
         names = [*(f"dq{i}" for i in range(len(queries))), "dk", "dv", *named]
@@ -339,7 +350,7 @@ class CheckProblem:
     def compute_exactly(self) -> dict[str, Tensor]:
         """The same results in float64, by the reference, from the same numbers. Differentiable parts are made anew at
         each call, so that it can be computed under `RoundingMode`."""
-        encoding, processor = self._exact_modules
+        encoding, processor, sink = self._exact_modules
         queries, k, v, gradients = self._drawn
         outputs, upstream, q_leaves, k_leaves, v_leaves = [], [], [], [], []
         for heads in self.head_ranges:
@@ -365,6 +376,7 @@ class CheckProblem:
                         encoding=encoding,
                         processor=processor,
                         heads=own_heads,
+                        **self._describe_softmax(sink, q_leaves[-1]),
                     )
                     outputs.append(output)
                     continue
@@ -383,11 +395,12 @@ class CheckProblem:
                     window=self.window,
                     softcap=self.softcap,
                     heads=own_heads,
+                    **self._describe_softmax(sink, q_leaves[-1]),
                 )
                 # Without the columns that none of its rows depends on.
                 block = inputs.select_rows(0, slab.stop - slab.start)
                 outputs.append(attend_as_fused(precompute_terms(block)))
-        named = dict(_named_parameters(encoding, processor))
+        named = dict(_named_parameters(encoding, processor, sink))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
         found = list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, materialize_grads=True))
         parts = {"output": outputs, "dq": q_leaves, "dk": k_leaves, "dv": v_leaves}
@@ -398,19 +411,22 @@ class CheckProblem:
         return results | dict(zip(named, found, strict=True))
 
     @cached_property
-    def _exact_modules(self) -> tuple[Encoding, Processor | None]:
+    def _exact_modules(self) -> tuple[Encoding, Processor | None, SoftmaxSink | None]:
         encoding = copy.deepcopy(self.encoding).double()
         processor = None if self.processor is None else copy.deepcopy(self.processor).double()
-        return encoding, processor
+        return encoding, processor, None if self.sink is None else copy.deepcopy(self.sink).double()
 
     @cached_property
     def logit_constants(self) -> dict[str, str]:
         """Parameters that are added to all logits of a row alike, with those whose gradient has the size of their
-        errors: a processor's last constant, its last weight. The exact gradient of the former is zero."""
-        convolutions = None if self.processor is None else self.processor.kernel_parameters()
+        errors: a processor's last constant, its last weight. The exact gradient of the former is zero, but for a sink,
+        which is not raised with them."""
+        if self.processor is None or self.softmax_type != "vanilla":
+            return {}
+        convolutions = self.processor.kernel_parameters()
         if not isinstance(convolutions, ConvolutionParameters):
             return {}
-        names = {id(x): name for name, x in _named_parameters(self.encoding, self.processor)}
+        names = {id(x): name for name, x in _named_parameters(self.encoding, self.processor, None)}
         pair = names.get(id(convolutions.bias2)), names.get(id(convolutions.weight2))
         return {} if pair[0] is None or pair[1] is None else {pair[0]: pair[1]}
 
@@ -426,6 +442,7 @@ def build_problem(
     dtype: torch.dtype,
     device: torch.device,
     softcap: float | None = None,
+    softmax_type: str = "vanilla",
     documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
     """The attention of one layer on copies of its modules, with less of it where that would take long: fewer sequences
@@ -440,11 +457,15 @@ def build_problem(
         dtype: what the run computes in, its parameters too.
         device: where.
         softcap: bound of q·k/√d; None for none.
+        softmax_type: what makes weights of the logits.
         documents: of the sequences, where they are kept apart; the last one is compared.
     """
     own = _copy_disturbed(encoding, dtype, device)
     own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
-    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, softcap, documents)
+    sink = build_softmax_sink(softmax_type, encoding.dims.num_heads)
+    own_sink = None if sink is None else _copy_disturbed(sink, dtype, device)
+    of_softmax = (softcap, softmax_type, own_sink)
+    problem = CheckProblem(own, own_processor, segments, batch, window, heads, dtype, device, *of_softmax, documents)
     affordable = MAX_PAIRS // (problem.num_heads * problem.pairs_per_head)
     if affordable >= batch:
         return problem
@@ -479,8 +500,10 @@ def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -
     return copied.requires_grad_(True)
 
 
-def _named_parameters(encoding: Encoding, processor: Processor | None) -> Iterator[tuple[str, nn.Parameter]]:
-    for prefix, module in zip(PARAMETER_PREFIXES, (encoding, processor), strict=True):
+def _named_parameters(
+    encoding: Encoding, processor: Processor | None, sink: SoftmaxSink | None
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in zip(PARAMETER_PREFIXES, (encoding, processor, sink), strict=True):
         if module is not None:
             yield from ((f"{prefix}{name}", parameter) for name, parameter in module.named_parameters())
 

@@ -36,6 +36,8 @@ class FarfieldConfig(PretrainedConfig):
         score_processor, score_processor_options: what makes logits of scores and bias; none for none.
         attention_temperature, attention_temperature_options: a factor on each query; none for none.
         attention_window: every token sees the last so many only, its own included.
+        softmax_type: vanilla, off-by-one, learnable or stick-breaking; a list as above.
+        attention_output_gate: true, σ(W·x) on every number that heads attend to; headwise, on every head.
         randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
         continuous_positions: they are real numbers.
         hidden_dropout, attention_dropout: in training.
@@ -83,6 +85,8 @@ class FarfieldConfig(PretrainedConfig):
         attention_temperature: str | list[str] = "none",
         attention_temperature_options: dict[str, Any] | None = None,
         attention_window: int | list[int | None] | None = None,
+        softmax_type: str | list[str] = "vanilla",
+        attention_output_gate: bool | str = False,
         randomized_positions: int | None = None,
         continuous_positions: bool = False,
         hidden_dropout: float = 0.0,
@@ -130,6 +134,8 @@ class FarfieldConfig(PretrainedConfig):
         self.attention_temperature = attention_temperature
         self.attention_temperature_options = dict(attention_temperature_options or {})
         self.attention_window = attention_window
+        self.softmax_type = softmax_type
+        self.attention_output_gate = attention_output_gate
         self.randomized_positions = randomized_positions
         self.continuous_positions = continuous_positions
         self.hidden_dropout = hidden_dropout

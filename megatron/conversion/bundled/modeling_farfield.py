@@ -29,10 +29,11 @@ from megatron.attention.segments import (
     build_segments,
     rotate_segments,
 )
+from megatron.attention.softmax import build_softmax_sink
 from megatron.conversion.bundled.configuration_farfield import FarfieldConfig
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
-from megatron.position.numerics import soft_cap
+from megatron.position.numerics import promote_to_float32, soft_cap
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, build_temperature
 from megatron.position.temperature import Temperature
@@ -126,6 +127,10 @@ class FarfieldAttention(nn.Module):
         width = num_heads * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, width + 2 * num_kv_heads * self.head_dim, bias=config.qkv_bias)
         self.out = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.output_gate: nn.Linear | None = None
+        if config.attention_output_gate:
+            num_gates = num_heads if config.attention_output_gate == "headwise" else width
+            self.output_gate = nn.Linear(config.hidden_size, num_gates, bias=False)
         self.q_norm = build_norm_of_heads(config, num_heads)
         self.k_norm = build_norm_of_heads(config, num_kv_heads)
         # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
@@ -142,6 +147,9 @@ class FarfieldAttention(nn.Module):
         name, options = get_layer_method(config.attention_temperature, config.attention_temperature_options, layer_idx)
         if name != "none":
             self.temperature = build_temperature(name, build_attention_dims(config), options)
+
+        self.softmax_type = get_layer_value(config.softmax_type, layer_idx)
+        self.sink = build_softmax_sink(self.softmax_type, num_heads)
 
     def forward(self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding
@@ -173,6 +181,8 @@ class FarfieldAttention(nn.Module):
                 k, gates = unpack_gates(k, self.head_dim, gates.dtype)
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
+        sinks = None if self.sink is None else self.sink(q)
+
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
             row_bias, key_bias = sum_gates(gates, segment.tokens.length)
             inputs = AttentionInputs(
@@ -185,6 +195,8 @@ class FarfieldAttention(nn.Module):
                 processor=self.processor,
                 window=self.window,
                 softcap=self.config.attn_logit_softcapping,
+                sinks=sinks,
+                breaks_sticks=self.softmax_type == "stick-breaking",
                 dropout=self.config.attention_dropout if self.training else 0.0,
                 row_bias=row_bias,
                 key_bias=key_bias,
@@ -199,7 +211,11 @@ class FarfieldAttention(nn.Module):
         output = attend_segments(q, k, v, segments, attend, gates)
         if place is not None and above is not None and above.sums is not None:
             place.copy_(above.sums[..., None].contiguous().view(place.dtype))
-        return self.out(output.transpose(1, 2).flatten(2))
+        output = output.transpose(1, 2)  # [B, T, H, d]
+        if self.output_gate is not None:
+            gate = promote_to_float32(self.output_gate(hidden_states))
+            output = output * torch.sigmoid(gate.unflatten(-1, (self.config.num_attention_heads, -1)))
+        return self.out(output.to(hidden_states.dtype).flatten(2))
 
     def _update_rows(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, past_key_values: Cache | None

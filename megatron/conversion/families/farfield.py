@@ -95,6 +95,8 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
             hf_config.get("attention_temperature", "none"), hf_config.get("attention_temperature_options", {})
         ),
         "attention_window": hf_config.get("attention_window"),
+        "softmax_type": hf_config.get("softmax_type", "vanilla"),
+        "attention_output_gate": hf_config.get("attention_output_gate", False),
         "randomized_positions": hf_config.get("randomized_positions"),
         "continuous_positions": hf_config.get("continuous_positions", False),
         **_read_multipliers(hf_config),
@@ -178,6 +180,8 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "attention_temperature": position.attention_temperature,
         "attention_temperature_options": _split_options(config, "attention_temperature"),
         "attention_window": position.attention_window,
+        "softmax_type": position.softmax_type,
+        "attention_output_gate": model.attention_output_gate,
         "randomized_positions": position.randomized_positions,
         "continuous_positions": position.continuous_positions,
         "hidden_dropout": model.hidden_dropout,
@@ -238,12 +242,16 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
                 yield megatron_name, f"{hf_prefix}.attention.{which}_norm.{part}", IDENTITY
         hf_names = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
         yield from map_linear_layers(config, hf_prefix, hf_names, mlp_bias=model.use_bias_in_mlp)
+        if model.attention_output_gate:
+            yield "self_attention.linear_gate.weight", f"{hf_prefix}.attention.output_gate.weight", IDENTITY
         attention_prefix = "self_attention.core_attention"
         encoding_parameters, processor_parameters, temperature_parameters = parameters[id(layers[int(layer_idx)])]
         for name in encoding_parameters if config.position.pos_emb_per_layer else ():
             yield f"{attention_prefix}.position.{name}", f"{hf_prefix}.attention.encoding.{name}", IDENTITY
         for name in processor_parameters:
             yield f"{attention_prefix}.processor.{name}", f"{hf_prefix}.attention.processor.{name}", IDENTITY
+        if layers[int(layer_idx)].softmax == "learnable":
+            yield f"{attention_prefix}.sink.logits", f"{hf_prefix}.attention.sink.logits", IDENTITY
         for name in temperature_parameters:
             yield f"{attention_prefix}.temperature.{name}", f"{hf_prefix}.attention.temperature.{name}", IDENTITY
 

@@ -20,7 +20,7 @@ from kernels.biased_attention.op import biased_attention, biased_attention_with_
 from kernels.runtime import get_arch, launch_context
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_excess
 
-NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsinks")
 Values = dict[str, Tensor]
 
 
@@ -41,6 +41,7 @@ class Case:
     """How much the bias of keys rises from one to the next, on average; 0 for none."""
     documents: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each sequence, C in all; one each if there are none."""
+    sinks: bool = False
 
     def first_keys(self, device: torch.device | str = "cpu") -> Tensor | None:
         """int32 [B, R]: where the document of each row begins."""
@@ -76,6 +77,10 @@ class Case:
             key_bias = (1_000 + (2 * self.keys * steps).cumsum(-1)).to(device)
         return q, k, v, bias.to(device) if self.bias else None, weight.to(device) if self.weight else None, key_bias
 
+    def sink_logits(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """Among the scores of keys and above them: far below, few rows would make all of a gradient."""
+        return torch.linspace(1, 6, self.H, device=device) if self.sinks else None
+
 
 SMALL = (
     Case(1, 2, 40, 40, 16),
@@ -93,9 +98,12 @@ SMALL = (
     Case(2, 2, 70, 70, 20, bias=False, keys=0.7),
     Case(1, 2, 35, 90, 80, offset=55, window=40, weight=True, keys=0.1),
     Case(2, 1, 75, 75, 16, keys=0.3, documents=((10, 33, 2, 30), (75,))),
+    Case(2, 3, 37, 50, 20, offset=13, weight=True, sinks=True),
+    Case(1, 2, 70, 70, 16, window=9, bias=False, sinks=True),
+    Case(2, 2, 40, 75, 80, offset=35, documents=((20, 32, 16, 7), (74, 1)), sinks=True),
 )
 """For the interpreter: ragged edges, head dimensions in two parts and padded, offsets, windows, columns nobody sees,
-a tile whose last column is the first of a block, and documents that begin within tiles and with them."""
+a tile whose last column is the first of a block, documents that begin within tiles and with them, and sinks."""
 
 
 def _leaf(x: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -112,8 +120,12 @@ def _upstream(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tens
 def _differentiated(
     attend: Callable[..., tuple[Tensor, Tensor]], case: Case, inputs: Sequence[Tensor | None], into: Sequence[Tensor]
 ) -> Values:
-    leaves = [_leaf(x) for x in inputs]
-    out, lse = attend(*leaves, **case.options(into[0].device))
+    sinks = case.sink_logits(into[0].device)
+    leaves = [
+        _leaf(x)
+        for x in (*inputs, None if sinks is None else sinks.to(torch.promote_types(inputs[0].dtype, torch.float32)))
+    ]
+    out, lse = attend(*leaves[:-1], **case.options(into[0].device), sinks=leaves[-1])
     wanted = [x for x in leaves if x is not None]
     found = iter(torch.autograd.grad((out, lse), wanted, [x.to(out.dtype) for x in into[:1]] + [into[1].to(lse.dtype)]))
     values = [out.detach(), lse.detach(), *(None if x is None else next(found) for x in leaves)]
@@ -162,7 +174,10 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
         scores = scores if bias is None else scores + bias[:, n]
         scores = scores if near is None else scores + near
         scores = scores.masked_fill(~visible, float("-inf"))
-        p = torch.softmax(scores, -1)
+        if (sinks := case.sink_logits()) is not None:
+            scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(case.B, -1, case.R, 1)], -1)
+        every = torch.softmax(scores, -1)
+        p = every[..., : case.C]
         out = p @ v
         # A matrix product, because its factors are rounded: the kernel reads the output back from memory.
         mean = (grad.unsqueeze(-2) @ out.unsqueeze(-1)).squeeze(-1) - grad_lse.unsqueeze(-1)
@@ -177,6 +192,8 @@ def _flash(case: Case, dtype: torch.dtype, delta: float = 1.0) -> Callable[[], V
             found["dweight"] = diagonals(ds * products)
         if key_bias is not None:
             found["dkey_bias"] = ds.sum(2)
+        if sinks is not None:
+            found["dsinks"] = -(every[..., -1:] * mean).sum((0, 2, 3))
         return found
 
     return compute
@@ -194,7 +211,7 @@ def test_the_formulas_whose_rounding_is_allowed_are_the_reference(case: Case) ->
 @pytest.mark.usefixtures("uninitialised_is_nan")
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _ours(case, dtype, device)
-    kinds = {name: torch.float32 if name in ("lse", "dbias", "dweight") else dtype for name in found}
+    kinds = {name: torch.float32 if name in ("lse", "dbias", "dweight", "dsinks") else dtype for name in found}
     kinds |= {"dkey_bias": torch.float64} if case.keys else {}
     assert {name: x.dtype for name, x in found.items()} == kinds
     assert_within_rounding(found, _flash(case, dtype), dtype)

@@ -61,7 +61,7 @@ def _assert_rounding_alone(
 @pytest.mark.parametrize(("case", "dtype"), pair_with_types(SMALL), ids=str)
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _assert_rounding_alone(case, dtype, device)
-    assert (found["b2"] == 0).all()
+    assert case.has_sinks or (found["b2"] == 0).all()
 
 
 FAULTS: dict[str, Callable[[Case, list[Tensor | None], Tensor], dict[str, Tensor]]] = {

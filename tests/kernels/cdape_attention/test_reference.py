@@ -4,7 +4,8 @@ import pytest
 import torch
 from cdape_calls import SATURATED, SMALL, Case, reference
 
-from megatron.attention.reference import apply_softmax
+from megatron.attention.reference import apply_weights
+from megatron.attention.softmax import compute_softmax
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
 from megatron.position.processors.cdape import Cdape
@@ -13,7 +14,7 @@ from megatron.position.token_range import TokenRange, causal_mask
 
 def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tensor:
     """Output of megatron's Cdape and attend."""
-    q, k, v, bias, w1, b1, w2, b2 = inputs
+    q, k, v, bias, w1, b1, w2, b2, *sinks = inputs
     shape = AttentionDims(case.heads, case.dim, case.heads * case.dim, 64, 64)
     processor = Cdape(
         shape,
@@ -31,7 +32,8 @@ def _with_the_model(case: Case, inputs: list[torch.Tensor | None]) -> torch.Tens
         edge = {"first_columns": first_keys}
     spread = None if bias is None else toeplitz(bias, query, key)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return apply_softmax(processor(scores, spread, visible, **edge).masked_fill(~visible, float("-inf")), v)
+    logits = processor(scores, spread, visible, **edge).masked_fill(~visible, float("-inf"))
+    return apply_weights(compute_softmax(logits, sinks[0] if sinks else None), v)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -86,14 +86,14 @@ def test_equals_the_softmax_and_its_gradient(
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
     tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :])
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None))
     assert output[:, :, : chunk.first].isnan().all()
     assert statistics[..., : chunk.first].isnan().all()
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
     maps = ChunkMaps(torch.empty_like(last), logits, torch.empty_like(logits), last)
     with launch_context(v):
-        softmax_backward(problem, chunk, maps, v, into, statistics)
+        softmax_backward(problem, chunk, maps, v, into, statistics, torch.empty_like(statistics[0]))
     assert (maps.probabilities[..., ~seen] == 0).all()
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
     assert (gradient[:, HEADS:] == 0).all()
@@ -133,6 +133,6 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
     problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, statistics))
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, statistics, None))
     assert (output == 1).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()
