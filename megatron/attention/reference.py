@@ -303,7 +303,7 @@ def _compute_logits(inputs: AttentionInputs) -> Tensor:
 
 
 def compute_weights(inputs: AttentionInputs) -> Tensor:
-    """Attention weights of the query rows, before dropout: float32 [B, h, R, C], 0 where the row may not see the column.
+    """Attention weights of the query rows, before dropout: float32 [B, h, R, C], 0 where a row may not see the column.
     A row that sees no key (a padding query) has none."""
     processor = inputs.processor
     if processor is None or not processor.overrides("process_weights"):
@@ -328,7 +328,6 @@ def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
 
 def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """weights · v.
-
 
     Args:
         weights: float32 [B, H, R, C].
