@@ -203,7 +203,11 @@ class _LayerEstimator:
             size += self.unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
             size += 4 * (n // self.micro_batch_size) * (self.num_heads if self.learns_scale else 1)
         if rotates:
-            size += 12 * (n // self.micro_batch_size) * self.head_dim  # cosines and sines in float32
+            num_positions, cost = n // self.micro_batch_size, self.encoding.cost
+            size += 12 * num_positions * self.head_dim  # cosines and sines in float32
+            size += 4 * cost.num_turn_tables(self.encoding.options) * num_positions * part
+            if cost.keeps_unrotated and not keeps_mixed:  # in the tensor that they lie in, or taken out of their groups
+                size += n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
         return size
 
     def unscaled_query_bytes(self, *, keeps_mixed: bool, gathers: bool) -> int:

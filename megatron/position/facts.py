@@ -79,6 +79,10 @@ class EncodingCost:
     """Numbers of a rotated query or key for each of the head's dimensions."""
     num_rotations: Callable[[MethodOptions], int] = lambda options: 1
     """2 where queries and keys are rotated once more for keys that are far (`Encoding.far_distance`), else 1."""
+    num_turn_tables: Callable[[MethodOptions], int] = lambda options: 0
+    """float32 tables [H, T, d] of a rotation that are kept for the backward pass, once for all sequences, per layer."""
+    keeps_unrotated: bool = False
+    """Does the rotation keep the queries and keys that it is given for the backward pass?"""
 
     def count_qk_numbers(self, options: MethodOptions) -> int:
         """Of a rotated query or key, for each of the head's dimensions, all rotations together."""

@@ -28,6 +28,7 @@ METHODS = {
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", "score_processor": "cdape"},
     "cdape on rotary": {"pos_emb": "rotary", "score_processor": "cdape"},
+    "pope": {"pos_emb": "pope"},
 }
 
 

@@ -11,8 +11,8 @@ from .conftest import ROOT
 FOLDER = ROOT / "configs" / "experiment"
 SIZES = ("small", "paper")
 EXPERIMENTS = sorted(path.stem for path in FOLDER.glob("*.yml") if path.stem not in SIZES)
-SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M", "muon": "125M"}
-PAPERS = [name for name in EXPERIMENTS if name != "muon"]  # which compares optimizers, beside no published table
+SHAPES = {"kerple": "162M", "dape": "125M", "exploring": "125M", "muon": "125M", "drope": "125M"}
+PAPERS = [name for name in EXPERIMENTS if name not in ("muon", "drope")]  # which stand beside no published table
 
 
 def small(name: str) -> Sweep:

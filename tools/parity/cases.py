@@ -52,6 +52,18 @@ METHODS: dict[str, dict[str, Any]] = {
         "checkpoint_activations": "selective",
     },
     "fox, grouped": {"pos_emb": "fox", **GROUPED},
+    # Rotated queries and keys that are longer than values, and rotations of queries and keys apart.
+    "pope, grouped": {"pos_emb": "pope", "pos_emb_options": {"delta_init": "uniform"}, "num_kv_heads": 2},
+    "xpos | fope, documents": {
+        "pos_emb": ["rotary", "fope"], "pos_emb_options": {"xpos": True, "gain": 1.0}, "attention_mask": "document"
+    },
+    "cdape(selfextend)": {
+        "pos_emb": "rotary", "pos_emb_options": {"scaling": "selfextend", "group": 3, "neighbors": 9},
+        "score_processor": "cdape",
+    },
+    "kerple_log, continuous": {
+        "pos_emb": "kerple_log", "randomized_positions": 80, "continuous_positions": True
+    },
     # All documents at once, and one by one.
     "cdape(kerple_log), documents": {
         "pos_emb": "kerple_log", "score_processor": "cdape", "attention_mask": "document",

@@ -30,7 +30,7 @@ class Fope(Encoding):
     other_names = ("fourier", "fourier_position_embedding")
     relative = False
     rotates_alike = False
-    cost = EncodingCost()
+    cost = EncodingCost(num_turn_tables=lambda options: 4)
 
     def __init__(
         self,

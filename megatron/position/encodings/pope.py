@@ -39,6 +39,8 @@ class Pope(Encoding):
     cost = EncodingCost(
         num_parameters=lambda dims, options: dims.num_heads * dims.head_dim if options["learned_delta"] else 0,
         qk_width=2,
+        num_turn_tables=lambda options: 3 if options["learned_delta"] else 0,
+        keeps_unrotated=True,
     )
 
     def __init__(
