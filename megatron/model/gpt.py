@@ -356,6 +356,11 @@ class GPT(GPTModel):
         if position_ids is not None:
             if kv_cache is not None or document_starts is not None or self.randomized is not None:
                 raise RuntimeError("position ids are given of whole sequences that are one document, and not drawn")
+            if any(each.self_attention.core_attention.encoding.far_distance for each in self.local_layers):
+                raise UserError(
+                    "the task says where its tokens stand; far keys, of rotary's scaling selfextend and rerope, are so "
+                    "many tokens away"
+                )
             restarted = self._place_tokens(position_ids, tokens.device)
         # One document a row needs nothing of this, but under ZeRO 3 ranks must call the same modules.
         if document_starts is not None and (bool(document_starts.any()) or self.is_divided_by_zero_3):
