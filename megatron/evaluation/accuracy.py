@@ -24,9 +24,15 @@ from megatron.reports.records import Record
 from megatron.tasks.task import TaskBatch
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from megatron.model.attention import KVCache
+
 # torch is imported where it is used: a mistake in the options is reported at once.
+
+MIN_SHARED_FRACTION = 0.1
+"""Of a sequence: fewer tokens at the beginning of all are not read apart."""
 
 
 def score_answers(
@@ -63,12 +69,18 @@ def score_answers(
     num_logits = length - int(batch.loss_mask.any(axis=0).argmax())  # there is no loss before
     losses, correct = np.zeros(batch.labels.shape), np.zeros(batch.labels.shape, dtype=bool)
     num_done, first_choice = 0, choices.start if choices else 0
+    cache = _read_shared_tokens(model, batch, num_logits, device)
+    num_shared = 0 if cache is None else cache.length
 
     @torch.inference_mode()
     def forward(rows: slice) -> None:
         tokens, labels = (torch.from_numpy(array[rows]).to(device) for array in (batch.tokens, batch.labels))
-        placed = {} if batch.position_ids is None else {"position_ids": torch.from_numpy(batch.position_ids[rows])}
-        logits = model(tokens, num_logits=num_logits, **placed)
+        placed: dict[str, Any] = {}
+        if batch.position_ids is not None:
+            placed["position_ids"] = torch.from_numpy(batch.position_ids[rows])
+        if cache is not None:  # what all begin with has been read once
+            placed["kv_cache"] = cache.repeat(len(tokens))
+        logits = model(tokens[:, num_shared:], num_logits=num_logits, **placed)
         logits = logits[:, :, first_choice : choices.stop if choices else None].float()
         indices = labels[:, -num_logits:] - first_choice
         log_probs = logits.log_softmax(dim=2).gather(2, indices[:, :, None])[:, :, 0]
@@ -85,6 +97,31 @@ def score_answers(
         num_sequences, length, device, forward, too_large=too_large, batch_tokens=batch_tokens, after=count_rows
     )
     return np.where(batch.loss_mask, losses, 0.0), correct & batch.accuracy_mask
+
+
+def _read_shared_tokens(model: nn.Module, batch: TaskBatch, num_logits: int, device: torch.device) -> KVCache | None:
+    """A cache of the tokens that all sequences begin with, read once for all of them; None where that is not worth it,
+    or the model cannot read a sequence in parts."""
+    import torch
+
+    from megatron.model.gpt import GPT
+    from megatron.utils.errors import UserError
+
+    count, length = batch.tokens.shape
+    is_shared = (batch.tokens == batch.tokens[:1]).all(axis=0)
+    num_shared = min(length if is_shared.all() else int(is_shared.argmin()), length - num_logits)
+    if count < 2 or num_shared < MIN_SHARED_FRACTION * length or batch.position_ids is not None:
+        return None
+    if not isinstance(model, GPT) or model.end_of_document is not None:
+        return None
+    try:
+        cache = model.new_kv_cache(length)
+    except UserError:
+        return None
+    with torch.inference_mode():
+        tokens = torch.from_numpy(batch.tokens[:1, :num_shared]).to(device)
+        model.hidden_states(tokens, num_logits=1, kv_cache=cache)
+    return cache
 
 
 class AccuracySample(NamedTuple):

@@ -23,6 +23,7 @@ own (h, unless queries are grouped), d head dimension. Rotated queries and keys 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -180,6 +181,17 @@ class KVCache:
         self._row_sums[layer_index] = sums
         return sums
 
+    def repeat(self, count: int) -> "KVCache":
+        """A cache of as many sequences that all begin with the one that this has read; this one stays as it is."""
+        repeated = KVCache(self.capacity, {layer: own.kept for layer, own in self._layers.items()}, self.sampled)
+        repeated.length = self.length
+        repeated.tokens = None if self.tokens is None else self.tokens.expand(count, -1)
+        for layer, own in self._layers.items():
+            repeated._layers[layer] = own.repeat(count)
+        repeated._queries = {layer: q.repeat(count, 1, 1, 1) for layer, q in self._queries.items()}
+        repeated._row_sums = {layer: sums.repeat(count, 1) for layer, sums in self._row_sums.items()}
+        return repeated
+
     def count_bytes(self) -> int:
         """Of all that is held, room for more among it."""
         others = (*self._queries.values(), *self._row_sums.values())
@@ -256,6 +268,15 @@ class LayerCache:
     @staticmethod
     def _allocate(new: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
         return tuple(x.new_zeros(*x.shape[:2], size, *x.shape[3:]) for x in new)
+
+    def repeat(self, count: int) -> "LayerCache":
+        """The same of as many sequences, with room for all that fits."""
+        repeated = copy(self)
+        if self._stored is not None:
+            repeated._stored = tuple(x.new_zeros(count, x.shape[1], self.capacity, *x.shape[3:]) for x in self._stored)
+            for buffer, x in zip(repeated._stored, self._stored, strict=True):
+                buffer[:, :, : x.shape[2]] = x
+        return repeated
 
     def count_bytes(self) -> int:
         """Of all buffers."""
