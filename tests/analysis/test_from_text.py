@@ -18,6 +18,8 @@ from megatron.analysis.from_text.processor_taps import measure_processor_jacobia
 from megatron.analysis.from_text.score_maps import compute_layer_maps
 from megatron.analysis.receptive_field import compute_finite_field
 from megatron.attention.backends.pytorch import EagerBackend
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_weights, precompute_terms
 from megatron.model.gpt import GPT
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
@@ -141,6 +143,43 @@ def test_entropy_and_largest_weight_by_position(processor: str, place: dict, win
         np.testing.assert_allclose(found.values[name].numpy(), expected, atol=5e-6)
     assert found.values["unspent"].abs().max() < 1e-6
     assert (found.stderr[..., 1:] > 0).all()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"score_processor": "talking_heads"},
+        {"score_processor": "mta"},
+        {"score_processor": "selective"},
+        {"softmax_type": "off-by-one"},
+        {"pos_emb": "fox"},
+    ],
+    ids=lambda place: "-".join(place.values()),
+)
+def test_blocks_of_rows_have_the_entropy_of_the_whole(place: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the weights of all rows at once, of the inputs that the model's own backend is given."""
+    place = {"pos_emb": "rotary", "score_processor": "none", **place}
+    model = small_gpt(LENGTH, place.pop("pos_emb"), place.pop("score_processor"), **place)
+    found = measure_attention_entropy(model, windows(1), 6)
+    monkeypatch.setattr(attention_capture, "MAX_BLOCK_ELEMENTS", 1 << 20)
+    weights: dict[int, Tensor] = {}
+
+    def keep(layer: int, inputs: AttentionInputs) -> None:
+        weights[layer] = compute_weights(precompute_terms(inputs))[0].double()
+
+    run_forward(model, windows(1)[0], keep)
+    for layer, of_layer in weights.items():
+        sizes = of_layer.abs()
+        shares = sizes / sizes.sum(-1, keepdim=True)
+        entropy = -(shares * shares.clamp(min=1e-300).log()).sum(-1)
+        for number, (first, end) in enumerate(zip((0, *found.ends), found.ends, strict=False)):
+            for name, expected in (
+                ("entropy", entropy),
+                ("largest", sizes.amax(-1)),
+                ("unspent", 1 - of_layer.sum(-1)),
+            ):
+                of_bin = expected[:, first:end].mean(-1)
+                torch.testing.assert_close(found.values[name][layer, :, number], of_bin, atol=1e-5, rtol=1e-5)
 
 
 def test_a_temperature_and_a_sink_are_seen() -> None:

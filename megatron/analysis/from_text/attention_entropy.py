@@ -8,6 +8,8 @@ stick has the rest):
     largest       max a_j
     unspent       1 − s, what no key has
 
+Heads that are mixed behind the softmax (talking heads) may have weights below 0: all but `unspent` are of their sizes.
+
 With scores that stay within bounds H grows as ln n does, and the largest weight falls as 1/n (Velickovic et al. 2024,
 softmax is not enough for sharp out-of-distribution, 2410.01104); temperatures that grow with n and sinks are made
 against it. So the figure is over the position of the query, in bins that end at the training length and at its doubles
@@ -29,6 +31,8 @@ from megatron.attention.reference import compute_visible_mask, precompute_terms
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
 
+ROUNDING = 1e-5
+"""A sum of float32 weights that is so near to 1 is 1."""
 QUANTITIES = ("entropy", "normalized", "largest", "unspent")
 TITLES = {"normalized": "H / ln n", "largest": "largest weight"}
 """Of the figure's panels."""
@@ -98,18 +102,20 @@ def measure_attention_entropy(
 
 def describe_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
     """The quantities of attention weights [H, R, C] of rows that see so many keys [R]: float64 [H, R], on the CPU."""
-    sums = weights.sum(dim=-1, dtype=torch.float64)
+    sizes = weights.abs()
+    sums = sizes.sum(dim=-1, dtype=torch.float64)
     # −Σ p ln p with p = a / s is ln s − Σ a ln a / s.
-    spread = torch.special.entr(weights).sum(dim=-1, dtype=torch.float64)
+    spread = torch.special.entr(sizes).sum(dim=-1, dtype=torch.float64)
     entropy = ((spread / sums) + sums.log()).clamp(min=0).cpu()
+    unspent = 1 - weights.sum(dim=-1, dtype=torch.float64)
     possible = num_keys.log()
     normalized = torch.where(num_keys > 1, entropy / possible.clamp(min=1e-9), torch.nan)
-    largest = weights.amax(dim=-1).double().cpu()
+    largest = sizes.amax(dim=-1).double().cpu()
     return {
         "entropy": entropy,
         "normalized": normalized,
         "largest": largest,
-        "unspent": (1 - sums).clamp(min=0).cpu(),
+        "unspent": torch.where(unspent.abs() < ROUNDING, 0.0, unspent).cpu(),
     }
 
 
