@@ -226,6 +226,8 @@ def rank_methods(contests: Sequence[Contest], methods: Sequence[str]) -> tuple[l
         method: {kind: statistics.fmean(each[method] for other, each in ranks if other == kind) for kind in kinds}
         for method in methods
     }
+    if not kinds:  # one method alone
+        return list(methods), by_method
     return sorted(methods, key=lambda method: statistics.fmean(by_method[method].values())), by_method
 
 

@@ -5,6 +5,7 @@ zoo.png         its picture; with several sections zoo_2.png …
 zoo_cost.png    of a leaderboard
 """
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: 
     parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
     facts = describe_environment(sections)
     parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")
-    return write_text_atomically(path, MARKER + "\n".join(parts))
+    return write_text_atomically(path, MARKER + _wrap_lines("\n".join(parts)))
 
 
 def _render_section(path: Path, index: int, section: ReportSection) -> list[str]:
@@ -91,15 +92,19 @@ def _get_cost_path(path: Path, index: int) -> Path:
 
 
 def _break_sentences(text: str) -> str:
-    """A line for each sentence, and none longer than pages of this project have them."""
+    """A line for each sentence."""
+    return text.replace(". ", ".\n")
+
+
+def _wrap_lines(text: str) -> str:
+    """A page with no line of prose longer than pages of this project have them."""
     lines = []
-    for sentence in text.replace(". ", ".\n").split("\n"):
-        line = ""
-        for word in sentence.split(" "):
-            if line and len(line) + 1 + len(word) > LINE_LENGTH:
-                lines.append(line)
-                line = word
-            else:
-                line = f"{line} {word}" if line else word
-        lines.append(line)
+    for line in text.split("\n"):
+        if len(line) <= LINE_LENGTH or line.startswith(("|", "!", "#", "<")):
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, LINE_LENGTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
     return "\n".join(lines)

@@ -168,6 +168,19 @@ def test_what_is_not_known_is_not_claimed() -> None:
     assert rank["fox"][-1] == "–"
 
 
+def test_one_method_alone_is_told_of() -> None:
+    """As the page of a sweep is after its first run."""
+    board = board_of(text("rotary", (1.5, 3.2)))
+    assert (board.ranking, board.contests) == (["rotary"], [])
+    assert "Of 1 methods 0 hold" in board.build_answers()[0].sentences[0]
+    assert [table.title for table in board.build_tables()] == ["What methods cost, against rotary"]
+    tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
+    assert (tasks_alone.build_answers(), tasks_alone.ranking) == ([], ["alibi", "rotary"])
+    assert "Leaderboard" in render_report(
+        [ReportSection(None, [task("rotary", 0.5), task("alibi", 0.9)], leaderboard=BOARD)]
+    )
+
+
 def test_a_failed_method_is_last_and_told() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
@@ -199,8 +212,8 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
             assert sentence in markdown.replace("\n", " ")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("board.png", "board_cost.png"))
     assert "What is missing" not in markdown
-    prose = markdown.split("## Leaderboard")[0]
-    assert max(map(len, prose.splitlines())) <= 118
+    prose = [line for line in markdown.splitlines() if not line.startswith(("|", "!"))]
+    assert max(map(len, prose)) <= 118
     (tmp_path / "mine.md").write_text("# Mine\n")
     with pytest.raises(UserError, match=r"mine\.md"):
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.md")
