@@ -41,6 +41,7 @@ from tools.rounding import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 ABLE = [pair for pair in MAPPED if TritonBackend(EagerBackend()).unsupported_reason(*build(*pair, SHAPE)) is None]
+SINKS = torch.tensor([0.5, 1.0, 2.0])
 # float32 sums of a few hundred terms of order one, exponentials included
 TOLERANCE = 3e-5
 
@@ -79,13 +80,17 @@ def results(
     key: TokenRange,
     window: int | None,
     first_keys: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     encoding, processor = built
     inputs = [x.detach().clone().requires_grad_() for x in qkv]
-    out = backend(inputs_of(*inputs, query, key, encoding, processor, window=window, first_keys=first_keys))
+    own = None if sinks is None else sinks.clone().requires_grad_()
+    options = {"window": window, "first_keys": first_keys, "sinks": own}
+    out = backend(inputs_of(*inputs, query, key, encoding, processor, **options))
     modules = {"encoding": encoding} if processor is None else {"encoding": encoding, "processor": processor}
     named = {f"{part}.{name}": x for part, module in modules.items() for name, x in module.named_parameters()}
+    named |= {} if own is None else {"sinks": own}
     leaves = [*inputs, *named.values()]
     into = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).cos().view(out.shape).to(out)
     grads = torch.autograd.grad(out, leaves, into, allow_unused=True, materialize_grads=True)
@@ -161,6 +166,24 @@ def test_documents_of_a_row_are_kept_apart(
     )
 
 
+@pytest.mark.parametrize(
+    ("encoding", "processor", "window"),
+    [("none", "none", None), ("kerple_log", "none", 5), ("kerple_log", "cdape", None), ("none", "dape", 4)],
+)
+def test_sinks_are_in_the_kernels(encoding: str, processor: str, window: int | None, device: str) -> None:
+    """With their gradient, and that of a processor's last constant, which a softmax alone would hide."""
+    built, qkv = on(device, encoding, processor), random_on(device, 13, batch=1)
+    span = TokenRange(0, 13)
+    found = results(TritonBackend(Unused()), built, qkv, span, span, window, sinks=SINKS.to(device))
+    exact = [None if module is None else module.cpu().double() for module in built]
+    doubled = [x.cpu().double() for x in qkv]
+    assert_within_rounding(
+        found,
+        lambda: results(EagerBackend(), exact, doubled, span, span, window, sinks=SINKS.double()),
+        torch.float32,
+    )
+
+
 def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
     e, _ = on(device, "kerple_log", "none")
     p = build_processor("cdape", SHAPE, {"residual_bias": False}, has_bias=True).to(device)
@@ -183,6 +206,10 @@ def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
         ("kerple_log", "cdape", {}, KernelChoice.FUSED_PROCESSOR),
         ("none", "dape", {}, KernelChoice.FUSED_PROCESSOR),
         ("kerple_log", "cdape", {"dropout": 0.1}, KernelChoice.PYTORCH),
+        ("none", "none", {"sinks": SINKS}, KernelChoice.FUSED_BIAS),
+        ("fire", "none", {"sinks": SINKS}, KernelChoice.PROCESSED_MATRIX),
+        ("kerple_log", "none", {"sinks": SINKS, "dropout": 0.1}, KernelChoice.PYTORCH),
+        ("kerple_log", "none", {"sinks": SINKS, "key_bias": torch.zeros(2, 3, 9)}, KernelChoice.PYTORCH),
     ],
 )
 def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route: KernelChoice, device: str) -> None:

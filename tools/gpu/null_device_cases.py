@@ -71,6 +71,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     "windowed": {"attention_window": 64},
     "documents": {"attention_mask": "document"},
+    "sinks_gates": {"softmax_type": "learnable", "attention_output_gate": True},
+    "stick_breaking": {"softmax_type": "stick-breaking"},
     "gqa": {"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 256},
     "norms_z_loss": {
         "use_qk_layernorm": True,

@@ -153,7 +153,9 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     # exp(lse) is the sum over the keys: of the whole sum it is σ(lse − sink). A row's own term, which cancels in its
     # softmax and is left out above, is not the sink's.
     output, aux = flex(inputs.q, inputs.k, inputs.v, **options, return_aux=AuxRequest(lse=True))
-    lse = aux.lse if inputs.row_bias is None else aux.lse + inputs.row_bias.float()
+    lse = aux.lse
+    if inputs.row_bias is not None and inputs.key_bias is not None:
+        lse = lse + (inputs.row_bias + inputs.key_bias.detach()[..., -1:]).to(lse.dtype)
     return (output * torch.sigmoid(lse - sinks[:, None])[..., None]).to(output.dtype)
 
 

@@ -3,7 +3,21 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.methods.comparison import HEADS, LAYERS, VOCABULARY, WIDTH, ModelComparison, build_gpt, share_weights
+import torch
+from torch import Tensor, nn
+
+from tools.methods.comparison import (
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    WIDTH,
+    AttentionComparison,
+    Comparison,
+    ModelComparison,
+    build_gpt,
+    share_attention,
+    share_weights,
+)
 
 REPOSITORY = None
 """It is installed."""
@@ -13,8 +27,32 @@ NOTES = """\
 """
 
 
-def list_comparisons(clone: Path | None) -> Iterator[ModelComparison]:
-    """Of Llama 4's temperature."""
+def compare_sinks() -> AttentionComparison:
+    """gpt-oss's attention in plain PyTorch with a window; its layers' mixtures of experts have no counterpart."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+    generator, window = torch.Generator().manual_seed(3), 20
+    *inputs, output = projections = [0.15 * torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(4)]
+    ours = build_gpt(pos_emb="none", softmax_type="learnable", attention_window=window)
+    share_attention(ours, *projections)
+    sinks, module = ours.decoder.layers[0].self_attention.core_attention.sink.logits, nn.Module()
+    with torch.no_grad():
+        sinks.copy_(torch.linspace(-1, 3, HEADS))
+    module.sinks, module.num_key_value_groups = sinks, 1
+
+    def call(x: Tensor) -> Tensor:
+        q, k, v = ((x @ weight.T).unflatten(2, (HEADS, -1)).transpose(1, 2) for weight in inputs)
+        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        mask = torch.zeros(distance.shape).masked_fill((distance < 0) | (distance >= window), float("-inf"))
+        attended, _ = eager_attention_forward(module, q, k, v, mask[None, None], scaling=(WIDTH // HEADS) ** -0.5)
+        return attended.flatten(2) @ output.T
+
+    return AttentionComparison("learned sinks, window 20: one layer's attention, transformers' gpt-oss", ours, call)
+
+
+def list_comparisons(clone: Path | None) -> Iterator[Comparison]:
+    """Of Llama 4's temperature, and gpt-oss's sinks."""
+    yield compare_sinks()
     from transformers import Llama4TextConfig
     from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
