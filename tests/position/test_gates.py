@@ -1,4 +1,4 @@
-"""Encodings that read the layer's input: their bias against its definition, and where its sums begin."""
+"""Encodings whose decay the text decides: their bias against its definition, and where its sums begin."""
 
 import math
 
@@ -12,8 +12,9 @@ from megatron.attention.reference import add_row_and_key_bias, sum_gates
 from megatron.model.parameter_groups import parameter_groups
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position import registry
+from megatron.position.encodings.alibi import slopes
 from megatron.position.facts import AttentionDims
-from megatron.position.token_range import ALL_HEADS
+from megatron.position.token_range import ALL_HEADS, TokenRange
 
 DIMS = AttentionDims(3, 8, 24, 16, 16)
 
@@ -116,7 +117,6 @@ def test_a_processor_sees_the_whole_bias_of_each_sequence() -> None:
     """With Conv1's weights of the scores zero and W = H, what dape adds is a function of the bias alone."""
     from megatron.attention.inputs import AttentionInputs
     from megatron.attention.reference import compute_scores_and_bias
-    from megatron.position.token_range import TokenRange
 
     encoding, processor = build("fox", "dape")
     gates = encoding.gate(torch.randn(2, 6, 24), ALL_HEADS)
@@ -126,3 +126,28 @@ def test_a_processor_sees_the_whole_bias_of_each_sequence() -> None:
     _, bias = compute_scores_and_bias(inputs)
     exact = gates.cumsum(-1)
     torch.testing.assert_close(bias, exact[..., :, None] - exact[..., None, :])
+
+
+@pytest.mark.parametrize("gates", ["key", "query_key"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_grape_a_against_a_loop(gates: str, normalize: bool) -> None:
+    encoding = registry.build_encoding("grape_a", DIMS, {"gates": gates, "normalize": normalize}).double()
+    q, k = torch.randn(2, 1, 3, 6, 8, dtype=torch.float64)
+    span = TokenRange(2, 6)
+    found = encoding.contextual(q, k, q @ k.mT, span, span, ALL_HEADS)
+    length = {"u": encoding.u, "v": encoding.v}
+    vectors = {name: None if each is None else each.value.detach() for name, each in length.items()}
+    if normalize:
+        vectors = {name: None if x is None else x / x.norm(dim=-1, keepdim=True) for name, x in vectors.items()}
+
+    def softplus(x: float) -> float:
+        return math.log1p(math.exp(x))
+
+    for h in range(3):
+        rate = slopes(3)[h] * softplus(float(encoding.omega.value[h]))
+        for i in range(6):
+            for j in range(i + 1):
+                gate = softplus(float(vectors["u"][h] @ k[0, h, j]) / math.sqrt(8))
+                if gates == "query_key":
+                    gate += softplus(float(vectors["v"][h] @ q[0, h, i]) / math.sqrt(8))
+                assert float(found[0, h, i, j].detach()) == pytest.approx(-(i - j) * rate * gate, rel=1e-9, abs=1e-12)
