@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.options.model import PositionOptions
+from megatron.options.model import SOFTMAX_TYPES, PositionOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.sweeps.spec import find_additions, read_sweep
 from megatron.utils.errors import UserError
@@ -127,7 +127,8 @@ def test_the_zoo_has_every_method_at_the_quickstarts_budget_and_every_benchmark(
     assert {position.temperature for position in positions.values() if position.period == 1} == {
         "none", *list_temperatures(),
     }  # fmt: skip
-    positional = {"save", "max_position_embeddings", *PositionOptions.model_fields}
+    assert {str(position.softmax_type) for position in positions.values()} == set(SOFTMAX_TYPES)
+    positional = {"save", "max_position_embeddings", "attention_output_gate", *PositionOptions.model_fields}
     groups = {name: [m for m in zoo.members if m.benchmark == name] for name in (None, *zoo.options.benchmarks)}
     groups[None] += quickstart.members
     for name, members in groups.items():
