@@ -81,7 +81,16 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
     if mask is not None and mask.dim() == 3:
         mask = mask[:, num_skipped:]
     first_keys = None if inputs.first_keys is None else inputs.first_keys[:, num_skipped:]
-    return replace(inputs, q=inputs.q[:, :, num_skipped:], query=query, key_mask=mask, first_keys=first_keys)
+    row_bias = None if inputs.row_bias is None else inputs.row_bias[:, :, num_skipped:]
+    return replace(
+        inputs,
+        q=inputs.q[:, :, num_skipped:],
+        query=query,
+        key_mask=mask,
+        first_keys=first_keys,
+        row_bias=row_bias,
+        q_above=inputs.select_rows_above(num_skipped),
+    )
 
 
 def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:

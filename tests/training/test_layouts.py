@@ -77,6 +77,8 @@ FOUR = [
     ParityCase("cdape(fire), documents", Layout(tensor=2, context=2), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(tensor=2, context=2, stage=3), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(context=2, pipeline=2), steps=STEPS),
+    ParityCase("mta(fox), window 20", Layout(tensor=2, context=2, stage=3), steps=STEPS),
+    ParityCase("selective(rotary), documents", Layout(tensor=2, context=2, stage=1), steps=STEPS),
 ]
 
 

@@ -91,6 +91,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "stick-breaking, documents": {
         "pos_emb": "none", "softmax_type": "stick-breaking", "attention_mask": "document",
     },
+    # Rows that depend on rows above, which other ranks hold.
+    "mta(fox), window 20": {
+        "pos_emb": "fox", "score_processor": "mta", "attention_window": 20,
+        "score_processor_options": {"query_kernel_size": 3, "key_kernel_size": 5},
+    },
+    "selective(rotary), documents": {
+        "pos_emb": "rotary", "score_processor": "selective", "attention_mask": "document"
+    },
+    "talking_heads(alibi), grouped": {"pos_emb": "alibi", "score_processor": "talking_heads", **GROUPED},
     # Layers that differ: over two stages, whose patterns are not alike, and over four, some without a shared encoding.
     "rotary, window 9 | cdape(kerple_log)": {
         "pos_emb": ["rotary", "rotary", "rotary", "kerple_log"], "attention_window": [9, 9, 9, None],

@@ -185,6 +185,8 @@ class ProcessorJacobians(Analysis):
             )
         model = context.trained_model
         processed = [each for each in list_attention_layers(model) if each.processor is not None]
+        if any(each.reads_rows_above for each in processed):
+            raise NotApplicable("Its score processor reads rows above a row, which this does not differentiate.")
         shortest = min((each.window for each in processed if each.window is not None), default=None)
         if shortest is not None and shortest <= 2 * MAX_OFFSET:
             raise NotApplicable(f"A window of {shortest} keys hides what lies {MAX_OFFSET} keys to either side.")

@@ -1,0 +1,116 @@
+"""Processors that read rows above, sum over them or work on weights, against their papers' equations in float64."""
+
+import math
+
+import pytest
+import torch
+from models import disturb
+from position_methods import SHAPE, random_qkv
+from torch import Tensor
+
+from megatron.attention.inputs import AttentionInputs
+from megatron.attention.reference import compute_attention, compute_dense_terms
+from megatron.position import registry
+from megatron.position.facts import OptionError
+from megatron.position.processor import Processor
+from megatron.position.token_range import TokenRange
+
+LENGTH = 13
+SPAN = TokenRange(0, LENGTH)
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def build(name: str, **options: object) -> Processor:
+    return disturb(registry.build_processor(name, SHAPE, options, has_bias=True)).double()
+
+
+def attend(processor: Processor) -> tuple[Tensor, Tensor, Tensor]:
+    """Our output, and what the equations begin with: S + B, and values."""
+    encoding = registry.build_encoding("kerple_log", SHAPE).double()
+    q, k, v = random_qkv(LENGTH, dtype=torch.float64)
+    ours = compute_attention(AttentionInputs(q, k, v, SPAN, SPAN, encoding, processor))
+    bias = compute_dense_terms(encoding, SPAN, SPAN, q).bias
+    return ours, q @ k.transpose(-1, -2) / math.sqrt(SHAPE.head_dim) + bias, v
+
+
+def softmax(logits: Tensor) -> Tensor:
+    return logits.masked_fill(~CAUSAL, -math.inf).softmax(-1)
+
+
+def test_talking_heads() -> None:
+    """2003.02436, section 3: J = einsum(logits, P_l), U = einsum(softmax(J), P_w)."""
+    processor = build("talking_heads")
+    ours, logits, v = attend(processor)
+    before, after = (each.weight[0] + torch.eye(SHAPE.num_heads) for each in (processor.logits, processor.weights))
+    weights = softmax(torch.einsum("bhij,gh->bgij", logits, before))
+    torch.testing.assert_close(ours, torch.einsum("bhij,gh->bgij", weights, after) @ v)
+
+
+@pytest.mark.parametrize("has_second", [False, True])
+def test_multi_token_attention(has_second: bool) -> None:
+    """2504.00927, equations 3 and 4 entry by entry: what is not visible is zero before each convolution."""
+    sizes = {"weights_query_kernel_size": 2, "weights_key_kernel_size": 3} if has_second else {}
+    options = {"query_kernel_size": 3, "key_kernel_size": 5, "head_kernel_size": 1 if has_second else 3}
+    processor = build("mta", **options, **sizes, mixes_scores=has_second, gate=has_second)
+    ours, logits, v = attend(processor)
+
+    def convolve(maps: Tensor, kernel: Tensor) -> Tensor:
+        rows, columns = kernel.shape[1:]
+        kernel = kernel.clone()
+        kernel[:, -1, columns // 2] += 1
+        result, maps = torch.zeros_like(maps), maps.masked_fill(~CAUSAL, 0)
+        for i in range(LENGTH):
+            for j in range(i + 1):
+                for a in range(min(rows, i + 1)):
+                    for c in range(max(0, j - columns // 2), min(LENGTH, j + columns // 2 + 1)):
+                        tap = kernel[:, rows - 1 - a, c - j + columns // 2]
+                        result[:, :, i, j] += tap * maps[:, :, i - a, c]
+        return result
+
+    def mix(maps: Tensor, weight: Tensor) -> Tensor:
+        matrix = torch.block_diag(*weight) + torch.eye(SHAPE.num_heads)
+        return torch.einsum("bhij,gh->bgij", maps, matrix)
+
+    maps = convolve(logits, processor.scores.weight)
+    weights = softmax(maps if processor.score_heads is None else mix(maps, processor.score_heads.weight))
+    if processor.weights is not None:
+        weights = convolve(weights, processor.weights.weight)
+    output = mix(weights, processor.weight_heads.weight) @ v
+    output = output / (output.square().mean(-1, keepdim=True) + 1e-5).sqrt() * processor.norm.weight
+    output = output * (1 - (0.8 - 0.6 * math.exp(-0.3 * SHAPE.layer)))
+    if processor.norm.gate is not None:
+        output = output * torch.sigmoid(output @ processor.norm.gate[:-1] + processor.norm.gate[-1])[..., None]
+    torch.testing.assert_close(ours, output)
+
+
+def test_selective_attention() -> None:
+    """2410.02703, section 3, entry by entry: no token masks itself, and none the first."""
+    ours, logits, v = attend(build("selective"))
+    masking = torch.zeros(2, LENGTH, LENGTH, dtype=torch.float64)
+    for i in range(LENGTH):
+        for j in range(1, i):
+            masking[:, i, j] = sum(logits[:, 0, row, j].clamp(min=0) for row in range(j + 1, i))
+    torch.testing.assert_close(ours, softmax(logits - masking[:, None]) @ v)
+
+
+def test_what_starts_without_effect_says_so() -> None:
+    for name, options in (("talking_heads", {}), ("mta", {"group_norm": False})):
+        fresh = registry.build_processor(name, SHAPE, options, has_bias=True)
+        assert not fresh.has_effect()
+        ours, logits, v = attend(fresh.double())
+        torch.testing.assert_close(ours, softmax(logits) @ v)
+        assert disturb(fresh).has_effect()
+    for name in ("mta", "selective"):
+        assert registry.build_processor(name, SHAPE, has_bias=True).has_effect()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for options, problem in (
+        ({"query_kernel_size": 0}, "query_kernel_size of mta is 0; it must be at least 1"),
+        ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),
+        ({"weights_query_kernel_size": 2}, "weights_key_kernel_size of mta is 0; it must be odd"),
+        ({"head_kernel_size": 2}, "head_kernel_size of mta is 2; it must divide the 3 heads"),
+        ({"group_norm": False, "gate": True}, "gate of mta is true, but it reads"),
+    ):
+        with pytest.raises(OptionError, match=problem):
+            registry.build_processor("mta", SHAPE, options, has_bias=False)
