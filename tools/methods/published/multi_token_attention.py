@@ -24,7 +24,8 @@ MISSING = ("lingua", "lingua.transformer", "xformers", "xformers.ops")
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     """One layer's attention."""
-    module = load_module(clone / "projects" / "mta" / "mta_transformer.py", missing=MISSING)
+    stem = "mta_transformer"
+    module = load_module(clone / "projects" / "mta" / f"{stem}.py", missing=MISSING)
     plain = {"query_kernel_size": 6, "key_kernel_size": 11, "head_kernel_size": 2}
     second = {"weights_query_kernel_size": 6, "weights_key_kernel_size": 11, "mixes_scores": True}
     for title, options in (
@@ -39,7 +40,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
         for parameter in processor.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         call = build_attention(module, processor, *projections)
-        yield AttentionComparison(f"{title}: facebookresearch/RAM's mta_transformer.py, one layer", ours, call)
+        yield AttentionComparison(f"{title}: facebookresearch/RAM's {stem}.py, one layer", ours, call)
 
 
 def build_attention(

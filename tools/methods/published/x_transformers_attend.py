@@ -21,7 +21,8 @@ Its selective attention is compared without a cache: with one it gives other res
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     """One layer's attention."""
-    module = load_module(clone / "x_transformers" / "attend.py")
+    stem = "attend"
+    module = load_module(clone / "x_transformers" / f"{stem}.py")
     q, k, v, output = projections = draw_projections()
     talking = module.Attend(causal=True, heads=HEADS, pre_talking_heads=True, post_talking_heads=True)
     ours = build_gpt(pos_emb="none", score_processor="talking_heads")
@@ -35,13 +36,13 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
         own.weight.copy_(theirs.weight[None, :, :, 0, 0] - rest)
     share_attention(ours, *projections)
     yield AttentionComparison(
-        "talking_heads: x-transformers' attend.py, one layer", ours, build_attention(talking, *projections)
+        f"talking_heads: x-transformers' {stem}.py, one layer", ours, build_attention(talking, *projections)
     )
     selective = module.Attend(causal=True, heads=HEADS, selective=True)
     ours = build_gpt(pos_emb="none", score_processor="selective")
     share_attention(ours, *projections)
     yield AttentionComparison(
-        "selective: x-transformers' attend.py, one layer", ours, build_attention(selective, q, k, v, output)
+        f"selective: x-transformers' {stem}.py, one layer", ours, build_attention(selective, q, k, v, output)
     )
 
 
