@@ -328,6 +328,8 @@ def expected_refusal(case: Case) -> str | None:
         return "option xpos_scale_base of rotary"
     if case.backend != "triton":
         return None
+    if case.overlay == "stick_breaking" or case.keys.get("softmax_type") == "stick-breaking":
+        return "it computes a softmax and not stick-breaking"
     if case.overlay == "pope" and keys["hidden_size"] // keys["num_attention_heads"] > MAX_HEAD_DIM // 2:
         return "its head dimension is at most"
     return REFUSED_BY_TRITON.get(case.overlay)
