@@ -425,11 +425,12 @@ class _BiasedAttention(torch.autograd.Function):
         q, k, v, bias, weight, key_bias, out, lse, first_keys, sinks = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(out)
-        given = (bias, weight, key_bias)
-        needs_grad = tuple(x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate(given))
+        needs_bias, needs_weight, needs_key_bias = (
+            x is not None and ctx.needs_input_grad[3 + index] for index, x in enumerate((bias, weight, key_bias))
+        )
         gradients, delta = _backward(
             *(grad, grad_lse, q, k, v, bias, weight, key_bias, out, lse, first_keys),
-            *(ctx.offset, ctx.window, ctx.scale, needs_grad, ctx.shared),
+            *(ctx.offset, ctx.window, ctx.scale, (needs_bias, needs_weight, needs_key_bias), ctx.shared),
         )
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[6]:

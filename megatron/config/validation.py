@@ -134,11 +134,11 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     backend, found = config.model.attention_backend, set()
     for layer in range(min(config.position.period, config.model.num_layers)):
         own = config.position.for_layer(layer)
-        method = (own.encoding, own.processor, own.softmax)
+        names = (own.encoding, own.processor, own.softmax)
         known = own.encoding in list_encodings() and own.processor in ("none", *list_processors())
-        if not known or method in found:
+        if not known or names in found:
             continue
-        found.add(method)
+        found.add(names)
         try:
             facts = read_encoding_facts(own.encoding)
             processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)

@@ -273,7 +273,9 @@ class RecordBuilder:
         for index, position in enumerate(positions.tolist()):
             tokens = int(counts[:, index].sum())
             nll = float(sums[:, index].sum() / tokens)
-            interval = {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
+            interval: dict[str, Any] = (
+                {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
+            )
             yield Record(
                 **{**self.record_fields, **fields, "flops": None, "seconds": None},
                 **interval,

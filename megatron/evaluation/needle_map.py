@@ -211,7 +211,8 @@ def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: boo
         draws = draw_bootstrap_means(np.stack(sums), counts[0])
     else:  # from one seed, so the same sequences are drawn for all cells here too
         rows = [draw_bootstrap_means(own_sums[None], own) for own_sums, own in zip(sums, counts, strict=True)]
-        draws = None if any(row is None for row in rows) else np.concatenate(rows)
+        drawn = [row for row in rows if row is not None]
+        draws = np.concatenate(drawn) if len(drawn) == len(rows) else None
     if draws is None:
         return None
     if not is_paired:  # in another order they are draws of sequences of the cell's own

@@ -77,5 +77,5 @@ class AttentionBackend(Protocol):
         softmax_type: what makes weights of the logits, as the configuration's key (`megatron/attention/softmax.py`).
         """
 
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
+    def __call__(self, inputs: AttentionInputs, /) -> Tensor:
         """Attention output [B, h, R, d]."""
