@@ -184,6 +184,7 @@ def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowB
         if is_saved and shape.processor is None:
             size = max(size, MIN_ROWS_KEPT)
         count, rest = divmod(length, size)
+        above = 0 if shape.processor is None else shape.processor.rows_above  # computed with each block
         if shape.window is None:
             reach, num_growing = stop, count
         else:
@@ -193,11 +194,11 @@ def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowB
                 reach += shape.processor.left_context + shape.processor.rows_above
             num_growing = min(count, max(0, (reach - start) // size + 1))
         if num_growing:
-            yield RowBlocks(size, start + num_growing * size, is_saved, num_growing, start + size)
+            yield RowBlocks(size + above, start + num_growing * size, is_saved, num_growing, start + size)
         if num_growing < count:
-            yield RowBlocks(size, size + reach, is_saved, count - num_growing)
+            yield RowBlocks(size + above, size + reach, is_saved, count - num_growing)
         if rest:
-            yield RowBlocks(rest, rest + min(stop - rest, reach), is_saved)
+            yield RowBlocks(rest + above, rest + min(stop - rest, reach), is_saved)
 
 
 def estimate_eager(shape: AttentionShape) -> AttentionMemory:
@@ -268,11 +269,17 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     if shape.has_dropout:
         per_sequence += heads * (1 if half_copy_bytes else 5)
     if shape.processor is not None:
-        per_sequence += b * (heads + shape.processor.width)
-        if "gate" in encoding.facts.hooks:  # the bias is each sequence's own, and convolved with the scores
-            per_sequence += b * heads
+        per_sequence += 4 * heads * shape.processor.num_head_maps
+        # In float32, and of which scores they are made; blocks keep besides what they are handed by those before.
+        per_sequence += shape.processor.num_sequence_maps * ((4 if is_eager else 8) + 2)
+        if shape.processor.changes_weights:
+            per_sequence += b * heads - half_copy_bytes * heads
+        if shape.processor.width:
+            per_sequence += b * (heads + shape.processor.width)
+            if "gate" in encoding.facts.hooks:  # the bias is each sequence's own, and convolved with the scores
+                per_sequence += b * heads
         seen_bytes = 2  # who sees what, as truth values, twice
-        if encoding.facts.adds_bias and is_eager:
+        if encoding.facts.adds_bias and is_eager and shape.processor.width:
             seen_bytes += b * heads + 1
         if shape.has_documents:  # each sequence has its own; and hidden values without those before a document
             per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.left_context else 0)

@@ -85,9 +85,19 @@ class PlannedProcessor:
         return self.cost.rows_above(self.options)
 
     @property
-    def num_float_maps(self) -> int:
+    def num_head_maps(self) -> int:
         """float32 maps that are kept for each head."""
-        return self.cost.num_float_maps(self.options)
+        return self.cost.num_head_maps(self.options)
+
+    @property
+    def num_sequence_maps(self) -> int:
+        """float32 maps that are kept for all heads together."""
+        return self.cost.num_sequence_maps(self.options)
+
+    @property
+    def changes_weights(self) -> bool:
+        """Are the weights others than those of the softmax?"""
+        return self.cost.changes_weights(self.options)
 
     def flops_per_score(self, dims: AttentionDims) -> float:
         """In the forward pass, per score of all heads; those of a bias are shared by all sequences and not counted."""

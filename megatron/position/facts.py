@@ -111,5 +111,9 @@ class ProcessorCost:
     """Columns left of a row's first visible one that it reads (`Processor.left_context`)."""
     rows_above: Callable[[MethodOptions], int] = lambda options: 0
     """Rows above a row that it reads (`Processor.rows_above`)."""
-    num_float_maps: Callable[[MethodOptions], int] = lambda options: 0
+    num_head_maps: Callable[[MethodOptions], int] = lambda options: 0
     """float32 maps [R, C] that are kept for each sequence and head, beside the weights."""
+    num_sequence_maps: Callable[[MethodOptions], int] = lambda options: 0
+    """The same for each sequence, for all heads together."""
+    changes_weights: Callable[[MethodOptions], bool] = lambda options: False
+    """Are the weights that values are multiplied by others than those of the softmax (`Processor.process_weights`)?"""

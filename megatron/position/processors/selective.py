@@ -24,7 +24,7 @@ class Selective(Processor):
         "could be dropped from a cache; here nothing is dropped, so it costs a cumulative sum and saves nothing."
     )
     other_names = ("selective attention",)
-    cost = ProcessorCost(num_float_maps=lambda options: 1)
+    cost = ProcessorCost(num_sequence_maps=lambda options: 1)
     summed_heads = slice(0, 1)
 
     def forward(

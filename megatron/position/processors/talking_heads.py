@@ -61,7 +61,8 @@ class TalkingHeads(Processor):
         num_products=lambda dims, options: float(
             dims.num_heads**2 * (options["before_softmax"] + options["after_softmax"])
         ),
-        num_float_maps=lambda options: options["before_softmax"] + options["after_softmax"],
+        num_head_maps=lambda options: options["before_softmax"] + options["after_softmax"],
+        changes_weights=lambda options: options["after_softmax"],
     )
 
     def __init__(
