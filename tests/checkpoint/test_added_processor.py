@@ -11,6 +11,7 @@ from tiny_runs import losses, tiny_config, write_corpora
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.position import registry
+from megatron.position.facts import AttentionDims
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError, UserError
 
@@ -33,19 +34,31 @@ def finetuned(corpus: Path, run: Path, trained: Path, **keys: object) -> list[fl
     return losses(run)
 
 
+WITHOUT_EFFECT = {
+    "cdape": {"zero_init": True}, "dape": {"zero_init": True}, "mta": {"group_norm": False}, "talking_heads": {},
+}  # fmt: skip
+"""Options of processors with which they start as the identity."""
+
+
+def test_others_have_an_effect_from_the_start() -> None:
+    dims = AttentionDims(num_heads=2, head_dim=4, hidden_size=8, train_length=8, max_length=8)
+    for name in set(registry.list_processors()) - WITHOUT_EFFECT.keys():
+        assert registry.load_processor_class(name)(dims, has_bias=True).has_effect()
+
+
 @pytest.mark.parametrize("per_layer", [False, True])
-@pytest.mark.parametrize("processor", registry.list_processors())
+@pytest.mark.parametrize("processor", WITHOUT_EFFECT)
 def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, trained: Path, tmp_path: Path) -> None:
     """Shared position parameters may become each layer's own on the way, which changes nothing either."""
-    zero = {"score_processor": processor, "score_processor_options": {"zero_init": True}}
+    zero = {"score_processor": processor, "score_processor_options": WITHOUT_EFFECT[processor]}
     plain = finetuned(corpus, tmp_path / "plain", trained)
     given = finetuned(corpus, tmp_path / "given", trained, **zero, pos_emb_per_layer=per_layer)
     assert given[0] == plain[0]
     assert given[2] != plain[2]
     weights = load_file(layout.resolve_checkpoint_path(tmp_path / "given") / "model.safetensors")
-    outputs = [name for name in weights if "processor.output.weight" in name]
-    assert len(outputs) == 2
-    assert all(weights[name].any() for name in outputs)
+    learned = [weights[name] for name in weights if ".processor." in name and name.endswith("weight")]
+    assert len(learned) >= 4  # of two layers
+    assert all(weight.any() for weight in learned)
     assert sum(name.endswith("r1.value") for name in weights) == (2 if per_layer else 1)
 
 

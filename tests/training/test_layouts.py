@@ -57,6 +57,8 @@ TWO = [
     ParityCase("cdape(kerple_log), documents", Layout(tensor=2), steps=STEPS),
     ParityCase("rotary, documents", Layout(context=2, stage=1), steps=STEPS),
     ParityCase("cdape(kerple_log), documents", Layout(data=2, stage=3), steps=STEPS),
+    ParityCase("fox, grouped", Layout(context=2, stage=2), steps=STEPS),
+    ParityCase("talking_heads(alibi), grouped", Layout(tensor=2, stage=3), steps=STEPS),
 ]
 FOUR = [
     ParityCase(SSMAX, Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
@@ -79,6 +81,10 @@ FOUR = [
     ParityCase("cdape(kerple_log), documents", Layout(context=2, pipeline=2), steps=STEPS),
     ParityCase("mta(fox), window 20", Layout(tensor=2, context=2, stage=3), steps=STEPS),
     ParityCase("selective(rotary), documents", Layout(tensor=2, context=2, stage=1), steps=STEPS),
+    ParityCase("cdape(fox) per layer, documents", Layout(tensor=2, context=2, stage=1), steps=STEPS),
+    ParityCase("fox, grouped", Layout(tensor=2, pipeline=2), steps=STEPS),
+    ParityCase("mta(fox), window 20", Layout(context=2, pipeline=2, stage=1), steps=STEPS),
+    ParityCase("selective(rotary), documents", Layout(tensor=2, pipeline=2, stage=1), steps=STEPS),
 ]
 
 

@@ -81,7 +81,7 @@ class Mta(Processor):
         "Finds what several words mark together (the paper, sections 4.1 and 4.4). It convolves every fourth layer's "
         "maps: a pattern of layers does that. c_h is all heads unless given. Slow: no kernel fuses it."
     )
-    other_names = ("multi-token attention", "multi token attention")
+    other_names = ("multi-token attention",)
     cost = ProcessorCost(
         num_parameters=lambda dims, options, has_bias: (
             dims.num_heads * options["query_kernel_size"] * options["key_kernel_size"]
