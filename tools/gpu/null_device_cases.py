@@ -28,7 +28,10 @@ OVERLAYS = sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.y
 BACKENDS = ("auto", "triton")
 REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "dape", "cdape_kerple_log", "window")
 """Methods that every kernel and every route of the backends is needed for."""
-REFUSED_BY_TRITON = {"cope": "contextual terms", "transformer_xl": "contextual terms"}
+REFUSED_BY_TRITON = {
+    **dict.fromkeys(("cope", "transformer_xl", "grape_a"), "contextual terms"),
+    **dict.fromkeys(("talking_heads", "mta", "selective"), "this processor"),
+}
 """Methods that the kernels say they cannot compute, when the model is built."""
 LONGEST_XPOS = 67_000
 """Tokens whose factors bfloat16 and float32 hold."""
