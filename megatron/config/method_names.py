@@ -7,6 +7,7 @@ names, which each method's file declares, are refused with ours. Nothing here im
 """
 
 import re
+from pathlib import Path
 
 from megatron.position.catalog import (
     MethodFacts,
@@ -20,6 +21,8 @@ from megatron.position.catalog import (
 )
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
+
+OVERLAYS_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "position"
 
 
 def list_processor_values() -> list[str]:
@@ -94,6 +97,11 @@ def changes_scores(encoding: str) -> bool:
     return encoding not in list_encodings() or read_encoding_facts(encoding).changes_scores
 
 
+def list_overlays() -> list[str]:
+    """Names of the files of configs/position: of methods, and of keys that make one of another."""
+    return sorted(path.stem for path in OVERLAYS_FOLDER.glob("*.yml"))
+
+
 def find_methods(text: str) -> list[str]:
     """Methods of any kind one of whose names contains a text, in any case: `rope` finds rotary.
 
@@ -106,6 +114,9 @@ def find_methods(text: str) -> list[str]:
         for method in (*list_encodings(), *list_processor_values(), *list_temperatures())
     }
     methods = [method for method, names in all_names.items() if any(pattern in name for name in names)]
+    if not methods and (overlays := [name for name in list_overlays() if pattern in name]):
+        files = ", ".join(f"configs/position/{name}.yml" for name in overlays)
+        raise UserError(f"no method's name contains {text!r}, but names of overlays do, which set keys: {files}")
     if not methods:
         hint = suggest_names(pattern, [name for names in all_names.values() for name in names], max_suggestions=3)
         raise UserError(f"no method's name contains {text!r}; {hint}".removesuffix("; "))

@@ -17,8 +17,10 @@ from megatron.position.catalog import (
     MethodFileError,
     list_encodings,
     list_processors,
+    list_temperatures,
     read_encoding_facts,
     read_processor_facts,
+    read_temperature_facts,
 )
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices, suggest_names
@@ -46,6 +48,9 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
         case (other_key, own_name):
             yield key, f"{key}: {name!r} is no choice of it but of {other_key}: {other_key}={own_name}"
+        case None if (overlay := name.replace("-", "_")) in method_names.list_overlays():
+            reason = f"is no method but an overlay of keys, configs/position/{overlay}.yml"
+            yield key, f"{key} {name} {reason}; name it beside the other files: ./deepy.py train CONFIG {overlay}"
         case None:
             yield key, f"{key} {name} is not available; {format_choices(name, methods)}"
 
@@ -96,6 +101,7 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
         position.attention_temperature_options,
         method_names.list_temperature_options,
     )
+    yield from _validate_option_types(position)
     table_size = model.max_position_embeddings
     for name in position.encodings:
         if table_size is not None and table_size < model.seq_length and _has_position_table(name):
@@ -104,6 +110,23 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
                 f"seq_length {model.seq_length} is longer than the {name} table, max_position_embeddings {table_size}",
             )
     yield from _validate_embeddings(position)
+
+
+def _validate_option_types(position: PositionOptions) -> Iterator[ConfigProblem]:
+    """Values of options whose types are not those that a method's file names, before anything computes with them."""
+    for key, names, methods, read_facts in (
+        ("pos_emb", position.encodings, list_encodings(), read_encoding_facts),
+        ("score_processor", position.processors, list_processors(), read_processor_facts),
+        ("attention_temperature", position.temperatures, list_temperatures(), read_temperature_facts),
+    ):
+        for name in (name for name in names if name in methods):
+            try:
+                facts = read_facts(name)
+            except MethodFileError:
+                continue  # told with the names
+            for option, value in getattr(position, f"{key}_options").items():
+                if reason := facts.describe_wrong_type(option, value):
+                    yield f"{key}_options.{option}", f"{key}: option {option} of {name} {reason}"
 
 
 def _validate_embeddings(position: PositionOptions) -> Iterator[ConfigProblem]:
@@ -257,10 +280,12 @@ def _validate_task_positions(config: Config, limit: int | None) -> Iterator[Conf
     if not any(each.takes_positions for each in facts.values()) or not all(
         each.takes_any_positions for each in facts.values()
     ):
+        every = {name: read_encoding_facts(name) for name in list_encodings()}
+        able = [name for name, each in every.items() if each.takes_positions and each.takes_any_positions]
         yield (
             "pos_emb",
             f"pos_emb {', '.join(facts)}: {config.data.task} says positions of its own, several tokens at one; only "
-            "encodings that add to embeddings or turn queries and keys take such: learned, sinusoidal, rotary",
+            f"encodings that add to embeddings or turn queries and keys take such: {', '.join(able)}",
         )
     for name in (name for name, each in facts.items() if each.has_position_table and table < limit):
         yield (

@@ -156,6 +156,8 @@ def _check_randomized(position: PositionOptions, encodings: Sequence[Encoding]) 
 
 
 def _check_limit(position: PositionOptions, encoding: Encoding, limit: int) -> None:
+    if reason := encoding.describe_unsupported_reach(limit):
+        raise UserError(f"randomized_positions: {limit}: {reason}", "randomized_positions")
     if encoding.max_length is not None and limit > encoding.max_length:
         raise UserError(
             f"randomized_positions: {limit}, but {', '.join(position.encodings)} positions end at "

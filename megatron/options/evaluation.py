@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
@@ -95,12 +96,12 @@ def _parse_depths(parts: Any) -> Any:
         return parts
     if len(parts) == 1 and isinstance(parts[0], int) and parts[0] > 1:
         if parts[0] > MAX_DEPTHS:
-            raise ValueError(f"{parts[0]:,} depths; there are at most {MAX_DEPTHS:,}")
+            raise PydanticCustomError("depths", f"{parts[0]:,} depths; there are at most {MAX_DEPTHS:,}")
         return [index / (parts[0] - 1) for index in range(parts[0])]
     try:
         return sorted({float(part) for part in parts})
     except (TypeError, ValueError):
-        raise ValueError("depths are shares (0,0.5,1), or how many (11)") from None
+        raise PydanticCustomError("depths", "depths are shares (0,0.5,1), or how many (11)") from None
 
 
 Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_parse_depths)]

@@ -68,11 +68,11 @@ class BenchmarkOptions(ConfigSection):
 class LeaderboardOptions(ConfigSection):
     """What a report says of many methods at once, in ranks and in words."""
 
-    additions: list[str] = config_field(
+    ablations: list[str] = config_field(
         list,
         "processors and temperatures: variants with one are compared with the variant that differs in nothing else",
     )
-    drawn: int = config_field(6, "the best methods that its pictures show, beside those of `against`", ge=1)
+    num_shown: int = config_field(6, "the best methods that its pictures show, beside those of `against`", ge=1)
 
 
 class SweepOptions(ConfigSection):

@@ -9,7 +9,7 @@ import ast
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ class MethodFileError(ValueError):
     """A method's file that cannot be used: one line with the file, and the class and hook where there is one."""
 
 
+_OPTION_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "list": list}
+
+
 @dataclass(frozen=True)
 class MethodFacts:
     """What the file of a method declares."""
@@ -57,6 +60,8 @@ class MethodFacts:
     """It has a table of as many positions as `max_position_embeddings` says, and knows none beyond."""
     has_kernel_parameters: bool = False
     """It has a form that kernels know (`kernel_parameters`)."""
+    option_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By option, the names of the types that its annotation has."""
     other_names: tuple[str, ...] = ()
     """What papers and people call it besides, in any case and with or without dashes."""
     cost: EncodingCost | ProcessorCost | TemperatureCost | None = None
@@ -97,6 +102,19 @@ class MethodFacts:
     def count_qk_numbers(self, options: Mapping[str, Any]) -> int:
         """Numbers of a query or key that it rotated, for each of the head's dimensions."""
         return self.cost.count_qk_numbers(self.fill_options(options)) if isinstance(self.cost, EncodingCost) else 1
+
+    def describe_wrong_type(self, option: str, value: Any) -> str | None:
+        """What is wrong with the type of an option's value, as a clause that follows its name; None if nothing is, or
+        if the file does not say what it may be."""
+        names = self.option_types.get(option, ())
+        allowed = [name for name in names if name != "None"]
+        if len(allowed) != 1 or allowed[0] not in _OPTION_TYPES or (value is None and "None" in names):
+            return None
+        expected = _OPTION_TYPES[allowed[0]]
+        valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
+        if valid and (expected is bool or not isinstance(value, bool)):
+            return None
+        return f"is {value!r}; it must be of type {allowed[0]}"
 
     def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
         """All options: those that are given, and defaults for the others."""
@@ -231,6 +249,7 @@ def _read_class(path: Path, node: ast.ClassDef, inherited: MethodFacts) -> Metho
     facts["other_names"] = ()
     if "__init__" in functions:
         facts["defaults"] = _read_defaults(path, node.name, functions["__init__"].args)
+        facts["option_types"] = _read_option_types(functions["__init__"].args)
     for item in node.body:
         targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
         for name in (target.id for target in targets if isinstance(target, ast.Name)):
@@ -262,6 +281,14 @@ def _read_defaults(path: Path, class_name: str, arguments: ast.arguments) -> dic
             ) from error
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     return {name: defaults.get(name) for name in names if name not in MODEL_ARGUMENTS}
+
+
+def _read_option_types(arguments: ast.arguments) -> dict[str, tuple[str, ...]]:
+    return {
+        argument.arg: tuple(ast.unparse(argument.annotation).split(" | "))
+        for argument in (*arguments.args, *arguments.kwonlyargs)
+        if argument.annotation is not None and argument.arg not in MODEL_ARGUMENTS
+    }
 
 
 def _evaluate(path: Path, name: str, expression: ast.expr) -> Any:

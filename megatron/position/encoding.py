@@ -110,6 +110,10 @@ class Encoding(PositionModule):
         cost = self.cost
         return self.dims.head_dim * (cost.count_qk_numbers(self.option_values) if isinstance(cost, EncodingCost) else 1)
 
+    def describe_unsupported_reach(self, num_positions: int) -> str | None:
+        """Why it cannot be told positions 0 … num_positions − 1, whatever `max_length` says; None if it can."""
+        return None
+
     def bias_tails(self) -> list[SeriesTail]:
         """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
         if self.overrides_hook("gate"):

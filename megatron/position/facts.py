@@ -14,7 +14,16 @@ HOOKS = ("embed", "rotate", "table", "dense", "contextual", "gate")
 """The questions that an encoding may answer (`encoding.py`)."""
 ORDER_FREE_HOOKS = ("embed", "rotate")
 """Those that take positions in any order, and several tokens at one."""
-OVERRIDABLE = (*HOOKS, "rotate_keys", "bias_tails", "product_flops", "kernel_parameters", "traits")
+OVERRIDABLE = (
+    *HOOKS,
+    "rotate_keys",
+    "bias_tails",
+    "describe_unsupported_reach",
+    "list_decayed",
+    "product_flops",
+    "kernel_parameters",
+    "traits",
+)
 """All that an encoding may override. A function whose name is almost one of these is a misspelt one."""
 MODEL_ARGUMENTS = ("self", "dims", "has_bias")
 """Constructor arguments that the model gives; all others are options."""

@@ -38,13 +38,13 @@ VERDICT_WORDS = {
     "worse": "raises it",
     "no difference": "makes no difference beyond chance",
 }
-"""What an addition does, in a sentence."""
+"""What the component of an ablation does, in a sentence."""
 MAX_NAMED = 8
 """Methods that a sentence names; more are counted."""
 
 
 @dataclass(frozen=True)
-class Addition:
+class Ablation:
     """Two methods that differ in one thing alone."""
 
     name: str
@@ -59,13 +59,13 @@ class Leaderboard:
 
     Args:
         baseline: the method that costs are told against.
-        additions: pairs of methods that are compared.
-        num_drawn: the best methods that pictures show.
+        ablations: pairs of methods that are compared.
+        num_shown: the best methods that pictures show.
     """
 
     baseline: str
-    additions: tuple[Addition, ...] = ()
-    num_drawn: int = 6
+    ablations: tuple[Ablation, ...] = ()
+    num_shown: int = 6
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class LeaderboardReport:
     """What is shown of a leaderboard.
 
     Args:
-        leaderboard: whose baseline and additions they are.
+        leaderboard: whose baseline and ablations they are.
         tables: of all records.
     """
 
@@ -312,13 +312,13 @@ class LeaderboardReport:
         self.ranking, self.ranks = rank_methods(self.contests, methods)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
-        self.additions: dict[float, list[TextComparison]] = {}
+        self.ablations: dict[float, list[TextComparison]] = {}
         self.against_best: dict[str, TextComparison] = {}
         if self.text is None:
             return
-        pairs = [(addition.method, addition.base) for addition in leaderboard.additions]
+        pairs = [(ablation.method, ablation.base) for ablation in leaderboard.ablations]
         for x in (self.text.train_length, self.text.x_values[-1]):
-            self.additions[x] = compare_texts(self.text, pairs, x)
+            self.ablations[x] = compare_texts(self.text, pairs, x)
         if (best := self.best_text_method) is not None:
             others = [(method, best) for method in methods if method != best]
             compared = compare_texts(self.text, others, self.text.x_values[-1])
@@ -337,9 +337,9 @@ class LeaderboardReport:
         cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == self.text.x_values[-1]}
         return min(cells, key=cells.__getitem__) if cells else None
 
-    def list_drawn_methods(self) -> list[str]:
+    def list_shown_methods(self) -> list[str]:
         """Those that pictures show: the first of the ranking, and the baseline."""
-        drawn = self.ranking[: self.leaderboard.num_drawn]
+        drawn = self.ranking[: self.leaderboard.num_shown]
         baseline = self.leaderboard.baseline
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
 
@@ -347,8 +347,8 @@ class LeaderboardReport:
 
     def build_tables(self) -> list[TextTable]:
         tables = [self._build_board()] if self.contests else []
-        if any(self.additions.values()):
-            tables.append(self._build_additions_table())
+        if any(self.ablations.values()):
+            tables.append(self._build_ablations_table())
         if self.costs:
             tables.append(self._build_costs_table())
         return tables
@@ -398,22 +398,22 @@ class LeaderboardReport:
         text = format_percent(comparison.change - 1, min_decimals=1)
         return f"({text})" if comparison.verdict == "no difference" else text
 
-    def _build_additions_table(self) -> TextTable:
-        lengths = list(self.additions)
+    def _build_ablations_table(self) -> TextTable:
+        lengths = list(self.ablations)
         assert self.text is not None
-        found = {(length, comparison.method): comparison for length in lengths for comparison in self.additions[length]}
+        found = {(length, comparison.method): comparison for length in lengths for comparison in self.ablations[length]}
         rows = []
-        for addition in self.leaderboard.additions:
-            cells = [str(found.get((length, addition.method), "–")) for length in lengths]
-            rows.append((f"{addition.name} on {addition.base}", tuple(cells)))
+        for ablation in self.leaderboard.ablations:
+            cells = [str(found.get((length, ablation.method), "–")) for length in lengths]
+            rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
-            "What additions change: perplexity over that of the method without",
-            "addition",
+            "What processors and temperatures change: perplexity over that of the method without",
+            "what is added",
             tuple(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
             tuple(rows),
             (
                 "In brackets the 95% interval by a paired bootstrap over blocks of the same text; p of a paired t-test "
-                "over blocks, Holm-corrected for the additions of a column.",
+                "over blocks, Holm-corrected for the ablations of a column.",
                 "How many seeds have the sign of the mean stands behind it; better and worse need p below 5% and all "
                 "seeds of one sign.",
             ),
@@ -458,7 +458,7 @@ class LeaderboardReport:
     def build_answers(self) -> list[Answer]:
         if self.text is None:
             return []
-        names = list(dict.fromkeys(addition.name for addition in self.leaderboard.additions))
+        names = list(dict.fromkeys(ablation.name for ablation in self.leaderboard.ablations))
         return [
             Answer(f"Which method holds at {self.largest}?", tuple(self._tell_who_holds())),
             *(Answer(f"Does {name} add something to others?", tuple(self._tell_what_adds(name))) for name in names),
@@ -512,8 +512,8 @@ class LeaderboardReport:
     def _tell_what_adds(self, name: str) -> Iterator[str]:
         text = self.text
         assert text is not None
-        bases = {(a.method, a.base) for a in self.leaderboard.additions if a.name == name}
-        for length, comparisons in self.additions.items():
+        bases = {(a.method, a.base) for a in self.leaderboard.ablations if a.name == name}
+        for length, comparisons in self.ablations.items():
             own = [c for c in comparisons if (c.method, c.base) in bases]
             where = format_multiple(length / text.train_length)
             if not own:
@@ -526,7 +526,7 @@ class LeaderboardReport:
                 if some:
                     parts.append(f"{words} on {len(some)} of {len(own)} ({_name_methods(named)})")
             yield f"At {where} {name} {', '.join(parts)}."
-        single = sum(len(c.seed_changes) == 1 for c in self.additions[text.x_values[-1]] if (c.method, c.base) in bases)
+        single = sum(len(c.seed_changes) == 1 for c in self.ablations[text.x_values[-1]] if (c.method, c.base) in bases)
         if single:
             yield f"{single} of these pairs rest on one seed, so another training may say otherwise."
 
@@ -537,7 +537,7 @@ class LeaderboardReport:
         if best is not None and best in self.costs and best != baseline:
             yield f"Against {baseline}, {best}, the best at {self.largest}, takes {self._describe_cost(best)}."
         for name in names:
-            pairs = [a for a in self.leaderboard.additions if a.name == name]
+            pairs = [a for a in self.leaderboard.ablations if a.name == name]
             steps = self._compare_costs(pairs, "step")
             scoring = self._compare_costs(pairs, "scoring")
             if steps and scoring:
@@ -584,11 +584,11 @@ class LeaderboardReport:
             parts.append(f"{kind} parameters")
         return ", ".join(parts) or "an unknown share"
 
-    def _compare_costs(self, pairs: Sequence[Addition], field: str) -> list[float]:
+    def _compare_costs(self, pairs: Sequence[Ablation], field: str) -> list[float]:
         ratios = []
-        for addition in pairs:
-            if addition.method in self.costs and addition.base in self.costs:
-                own, base = (getattr(self.costs[name], field) for name in (addition.method, addition.base))
+        for ablation in pairs:
+            if ablation.method in self.costs and ablation.base in self.costs:
+                own, base = (getattr(self.costs[name], field) for name in (ablation.method, ablation.base))
                 if own is not None and base:
                     ratios.append(own / base)
         return ratios

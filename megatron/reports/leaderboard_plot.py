@@ -62,7 +62,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     axes = figure.add_subplot()
     frontier = find_frontier(points)
     by_name = {name: (step, value) for name, step, value in points}
-    named = set(by_name) if len(points) <= MAX_CROWDED_NAMES else {*frontier, *board.list_drawn_methods()}
+    named = set(by_name) if len(points) <= MAX_CROWDED_NAMES else {*frontier, *board.list_shown_methods()}
     axes.plot(*zip(*(by_name[name] for name in frontier), strict=True), color="0.6", linewidth=1, zorder=0)
     for name, (step, value) in by_name.items():
         axes.plot([step], [value], marker="o", markersize=4, color="#0072B2" if name in frontier else "0.55")

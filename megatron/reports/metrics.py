@@ -7,6 +7,7 @@ ask the metric for everything that differs between metrics, so a new one is an e
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import stdev
 from typing import Literal
 
@@ -160,10 +161,15 @@ class Metric:
             self.format_value(value, DEVIATIONS_PER_HALF_WIDTH * deviation), deviation * self.display_factor
         )
 
-    def format_tick(self, value: float) -> str:
-        """A value at a plot's axis."""
+    def format_tick(self, value: float, ticks: Sequence[float] = ()) -> str:
+        """A value in a picture, with three digits, or at an axis, with as many decimals as its `ticks` need."""
         scaled = value * self.display_factor
-        return f"{scaled:,.3g}" if abs(scaled) < 1000 else f"{scaled:,.0f}"
+        places = sorted({float(tick) * self.display_factor for tick in ticks})
+        if len(places) < 2:
+            return f"{scaled:,.3g}" if abs(scaled) < 1000 else f"{scaled:,.0f}"
+        step = min(upper - lower for lower, upper in pairwise(places))
+        decimals = next((d for d in range(9) if all(abs(round(x, d) - x) < step / 100 for x in places)), 9)
+        return f"{scaled:,.{decimals}f}"
 
     def format_change(self, change: float, half_width: float | None = None) -> str:
         """A change: 1.004, or +12.30. More digits where an interval of half-width `half_width` needs them."""

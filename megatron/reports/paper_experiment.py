@@ -24,7 +24,7 @@ import numpy as np
 from megatron.reports.bootstrap import BOOTSTRAP_SEED, NUM_RESAMPLES, compute_percentile_interval, draw_bootstrap_means
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.failures import RunFailure
-from megatron.reports.leaderboard import Addition, Leaderboard
+from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
@@ -134,8 +134,8 @@ def read_experiment(results_path: Path) -> Experiment | None:
 def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     if content is None:
         return None
-    additions = tuple(Addition(**addition) for addition in content["additions"])
-    return Leaderboard(content["baseline"], additions, content["num_drawn"])
+    ablations = tuple(Ablation(**ablation) for ablation in content["ablations"])
+    return Leaderboard(content["baseline"], ablations, content["num_shown"])
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.failures import RunFailure
+from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 from megatron.reports.x_axes import format_multiple
 from megatron.utils.errors import UserError
@@ -134,11 +135,11 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_choose_log_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: table.metric.format_tick(y)))
+    axes.yaxis.set_major_formatter(MetricFormatter(table.metric))
     axes.set_ylabel(table.metric.axis_label)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(table.title, loc="left", fontsize=8.5 if narrow else 11)
+    axes.set_title(textwrap.fill(table.title, 52 if narrow else 84), loc="left", fontsize=8.5 if narrow else 11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
     bar = "bar: smallest to\nlargest seed" if table.max_seeds > 1 else "bar: 95% interval\nover windows"
     bar = bar.replace("bar", "band", 1) if table.axis.is_dense else bar
@@ -155,6 +156,16 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     ]
     legend = axes.legend(lines, names, frameon=False, title=legend_title, alignment="left", **legend_location)
     legend.get_title().set_fontsize(8)
+
+
+class MetricFormatter(Formatter):
+    """The values of a metric at an axis, all with as many decimals as tell the ticks apart and place them."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def __call__(self, value: float, position: int | None = None) -> str:
+        return self.metric.format_tick(value, self.locs)
 
 
 def _draw_dense_curve(
@@ -179,7 +190,7 @@ def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, na
         panels.append(figure.add_subplot(rows, columns, number))
         image = _draw_depth_map(panels[-1], depth_map, method)
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.02)
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: depth_map.metric.format_tick(value)))
+    bar.ax.yaxis.set_major_formatter(MetricFormatter(depth_map.metric))
     bar.ax.tick_params(labelsize=7)
     panels[0].set_ylabel("depth", fontsize=8)
     title = textwrap.fill(depth_map.title, 52) if narrow else depth_map.title

@@ -154,10 +154,10 @@ def _describe_section(section: ReportSection) -> dict[str, Any]:
     all_tables = build_comparison_tables(section.records, section.failures)
     missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
     board = build_leaderboard_report(section)
-    drawn = select_drawn_records(section, board)
+    drawn = select_shown_records(section, board)
     failures = section.failures if board is None else ()
     tables, _ = split_depth_maps(all_tables)
-    drawn_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
+    shown_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
     return {
         "title": get_section_title(section),
         "answers": [] if board is None else board.build_answers(),
@@ -167,7 +167,7 @@ def _describe_section(section: ReportSection) -> dict[str, Any]:
         "picture": encode_picture(
             lambda is_narrow: plots.render_plots_png(drawn, narrow=is_narrow, failures=failures),
             " ".join(
-                [describe_plots(select_curve_tables(drawn_tables)), *(depth_map.describe() for depth_map in depth_maps)]
+                [describe_plots(select_curve_tables(shown_tables)), *(depth_map.describe() for depth_map in depth_maps)]
             ).strip(),
         ),
         "tables": [
@@ -186,11 +186,11 @@ def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None
     return LeaderboardReport(section.leaderboard, build_comparison_tables(section.records, section.failures))
 
 
-def select_drawn_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
+def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
     """Those that pictures show: all, or of a leaderboard the best methods' in their order, and baselines'."""
     if board is None:
         return section.records
-    order = {method: index for index, method in enumerate(board.list_drawn_methods())}
+    order = {method: index for index, method in enumerate(board.list_shown_methods())}
     drawn = [record for record in section.records if record.method in order or record.is_trivial_baseline]
     return sorted(drawn, key=lambda record: order.get(record.method, len(order)))
 

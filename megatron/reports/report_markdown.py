@@ -20,7 +20,7 @@ from megatron.reports.report import (
     describe_measurements,
     describe_plots,
     get_section_title,
-    select_drawn_records,
+    select_shown_records,
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
@@ -70,11 +70,11 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
             picture = write_bytes_atomically(_get_cost_path(path, index), render_cost_png(board))
             parts.append(f"![Perplexity over the time of a training step]({picture.name})\n")
         parts.append("## All numbers\n")
-    drawn = select_drawn_records(section, board)
+    drawn = select_shown_records(section, board)
     failures = section.failures if board is None else ()
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn, failures=failures))
-    drawn_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
-    alt_text = " ".join([describe_plots(select_curve_tables(drawn_tables)), *(each.describe() for each in depth_maps)])
+    shown_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
+    alt_text = " ".join([describe_plots(select_curve_tables(shown_tables)), *(each.describe() for each in depth_maps)])
     parts.append(f"![{alt_text.strip()}]({picture.name})\n")
     parts += [render_comparison_markdown(table) for table in split_depth_maps(tables)[0]]
     parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]

@@ -43,7 +43,7 @@ from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.failures import RunFailure
-from megatron.reports.leaderboard import Addition, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, print_leaderboard
 from megatron.sweeps.member_run import run_member
@@ -55,7 +55,7 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.spec import Sweep, SweepMember, find_additions, read_sweep
+from megatron.sweeps.spec import Sweep, SweepMember, find_ablations, read_sweep
 from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
 from megatron.utils.errors import FarfieldError, RunError, UserError
@@ -411,8 +411,8 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
     )
     leaderboard = None
     if options.leaderboard is not None:
-        additions = tuple(Addition(*addition) for addition in find_additions(sweep))
-        leaderboard = Leaderboard(options.against or sweep.members[0].variant, additions, options.leaderboard.drawn)
+        ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
+        leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
     return Experiment(
         options.title, options.against, published, tuple(options.differences), options.has_own_seeds, leaderboard
     )

@@ -313,8 +313,8 @@ def _choose_device(evaluation: EvaluationType, config: Config) -> EvaluationType
     return evaluation if "device" in evaluation.model_fields_set else evaluation.replace(device=config.launch.device)
 
 
-def find_additions(sweep: Sweep) -> list[tuple[str, str, str]]:
-    """The pairs of variants that differ in one of the leaderboard's additions alone: its name, the variant, and the one
+def find_ablations(sweep: Sweep) -> list[tuple[str, str, str]]:
+    """The pairs of variants that differ in one of the leaderboard's ablations alone: its name, the variant, and the one
     without it."""
     if sweep.options.leaderboard is None:
         return []
@@ -324,7 +324,7 @@ def find_additions(sweep: Sweep) -> list[tuple[str, str, str]]:
         if member.benchmark is None
     }
     found = []
-    for name in sweep.options.leaderboard.additions:
+    for name in sweep.options.leaderboard.ablations:
         key = "score_processor" if name in list_processor_values() else "attention_temperature"
         for variant, config in configs.items():
             value = config[key]

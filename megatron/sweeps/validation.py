@@ -127,9 +127,9 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
             if variant in options.branches:
                 yield f"{locate(path)}: {variant} branches from another variant's run, which no benchmark has"
     methods = [name for name in (*list_processor_values(), *list_temperature_values()) if name != "none"]
-    for name in () if options.leaderboard is None else options.leaderboard.additions:
+    for name in () if options.leaderboard is None else options.leaderboard.ablations:
         if name not in methods:
-            location = locate(("sweep", "leaderboard", "additions"))
+            location = locate(("sweep", "leaderboard", "ablations"))
             yield f"{location}: {name!r} is no score processor and no temperature; {format_choices(name, methods)}"
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)

@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused() -> None:
     for options, problem in (
         ({"query_kernel_size": 0}, "query_kernel_size of mta is 0; it must be at least 1"),
         ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),
-        ({"weights_query_kernel_size": 2}, "weights_key_kernel_size of mta is 0; it must be odd"),
+        ({"weights_query_kernel_size": 2}, "weights_key_kernel_size are 2 by 0; give both or none"),
         ({"head_kernel_size": 2}, "head_kernel_size of mta is 2; it must divide the 3 heads"),
         ({"group_norm": False, "gate": True}, "gate of mta is true, but it reads"),
     ):

@@ -12,7 +12,7 @@ from scipy import stats
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.failures import RunFailure
-from megatron.reports.leaderboard import Addition, Contest, Leaderboard, LeaderboardReport, compare_texts
+from megatron.reports.leaderboard import Ablation, Contest, Leaderboard, LeaderboardReport, compare_texts
 from megatron.reports.leaderboard_plot import find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
@@ -21,7 +21,7 @@ from megatron.reports.report import ReportSection, render_report
 from megatron.utils.errors import UserError
 
 BLOCKS, TOKENS = 40, 64
-BOARD = Leaderboard("rotary", (Addition("cdape", "cdape+alibi", "alibi"), Addition("cdape", "cdape+fox", "fox")), 2)
+BOARD = Leaderboard("rotary", (Ablation("cdape", "cdape+alibi", "alibi"), Ablation("cdape", "cdape+fox", "fox")), 2)
 
 
 def text(method: str, means: tuple[float, float], seed: int = 1, step: float = 0.1, **more: object) -> list[Record]:

@@ -211,3 +211,16 @@ def test_titles_inside_sentences() -> None:
     assert get_metric("delta_perplexity").axis_label.startswith("ΔP")
     assert get_metric("perplexity").axis_label == "perplexity per token"
     assert get_metric("log_ratio").inline_title.startswith("log-ratio")
+
+
+@pytest.mark.parametrize(
+    ("ticks", "texts"),
+    [
+        ([4.075, 4.1, 4.125, 4.15], ["4.075", "4.100", "4.125", "4.150"]),
+        ([312.25, 312.5, 312.75], ["312.25", "312.50", "312.75"]),
+        ([5.0, 10.0, 20.0], ["5", "10", "20"]),
+        ([0.0, 2500.0, 5000.0], ["0", "2,500", "5,000"]),
+    ],
+)
+def test_ticks_have_the_digits_that_place_them(ticks: list[float], texts: list[str]) -> None:
+    assert [METRICS["perplexity"].format_tick(tick, ticks) for tick in ticks] == texts

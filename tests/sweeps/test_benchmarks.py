@@ -15,7 +15,7 @@ from rich.console import Console
 from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.leaderboard import Addition, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.records import read_records
 from megatron.sweeps import worker_pool
 from megatron.sweeps.member_run import read_last_step
@@ -29,7 +29,7 @@ ZOO = BASE.replace(
     """\
       seeds: [1]
       against: rotary
-      leaderboard: {additions: [cdape]}
+      leaderboard: {ablations: [cdape]}
       evaluate: {multiples: [1, 4], windows: 3}
       evaluations:
         scaled: {variants: [rotary], rope: "pi:4", lengths: [16, 64], windows: 3}
@@ -89,8 +89,8 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
         (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of different whole numbers"),
         (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
         (("output: out", "output: out\n      jobs: 0"), "sweep.jobs"),
-        (("additions: [cdape]", "additions: [cdap]"), "'cdap' is no score processor"),
-        (("additions: [cdape]", "addition: [cdape]"), "unknown key 'sweep.leaderboard.add"),
+        (("ablations: [cdape]", "ablations: [cdap]"), "'cdap' is no score processor"),
+        (("ablations: [cdape]", "ablation: [cdape]"), "unknown key 'sweep.leaderboard.abl"),
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     assert "What is missing" not in page  # rotary has no seed 2, and is to have none
     # The page, the console and `report` say the same, made of these records.
     board = LeaderboardReport(
-        Leaderboard("rotary", (Addition("cdape", "mine", "rotary"),)), build_comparison_tables(found)
+        Leaderboard("rotary", (Ablation("cdape", "mine", "rotary"),)), build_comparison_tables(found)
     )
     combine_results([Path("out")], Console(quiet=True), output=Path("out/board.md"))
     markdown = Path("out/board.md").read_text(encoding="utf-8").replace("\n", " ")

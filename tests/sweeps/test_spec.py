@@ -8,7 +8,7 @@ import pytest
 
 from megatron.options.model import SOFTMAX_TYPES, PositionOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
-from megatron.sweeps.spec import find_additions, read_sweep
+from megatron.sweeps.spec import find_ablations, read_sweep
 from megatron.utils.errors import UserError
 
 from .conftest import BASE, ROOT, Trainer, run, write
@@ -139,7 +139,7 @@ def test_the_zoo_has_every_method_at_the_quickstarts_budget_and_every_benchmark(
         assert all(budget == budgets[0] for budget in budgets), name
         assert {member.variant for member in members} >= positions.keys(), name
     # What the page's questions are about: CDAPE on each, and on the new ones with several seeds.
-    pairs = {base: variant for name, variant, base in find_additions(zoo) if name == "cdape"}
+    pairs = {base: variant for name, variant, base in find_ablations(zoo) if name == "cdape"}
     assert pairs.keys() >= {
         "none",
         "rotary",

@@ -478,16 +478,18 @@ def _render_windows(encodings: list[dict[str, Any]]) -> str:
         [f"`{key.name}`", describe_default(key), describe_type(key.field.annotation), key.doc]
         for key in (known[("attention_window",)], known[("randomized_positions",)], known[("continuous_positions",)])
     ]
-    deaf = " and ".join(
+    without_positions = [
         f"`{record['name']}`"
         for record in encodings
         if not registry.load_encoding_class(record["name"]).takes_positions
-    )
+    ]
+    deaf = " and ".join(filter(None, [", ".join(without_positions[:-1]), *without_positions[-1:]]))
     return f"""\
 ## Windows and randomized positions
 
-A window combines with every method. Randomized positions combine with all but {deaf}: these are told no
-positions, so there is nothing to draw, and asking for it is an error.
+A window combines with every method.
+Randomized positions combine with all but {deaf}:
+these are told no positions, so there is nothing to draw, and asking for it is an error.
 
 {format_table(["key", "default", "values", "meaning"], rows)}
 **A window** of w keys is a bias of 0 for n < w and of −∞ beyond. It has no weights, so finetuning may choose

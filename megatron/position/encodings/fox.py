@@ -31,7 +31,7 @@ class Fox(Encoding):
         "lower losses than RoPE's within and beyond the training length, and uses no rotary positions beside it "
         "(arXiv:2503.02130, section 4)."
     )
-    other_names = ("forgetting_transformer", "forgetting_attention", "forget_gate", "cable")
+    other_names = ("forgetting_transformer", "forgetting_attention", "forget_gate")
     cost = EncodingCost(
         num_parameters=lambda dims, options: dims.num_heads * (dims.hidden_size + 1),
         num_input_products=lambda dims, options: dims.num_heads * dims.hidden_size,
@@ -53,6 +53,8 @@ class Fox(Encoding):
             for name, time in zip(("decay_time_min_init", "decay_time_max_init"), times, strict=True):
                 if time is None or not time > 0:
                     raise OptionError(name, f"is {time}; both decay times must be given and positive, in tokens")
+            if times[0] > times[1]:  # type: ignore[operator]
+                raise OptionError("decay_time_min_init", f"is {times[0]}, more than decay_time_max_init, {times[1]}")
             if bias_init != 0.0:
                 raise OptionError("bias_init", f"is {bias_init}; decay times say where the biases start")
             init_bias = init_decay_times(*times)  # type: ignore[arg-type]

@@ -160,6 +160,11 @@ class Rotary(Encoding):
         share = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device) / len(frequencies)
         return torch.where(frequencies > 0, ((share + XPOS_START) / (1 + XPOS_START)).log(), 0.0)
 
+    def describe_unsupported_reach(self, num_positions: int) -> str | None:
+        if self.xpos_scale is None:
+            return None
+        return self._describe_xpos_overflow(torch.float32, num_positions)
+
     def _describe_xpos_overflow(self, dtype: torch.dtype, num_tokens: int) -> str | None:
         """Why a type does not hold the factors of so many tokens; None if it does."""
         assert self.xpos_scale is not None

@@ -124,11 +124,17 @@ class Mta(Processor):
     ) -> None:
         super().__init__(dims, has_bias=has_bias)
         kernels = {"": (query_kernel_size, key_kernel_size)}
-        if weights_query_kernel_size or weights_key_kernel_size:
+        if (weights_query_kernel_size == 0) != (weights_key_kernel_size == 0):
+            given = f"{weights_query_kernel_size} by {weights_key_kernel_size}"
+            raise OptionError(
+                "weights_query_kernel_size", f"and weights_key_kernel_size are {given}; give both or none"
+            )
+        if weights_query_kernel_size:
             kernels["weights_"] = (weights_query_kernel_size, weights_key_kernel_size)
         for prefix, (num_rows, num_columns) in kernels.items():
             if num_rows < 1:
-                raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be at least 1")
+                least = "0, which is none, or more" if prefix else "at least 1"
+                raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be {least}")
             if num_columns < 1 or num_columns % 2 == 0:
                 raise OptionError(f"{prefix}key_kernel_size", f"is {num_columns}; it must be odd: 1, 3, 5, 7 …")
         heads = dims.num_heads
