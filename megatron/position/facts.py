@@ -19,7 +19,6 @@ OVERRIDABLE = (
     "rotate_keys",
     "bias_tails",
     "describe_unsupported_reach",
-    "list_decayed",
     "product_flops",
     "kernel_parameters",
     "traits",
