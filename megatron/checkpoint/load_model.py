@@ -14,7 +14,7 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import read_weights
-from megatron.config.position_overrides import has_two_rotations, override_position
+from megatron.config.position_overrides import has_two_rotations, locate_rope_errors, override_position
 from megatron.config.schema import Config
 from megatron.distributed.process_groups import single_process
 from megatron.model.backend_choice import recall_choice
@@ -81,7 +81,7 @@ def load_model(
     if is_auto and not has_two_rotations(position):  # of which the training had one, which more backends can do
         backend = recall_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
     # Whoever loads a model to look at it should not find the random states changed.
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), locate_rope_errors(rope):
         size = trainer_state.vocabulary["size"]
         model = build_model(config.model, position, size, groups=single_process(), backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)

@@ -6,7 +6,8 @@ Nothing here depends on torch, so that a mistake in an option of a command is re
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,6 +115,17 @@ def _scale_rotary(model: ModelOptions, position: PositionOptions, rope: str) -> 
     if options["scaling"] in ("dynamic", "yarn", "longrope"):
         options.setdefault("original_length", model.seq_length)
     return position.replace(pos_emb_options={**trained, **options})
+
+
+@contextmanager
+def locate_rope_errors(rope: str | None) -> Iterator[None]:
+    """Let errors of rotary's options, which are found when it is built, name the text that set them."""
+    try:
+        yield
+    except UserError as error:
+        if rope is None or not (error.key or "").startswith("pos_emb_options"):
+            raise
+        raise UserError(f"rope {rope}: {str(error).removeprefix('pos_emb: ')}") from error
 
 
 def parse_rope(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.checkpoint.trained_run import TrainedRun
-from megatron.config.position_overrides import list_overrides, override_position
+from megatron.config.position_overrides import list_overrides, locate_rope_errors, override_position
 from megatron.config.schema import Config
 from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
@@ -203,7 +203,8 @@ def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
 
     check_backend(options.backend)
     position = override_position(config.model, config.position, **list_overrides(options))
-    return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
+    with locate_rope_errors(options.rope):
+        return build_model(config.model, position, 1, groups=single_process(), device="meta", backend=options.backend)
 
 
 def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:

@@ -263,14 +263,15 @@ def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
 
 
 def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> TaskEval:
-    """The evaluation of models of one task.
+    """The evaluation of models of one task. Where no lengths are given, those of the usual ones that the task has.
 
     Raises:
         UserError: lengths that the task does not have, or options that are about texts.
     """
     refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "a task is none")
     task_configs = [read_task_config(config.data) for config in configs]
-    if options.lengths is None and options.multiples is None:
+    are_given = options.lengths is not None or options.multiples is not None
+    if not are_given:
         options = options.replace(multiples=DEFAULT_TASK_MULTIPLES)
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
     task_config, depths = _change_options(task_configs[0], options.task_options), options.depths
@@ -278,9 +279,11 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
         raise UserError(f"depths: the task {task_config.label} has none at which its answer stands; leave it out")
     if depths is None and options.effective_score is not None:
         raise UserError("effective_score: it is of a needle map; give depths too")
-    for length in lengths:
-        if (reason := task_config.task.unsupported_length_reason(length)) is not None:
+    reasons = {length: task_config.task.unsupported_length_reason(length) for length in lengths}
+    for length, reason in reasons.items():
+        if reason is not None and (are_given or all(reasons.values())):
             raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")
+    lengths = tuple(length for length, reason in reasons.items() if reason is None)
     if depths is None:
         return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)
     num_sequences = options.windows or DEFAULT_NEEDLE_SEQUENCES

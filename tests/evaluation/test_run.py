@@ -367,6 +367,8 @@ def test_frequencies_of_the_evaluation_alone(place: Path) -> None:
         assert {record.method for record in found} == {f"rotary(rope={rope} at evaluation)"}
         assert tuple(a.value != b.value for a, b in zip(found, plain, strict=True)) == changes
     make_run("runs/alibi", "pos_emb=alibi")
+    with pytest.raises(UserError, match="rope selfextend:4,2: option group of rotary is 4"):
+        evaluated(["runs/rotary"], [8, 32], rope="selfextend:4,2")
     with pytest.raises(UserError, match="rope pi:4: the run's pos_emb is alibi; it scales rotary alone"):
         evaluated(["runs/rotary", "runs/alibi"], [8], rope="pi:4")
 

@@ -210,6 +210,13 @@ def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
         build_task_eval(EvaluationOptions(**options), [config("mqar", 64)])
 
 
+def test_of_the_usual_lengths_those_are_scored_that_a_task_has() -> None:
+    of = config("addition", 6, positions="coupled", max_digits=16)
+    assert build_task_eval(EvaluationOptions(), [of]).lengths == (6, 12)
+    with pytest.raises(UserError, match="lengths: 24 is none of the task addition"):
+        build_task_eval(EvaluationOptions(multiples=[1.0, 4.0]), [of])
+
+
 def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
     of = config("flip_flop", 8, ignore=0.5)
     asked = build_task_eval(EvaluationOptions(lengths=[64], windows=300, task_options="ignore=0.98"), [of])
