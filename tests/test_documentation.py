@@ -87,3 +87,14 @@ def test_what_is_missing_is_found() -> None:
     assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
     block = "```python\nfrom megatron.reports.records import Record, read\nfrom megatron.nothing import Record\n```\n"
     assert find_missing_imports(block) == ["megatron.reports.records.read", "megatron.nothing.Record"]
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda page: page.stem
+)
+def test_lines_of_prose_are_at_most_120_long(page: Path) -> None:
+    """Tables, blocks of code and lines with a link may be longer."""
+    parts = page.read_text(encoding="utf-8").split("```")[::2]
+    lines = [line for part in parts for line in part.splitlines()]
+    prose = [line for line in lines if not line.startswith(("|", "    ")) and "](" not in line]
+    assert [line for line in prose if len(line) > 120] == []

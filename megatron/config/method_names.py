@@ -7,8 +7,8 @@ names, which each method's file declares, are refused with ours. Nothing here im
 """
 
 import re
-from pathlib import Path
 
+from megatron.config.yaml_files import SHIPPED_CONFIGS
 from megatron.position.catalog import (
     MethodFacts,
     MethodFileError,
@@ -21,8 +21,6 @@ from megatron.position.catalog import (
 )
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
-
-OVERLAYS_FOLDER = Path(__file__).resolve().parents[2] / "configs" / "position"
 
 
 def list_processor_values() -> list[str]:
@@ -99,7 +97,7 @@ def changes_scores(encoding: str) -> bool:
 
 def list_overlays() -> list[str]:
     """Names of the files of configs/position: of methods, and of keys that make one of another."""
-    return sorted(path.stem for path in OVERLAYS_FOLDER.glob("*.yml"))
+    return sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
 
 
 def find_methods(text: str) -> list[str]:

@@ -34,6 +34,9 @@ ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE_TAG = "tag:yaml.org,2002:merge"
 TEXT_TAG = "tag:yaml.org,2002:str"
 
+SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""The files that come with the project."""
+
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 """Keys, values, lists and mappings, with those that an alias stands for. The zoo, the largest file here, has 500."""

@@ -10,7 +10,15 @@ from megatron.tasks.sampling import hide_statements, sample_distinct
 from megatron.tasks.task import Array, Task, TaskBatch
 
 
-class NeedleTask(Task):
+class RulerTask(Task):
+    """A small copy of a task of RULER (2404.06654)."""
+
+    paper = "Hsieh et al. (2024), RULER"
+    scores_exact_match = True
+    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
+
+
+class NeedleTask(RulerTask):
     """Needles are keys, each followed by a value; behind the haystack some of the keys are asked for.
 
         · · k₂ v · · · k₁ v · k₁ v · ·   ? k₁ v v   ? k₂ v …
@@ -23,10 +31,7 @@ class NeedleTask(Task):
     Vocabulary: noise words, keys, values, the question mark. Keys are different, and so are all values of a sequence.
     """
 
-    paper = "Hsieh et al. (2024), RULER"
-    scores_exact_match = True
     has_depth = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
 
     num_needle_k: int = config_field(1, "keys that have needles", ge=1, le=10**4)
     num_needle_v: int = config_field(1, "values of each key, a needle for each", ge=1, le=10**4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import SUMS, TERMS, VOCABULARY, build_model
+from models import SUMS, TERMS, VOCABULARY, build_model, check_reading_in_parts
 
 from megatron.attention.segments import build_segments
 from megatron.model.attention import AttentionContext
@@ -96,19 +96,7 @@ def test_decoding_padding_and_the_last_tokens_are_the_whole(
     whole = gpt(x)
     free = scaled_gpt("none", encoding, processor, **place)(x)
     assert (whole - free).abs().max() > 1e-3
-    cache, parts = gpt.new_kv_cache(LENGTH), []
-    for size in (7, 1, 6, 1, 1, 10):
-        parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
-    assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
-    assert_close_in_rounding(gpt(x, num_logits=9), whole[:, -9:], TERMS, SUMS)
-    if place.get("randomized_positions") is None:
-        short = gpt(x[:1, 6:])
-        mask = torch.ones(2, LENGTH, dtype=torch.bool)
-        mask[0, :6] = False
-        assert_close_in_rounding(gpt(x, attention_mask=mask)[:1, 6:], short, TERMS, SUMS)
-    changed = x.clone()
-    changed[:, 15:] = (changed[:, 15:] + 1) % EOD
-    assert torch.equal(gpt(changed)[:, :15], whole[:, :15]), "a later token is seen"
+    check_reading_in_parts(gpt, x, has_sampled_positions="randomized_positions" in place)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.distributed.process_groups import single_process
 from megatron.model import build
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, PositionOptions
 from megatron.position.processor import Processor
-from tools.rounding import count_gpt_sums
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 40
 TERMS, SUMS = count_gpt_sums(24, layers=2)
@@ -47,3 +48,27 @@ def disturb(processor: Processor) -> Processor:
         if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
             torch.nn.init.normal_(parameter, std=0.3)
     return processor
+
+
+def check_reading_in_parts(gpt: GPT, x: Tensor, *, has_sampled_positions: bool) -> None:
+    """A cache filled step by step, the last tokens alone, and a padded sequence beside a whole one give what the whole
+    does; a token that follows changes nothing, to the bit.
+
+    Args:
+        gpt: with the sizes of `small_gpt`.
+        x: tokens [2, 26], below VOCABULARY − 1.
+        has_sampled_positions: a shorter sequence then has other positions.
+    """
+    whole, length = gpt(x), x.shape[1]
+    cache, parts = gpt.new_kv_cache(length), []
+    for size in (7, 1, 6, 1, 1, 10):
+        parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
+    assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
+    assert_close_in_rounding(gpt(x, num_logits=9), whole[:, -9:], TERMS, SUMS)
+    if not has_sampled_positions:
+        mask = torch.ones_like(x, dtype=torch.bool)
+        mask[0, :6] = False
+        assert_close_in_rounding(gpt(x, attention_mask=mask)[:1, 6:], gpt(x[:1, 6:]), TERMS, SUMS)
+    changed = x.clone()
+    changed[:, 15:] = (changed[:, 15:] + 1) % (VOCABULARY - 1)
+    assert torch.equal(gpt(changed)[:, :15], whole[:, :15]), "a later token is seen"

@@ -483,12 +483,12 @@ def _render_windows(encodings: list[dict[str, Any]]) -> str:
         for record in encodings
         if not registry.load_encoding_class(record["name"]).takes_positions
     ]
-    deaf = " and ".join(filter(None, [", ".join(without_positions[:-1]), *without_positions[-1:]]))
+    exceptions = " and ".join(filter(None, [", ".join(without_positions[:-1]), *without_positions[-1:]]))
     return f"""\
 ## Windows and randomized positions
 
 A window combines with every method.
-Randomized positions combine with all but {deaf}:
+Randomized positions combine with all but {exceptions}:
 these are told no positions, so there is nothing to draw, and asking for it is an error.
 
 {format_table(["key", "default", "values", "meaning"], rows)}

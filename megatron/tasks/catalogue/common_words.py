@@ -6,12 +6,12 @@ import numpy as np
 from pydantic import model_validator
 
 from megatron.options.section import config_field
-from megatron.tasks.needle_task import build_question_batch
+from megatron.tasks.needle_task import RulerTask, build_question_batch
 from megatron.tasks.sampling import sample_distinct
-from megatron.tasks.task import Task, TaskBatch
+from megatron.tasks.task import TaskBatch
 
 
-class CommonWords(Task):
+class CommonWords(RulerTask):
     """A list of n words in any order: a few come often, all others seldom; the frequent ones are asked for (RULER's
     cwe).
 
@@ -23,9 +23,6 @@ class CommonWords(Task):
     """
 
     title = "the words that come often in a list of n words"
-    paper = "Hsieh et al. (2024), RULER"
-    scores_exact_match = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
 
     num_cw: int = config_field(3, "common words", ge=1, le=10**4)
     freq_cw: int = config_field(6, "times that a common word comes", ge=2, le=10**4)

@@ -6,12 +6,12 @@ import numpy as np
 from pydantic import model_validator
 
 from megatron.options.section import config_field
-from megatron.tasks.needle_task import build_question_batch
+from megatron.tasks.needle_task import RulerTask, build_question_batch
 from megatron.tasks.sampling import sample_distinct
-from megatron.tasks.task import Array, Task, TaskBatch
+from megatron.tasks.task import Array, TaskBatch
 
 
-class FrequentWords(Task):
+class FrequentWords(RulerTask):
     """A text of n words in any order whose frequencies follow a zeta distribution; the most frequent are asked for
     (RULER's fwe).
 
@@ -24,9 +24,6 @@ class FrequentWords(Task):
     """
 
     title = "the most frequent words of a text of n words"
-    paper = "Hsieh et al. (2024), RULER"
-    scores_exact_match = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
 
     num_words: int = config_field(3, "words that are asked for", ge=1, le=10**4)
     alpha: float = config_field(2.0, "frequencies fall with the rank to this power", gt=0, le=10)

@@ -6,12 +6,12 @@ import numpy as np
 from pydantic import model_validator
 
 from megatron.options.section import config_field
-from megatron.tasks.needle_task import build_question_batch
+from megatron.tasks.needle_task import RulerTask, build_question_batch
 from megatron.tasks.sampling import hide_statements, sample_distinct
-from megatron.tasks.task import Task, TaskBatch
+from megatron.tasks.task import TaskBatch
 
 
-class VariableTracking(Task):
+class VariableTracking(RulerTask):
     """Chains of assignments among noise; the variables of one chain are asked for by its value (RULER's vt).
 
         · · x₁ = v · · y₁ = u · x₂ = x₁ · x₃ = x₂ · · y₂ = y₁ …   ? v x₁ x₂ x₃ …
@@ -23,9 +23,6 @@ class VariableTracking(Task):
     """
 
     title = "the variables that a value reached by assignments, in a haystack of n words"
-    paper = "Hsieh et al. (2024), RULER"
-    scores_exact_match = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
 
     num_chains: int = config_field(2, "chains, one of them asked for", ge=1, le=10**4)
     num_hops: int = config_field(2, "assignments of each chain from one variable to the next", ge=0, le=10**4)
