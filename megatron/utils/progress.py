@@ -12,8 +12,9 @@ now and then, since a bar's control characters would fill the file.
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from rich.console import Console
@@ -83,29 +84,52 @@ class Throughput:
     start: float  # seconds before the first work
     speed: float  # work per second after that
 
-    @staticmethod
-    def from_jobs(jobs: Sequence[WorkItem]) -> "Throughput | None":
-        """Of several jobs: the mean of what they need to start, and all their work over all its time."""
-        measured = [(job, throughput) for job in jobs if (throughput := job.throughput) is not None]
-        if not measured:
+
+@dataclass
+class _MeasuredWork:
+    """What several jobs tell together, in sums that a job can be taken out of again."""
+
+    num_jobs: int = 0
+    done: float = 0.0
+    seconds: float = 0.0  # that all the work took, without starting up
+    start: float = 0.0  # seconds that all took to start
+
+    def add(self, job: WorkItem, throughput: Throughput, sign: int = 1) -> None:
+        """Count a job, or with sign -1 take one out that was counted."""
+        self.num_jobs += sign
+        self.done += sign * job.done
+        self.seconds += sign * job.done / throughput.speed
+        self.start += sign * throughput.start
+
+    @property
+    def throughput(self) -> Throughput | None:
+        """The mean of what the jobs need to start, and all their work over all its time; None without a job."""
+        if self.num_jobs == 0:
             return None
-        seconds = sum(job.done / throughput.speed for job, throughput in measured)
-        start = sum(throughput.start for _, throughput in measured) / len(measured)
-        return Throughput(start, sum(job.done for job, _ in measured) / seconds)
+        return Throughput(self.start / self.num_jobs, self.done / self.seconds)
 
 
 def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float | None:
-    """Estimate for all that is left, or None before any speed is known.
+    """Estimate for all that is left, or None before any speed is known. Its time grows as the number of jobs.
 
     at_once: jobs that run at the same time, each at the speed that jobs were seen at. The last ones are taken to end
         together, and none to wait for another.
     """
+    measured = {id(job): throughput for job in jobs if (throughput := job.throughput) is not None}
+    everything, by_kind = _MeasuredWork(), defaultdict[str, _MeasuredWork](_MeasuredWork)
+    for job in jobs:
+        if id(job) in measured:
+            everything.add(job, measured[id(job)])
+            by_kind[job.kind].add(job, measured[id(job)])
     left = longest = 0.0
     for job in jobs:
         if job.is_finished:
             continue
-        same_kind = Throughput.from_jobs([other for other in jobs if other.kind == job.kind and other is not job])
-        throughput = _blend_estimates(job, same_kind) or same_kind or Throughput.from_jobs(jobs)
+        others, own = by_kind[job.kind], measured.get(id(job))
+        if own is not None:
+            others = replace(others)
+            others.add(job, own, -1)
+        throughput = _blend_estimates(job, own, others.throughput) or others.throughput or everything.throughput
         if throughput is None:
             return None
         start = 0.0 if job.done > 0 else max(0.0, throughput.start - job.seconds)
@@ -114,12 +138,11 @@ def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float |
     return max(left / at_once, longest)
 
 
-def _blend_estimates(job: WorkItem, kind_throughput: Throughput | None) -> Throughput | None:
+def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Throughput | None) -> Throughput | None:
     """A job's own pace, as if `PRIOR_WORK_FRACTION` of its work had been seen to go at the pace of its kind.
 
     A speed between two looks that are a moment apart is mostly chance.
     """
-    own = job.throughput
     if own is None or kind_throughput is None or job.first is None:
         return own
     done, seconds = job.done - job.first[0], job.seconds - job.first[1]
@@ -229,6 +252,9 @@ class ProgressMeter:
         job = self._current
         if job is None or self.console is None:
             return
+        is_due = is_start or self._clock() - self._printed_at >= self._interval
+        if self._bar is None and not is_due:
+            return
         left = self.estimate_seconds_left()
         time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left"
         text = f"{job.name}: {detail}" if detail else job.name
@@ -236,7 +262,7 @@ class ProgressMeter:
             spent = sum(item.seconds for item in self.jobs) / self.at_once
             fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
             self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
-        elif is_start or self._clock() - self._printed_at >= self._interval:
+        else:
             self._printed_at = self._clock()
             self.console.print(escape(f"{text} ({time_left})"), highlight=False, soft_wrap=True)
 
