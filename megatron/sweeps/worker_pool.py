@@ -45,7 +45,8 @@ def run_members(
 ) -> Iterator[tuple[SweepMember, Outcome]]:
     """Run members, and yield each with its records or its error as soon as it has ended.
 
-    A branch waits for the run that it goes on from, and members that share a run folder for each other.
+    A branch waits for the run that it goes on from, and members that share a run folder for each other. Where several
+    run at once, those with the most work begin, so that no long one is left alone at the end.
 
     Args:
         pending: the members, and what is left to do for them.
@@ -56,7 +57,7 @@ def run_members(
         for member, work in pending.items():
             yield member, _run_to_outcome(member, work, meter)
         return
-    waiting = list(pending)
+    waiting = sorted(pending, key=lambda member: -sum(item.work for item in pending[member].items))
     workers: list[_Worker] = []
     try:
         while waiting or any(worker.member is not None for worker in workers):
