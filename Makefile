@@ -14,7 +14,7 @@ VENV_CUDA := .venv-cuda
 PIP_CUDA := $(VENV_CUDA)/bin/python -m pip install -qq --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast lint docs clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast lint docs site clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -26,6 +26,7 @@ help:
 	@echo "make test-fast    the tests that need no training process, in a little over a minute, for the inner loop"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
+	@echo "make site         the documentation site, in site/: open site/index.html"
 	@echo "make clean        remove what the commands above made (not your runs and data)"
 
 $(VENV)/.runtime: requirements.txt
@@ -111,5 +112,16 @@ test-fast: setup-dev
 docs: setup
 	@$(BIN)/python tools/docs/make_docs.py
 
+$(VENV)/.docs: $(VENV)/.runtime requirements-docs.txt
+	@echo "installing the tools of the documentation site (once)"
+	@$(PIP) -r requirements-docs.txt || \
+		{ echo "error: the packages of requirements-docs.txt cannot be installed here, and make site needs them" >&2; exit 1; }
+	@touch $@
+
+site: $(VENV)/.docs
+	@echo "building the site (half a minute of a processor)"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html is the first page"
+
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV_CUDA) site .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -58,6 +58,8 @@ from megatron.utils.errors import UserError
 class GPT(GPTModel):
     """A causal language model. Build it with `megatron.model.build.build_model`.
 
+    Arguments that are not named here are those of megatron-core's GPTModel.
+
     Args:
         groups: those that share the model.
         encoding_names: of all layers' encodings, each once.
@@ -70,7 +72,6 @@ class GPT(GPTModel):
         checkpoint_layers: layers per block whose activations are recomputed in backward; 0 keeps all activations.
         logit_softcap: bound of the logits (`numerics.soft_cap`); None for none.
         backend_choice: by which backend attention is computed, and what there is to say of it.
-        Others are megatron-core's.
     """
 
     def __init__(

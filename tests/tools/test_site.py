@@ -1,0 +1,158 @@
+"""The documentation site: nothing of docs/ is left out of its navigation, its generated pages say everything, and the
+repository's links lead to pages."""
+
+import re
+from copy import copy
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from megatron.config.schema import SECTIONS, list_config_keys
+from tools.site import api_pages, key_pages
+from tools.site.generated_pages import GeneratedPages, build_link_rewriter
+from tools.site.links import LinkRewriter
+from tools.site.markdown import escape, link_docs
+from tools.site.source_pages import render_source_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def generated() -> GeneratedPages:
+    return GeneratedPages(ROOT)
+
+
+def list_pages(entries: list) -> list[str]:
+    """The pages of a navigation, in order."""
+    pages = []
+    for entry in entries:
+        values = list(entry.values()) if isinstance(entry, dict) else [entry]
+        pages += [page for value in values for page in (list_pages(value) if isinstance(value, list) else [value])]
+    return pages
+
+
+def test_navigation_has_every_page_once(generated: GeneratedPages) -> None:
+    navigation = YAML().load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = list_pages(generated.expand_navigation(navigation))
+    docs = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    notebooks = {
+        path.relative_to(ROOT / "docs").with_suffix(".md").as_posix() for path in ROOT.glob("docs/notebooks/*")
+    }
+    made = {path for path in generated.contents if path.endswith(".md")}
+    assert sorted(pages) == sorted(docs | made | notebooks)
+
+
+def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) -> None:
+    from typer.main import get_command
+
+    from megatron.cli.app import app
+
+    commands = get_command(app).commands
+    index = generated.contents["commands/index.md"]
+    for name, command in commands.items():
+        page = generated.contents[f"commands/{name}.md"]
+        assert f"./deepy.py {name} " in page
+        assert f"]({name}.md)" in index
+        options = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
+        assert [option for option in options if option not in page] == []
+    assert sum(path.startswith("commands/") for path in generated.contents) == len(commands) + 1
+
+
+def test_examples_are_blocks_of_code(generated: GeneratedPages) -> None:
+    page = generated.contents["commands/report.md"]
+    block = re.search(r"## Examples\n\n``` console\n(.*?)\n```", page, flags=re.DOTALL)
+    assert block is not None
+    assert block[1].splitlines()[0] == "./deepy.py report runs/quickstart --against kerple_log"
+    assert "[bold]" not in page
+
+
+def test_every_key_has_a_heading_on_its_section_page(generated: GeneratedPages) -> None:
+    for key in list_config_keys().values():
+        path = f"keys/{key.section}.md"
+        meaning = link_docs(escape(key.doc), path)
+        assert f"`{key.name}` {{ #{key.name} }}\n\n{meaning}\n\n" in generated.contents[path]
+    for path, section in key_pages.SWEEP.items():
+        for name in section.model_fields:
+            assert f"{{ #{path}.{name} }}" in generated.contents["keys/sweep.md"]
+
+
+def test_configuration_page_links_to_what_replaces_its_tables(generated: GeneratedPages) -> None:
+    configuration = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = key_pages.shorten_configuration(configuration)
+    headings = re.findall(r"^## .*", configuration, flags=re.MULTILINE)
+    assert re.findall(r"^## .*", page, flags=re.MULTILINE) == headings, "anchors are kept"
+    assert "num_layers" not in page
+    linked = set(re.findall(r"\]\((keys/[^)]+)\)", page))
+    assert linked == {path for path in generated.contents if path.startswith("keys/")}
+    assert len(linked) == len(SECTIONS) + 2
+    neox = configuration.partition("## GPT-NeoX")[2]
+    rows = {link_docs(line, "keys/gpt-neox.md") for line in neox.splitlines() if line.startswith("|")}
+    assert rows <= set(generated.contents["keys/gpt-neox.md"].splitlines())
+
+
+def test_python_reference_names_modules_that_are_there() -> None:
+    for page in api_pages.list_api_pages(ROOT).values():
+        for module in page.modules:
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), module
+
+
+@pytest.mark.parametrize(
+    ("source", "page", "target", "link"),
+    [
+        ("README.md", "index.md", "docs/data.md#afterwards", "data.md#afterwards"),
+        ("README.md", "index.md", "docs/results/quickstart.png", "results/quickstart.png"),
+        ("README.md", "index.md", "CONTRIBUTING.md", "contributing.md"),
+        ("README.md", "index.md", "kernels/", "kernels/index.md"),
+        ("docs/results/README.md", "results/README.md", "../../README.md", "../index.md"),
+        ("docs/results/README.md", "results/README.md", "small.html", "small_page.html"),
+        ("docs/gpu.md", "gpu.md", "parallel.md", "parallel.md"),
+        ("docs/gpu.md", "gpu.md", "../kernels/bias/README.md", "kernels/bias.md"),
+        ("kernels/bias/README.md", "kernels/bias.md", "../../docs/results/muon.md", "../results/muon.md"),
+        ("docs/tasks.md", "tasks.md", "../configs/quickstart.yml", "source/configs/quickstart.yml.md"),
+        ("docs/tasks.md", "tasks.md", "../configs/task/", "source/configs/task/index.md"),
+        ("docs/tasks.md", "tasks.md", "../configs/nothing.yml", "../configs/nothing.yml"),
+        ("docs/tasks.md", "tasks.md", "../../elsewhere.md", "../../elsewhere.md"),
+        ("docs/tasks.md", "tasks.md", "https://arxiv.org/abs/2205.09921", "https://arxiv.org/abs/2205.09921"),
+        ("docs/tasks.md", "tasks.md", "#probes", "#probes"),
+    ],
+)  # fmt: skip
+def test_links_lead_to_pages(generated: GeneratedPages, source: str, page: str, target: str, link: str) -> None:
+    rewriter = build_link_rewriter(generated, "")
+    assert rewriter.rewrite(f"a [b]({target}), c", source, page) == f"a [b]({link}), c"
+
+
+def test_files_that_no_page_shows_are_linked_to_the_repository_on_the_web(generated: GeneratedPages) -> None:
+    rewriter = build_link_rewriter(generated, "https://example.org/far/blob/main")
+    text = rewriter.rewrite("[a](../configs/zoo.yml) [b](data.md)", "docs/tasks.md", "tasks.md")
+    assert text == "[a](https://example.org/far/blob/main/configs/zoo.yml) [b](data.md)"
+    assert rewriter.source_files == set()
+
+
+def test_code_is_no_link() -> None:
+    rewriter = LinkRewriter(ROOT, {"README.md": "index.md"})
+    code = "```\n[a](../README.md)\n```\n`[a](../README.md)` and ``x`[a](../README.md)``"
+    assert rewriter.rewrite(code, "docs/data.md", "data.md") == code
+    assert rewriter.rewrite("[`a`](../README.md)", "docs/data.md", "data.md") == "[`a`](index.md)"
+
+
+def test_source_pages_show_files_and_folders() -> None:
+    text = (ROOT / "configs/quickstart.yml").read_text(encoding="utf-8").rstrip()
+    assert text in render_source_page(ROOT, "configs/quickstart.yml")
+    assert "- `mqar.yml`\n" in render_source_page(ROOT, "configs/task")
+
+
+def test_words_of_the_code_become_markdown() -> None:
+    assert escape("a_b * <c> [d] `e_f`") == r"a\_b \* &lt;c> \[d\] `e_f`"
+    assert link_docs("see docs/gpu.md and `docs/data.md`", "keys/model.md") == "see [gpu](../gpu.md) and `docs/data.md`"
+
+
+def test_methods_write_text_and_pictures(generated: GeneratedPages) -> None:
+    pages = copy(generated)
+    pages.contents = {}
+    with pages.open_page("methods/a.md", "w") as file:
+        file.write("# a")
+    with pages.open_page("methods/a.png", "wb") as file:
+        file.write(b"png")
+    assert pages.contents == {"methods/a.md": "# a", "methods/a.png": b"png"}

@@ -1,0 +1,115 @@
+"""Pages of the Python reference: which modules are public, for mkdocstrings to show what their docstrings say."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = "api"
+
+
+class ApiPage(NamedTuple):
+    """A page of the reference.
+
+    Attributes:
+        title: its heading.
+        introduction: what it is for, in a sentence or two.
+        modules: what it shows, in order.
+    """
+
+    title: str
+    introduction: str
+    modules: tuple[str, ...]
+
+
+API_PAGES: dict[str, ApiPage] = {
+    "positions": ApiPage(
+        "Encodings, processors, temperatures",
+        "What a position method is: the hooks that it may answer, and what it says of itself. "
+        "[Contributing](../contributing.md) tells how to add one.",
+        (
+            *("megatron.position.encoding", "megatron.position.processor", "megatron.position.temperature"),
+            *("megatron.position.base", "megatron.position.bounded_parameter", "megatron.position.facts"),
+            *("megatron.position.token_range", "megatron.position.numerics", "megatron.position.series_tails"),
+            "megatron.position.rotary_scaling",
+        ),
+    ),
+    "registry": ApiPage(
+        "Methods by name",
+        "Which methods there are, what they declare, and modules built of them.",
+        ("megatron.position.registry", "megatron.position.catalog"),
+    ),
+    "attention": ApiPage(
+        "Attention",
+        "The formula in plain PyTorch, what it is computed from, and the interface of what computes it faster.",
+        (
+            *("megatron.attention.inputs", "megatron.attention.segments", "megatron.attention.reference"),
+            *("megatron.attention.softmax", "megatron.attention.query_scale", "megatron.attention.documents"),
+            *("megatron.attention.backends.backend", "megatron.attention.backends.registry"),
+        ),
+    ),
+    "model": ApiPage(
+        "Models",
+        "From options to megatron-core's GPT with this project's attention.",
+        ("megatron.model.build", "megatron.model.gpt"),
+    ),
+    "checkpoints": ApiPage(
+        "Runs and checkpoints",
+        "A run that was trained, found by its folder, and its model rebuilt.",
+        ("megatron.checkpoint.trained_run", "megatron.checkpoint.load_model"),
+    ),
+    "evaluation": ApiPage(
+        "Evaluation",
+        "Which tokens are scored, scoring them, and records of the results.",
+        (
+            *("megatron.evaluation.run", "megatron.evaluation.protocols", "megatron.evaluation.perplexity"),
+            *("megatron.evaluation.loss_records", "megatron.evaluation.lengths", "megatron.evaluation.texts"),
+            *("megatron.evaluation.needle_map", "megatron.evaluation.accuracy", "megatron.reports.records"),
+        ),
+    ),
+    "tasks": ApiPage(
+        "Tasks from scratch",
+        "What a task is, the kinds of them, and tasks by name. [Tasks](../tasks.md) lists them.",
+        (
+            *("megatron.tasks.task", "megatron.tasks.transduction_task", "megatron.tasks.autoregressive_task"),
+            *("megatron.tasks.needle_task", "megatron.tasks.task_config"),
+        ),
+    ),
+    "kernels": ApiPage(
+        "Kernels",
+        "Operators in Triton and C, and the plain PyTorch that they are compared with.",
+        (
+            *("kernels.biased_attention.op", "kernels.biased_attention.reference"),
+            *("kernels.cdape_attention.op", "kernels.cdape_attention.args", "kernels.cdape_attention.reference"),
+            *("kernels.bias.toeplitz", "kernels.bias.fire", "kernels.bias.reference"),
+        ),
+    ),
+}
+"""The pages by the stems of their files."""
+
+
+def list_api_pages(root: Path) -> dict[str, ApiPage]:
+    """The pages of what is there, farfield/ first."""
+    modules = tuple(f"farfield.{path.stem}" for path in sorted((root / "farfield").glob("*.py")) if path.stem[0] != "_")
+    page = ApiPage("farfield", "What scripts and notebooks need.", ("farfield", *modules))
+    return {**({"farfield": page} if (root / "farfield" / "__init__.py").is_file() else {}), **API_PAGES}
+
+
+def write_api_pages(root: Path) -> dict[str, str]:
+    """The pages by their paths in the site's docs/, the list of all first."""
+    pages = list_api_pages(root)
+    entries = [f"[{page.title}]({stem}.md)\n:   {page.introduction}" for stem, page in pages.items()]
+    introduction = (
+        "Signatures, shapes, errors and sources, from the docstrings. Import from the project's root, or with it in "
+        "`PYTHONPATH`. Shape letters: B batch, T sequence, H heads, h the heads of one rank, D hidden size, "
+        "d head dimension, N distances, V vocabulary, R rows and C columns of a block."
+    )
+    written = {f"{FOLDER}/index.md": "\n\n".join(["# Python reference", introduction, *entries]) + "\n"}
+    for stem, page in pages.items():
+        modules = [f"::: {module}\n\nSource: {_link_source(root, module)}\n{{ .facts }}" for module in page.modules]
+        written[f"{FOLDER}/{stem}.md"] = "\n\n".join([f"# {page.title}", page.introduction, *modules]) + "\n"
+    return written
+
+
+def _link_source(root: Path, module: str) -> str:
+    path = f"{module.replace('.', '/')}.py"
+    path = path if (root / path).is_file() else f"{module.replace('.', '/')}/__init__.py"
+    return f"[{path}](../../{path})"

@@ -1,0 +1,85 @@
+"""A page for each command of deepy.py, made of what `--help` says."""
+
+import re
+from typing import Any
+
+import typer
+
+from megatron.cli.app import COMMANDS, app
+from megatron.options.section import read_docstring
+from tools.site.markdown import escape, link_docs
+
+FOLDER = "commands"
+EXAMPLES = "[bold]Examples[/]"
+
+
+def list_commands() -> dict[str, str]:
+    """The commands in the order of the help, each with the page that explains more."""
+    return {function.__name__.rstrip("_"): page for function, page in COMMANDS}
+
+
+def write_command_pages() -> dict[str, str]:
+    """The pages by their paths in the site's docs/, the list of all first."""
+    group: Any = typer.main.get_command(app)
+    docstrings = {function.__name__.rstrip("_"): read_docstring(function) for function, _ in COMMANDS}
+    rows = []
+    for name, page in list_commands().items():
+        summary = " ".join(docstrings[name].partition("\n\n")[0].split())
+        rows.append(f"| [`{name}`]({name}.md) | {escape(summary)} | {page} |")
+    index = (
+        "# Commands\n\nEach is `./deepy.py COMMAND`. `./deepy.py COMMAND --help` says in the terminal what its page "
+        "says here.\n\n| command | what it does | more |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    )
+    pages = {f"{FOLDER}/index.md": link_docs(index, f"{FOLDER}/index.md")}
+    for name, page in list_commands().items():
+        pages[f"{FOLDER}/{name}.md"] = render_command(name, group.commands[name], docstrings[name], page)
+    return pages
+
+
+def render_command(name: str, command: Any, docstring: str, more: str) -> str:
+    """One page: what the command does, how it is called, examples, arguments and options.
+
+    Args:
+        name: of the command.
+        command: as typer builds it.
+        docstring: of its function.
+        more: the page that explains more, as docs/NAME.md.
+    """
+    path = f"{FOLDER}/{name}.md"
+    context = command.make_context(name, [], resilient_parsing=True)
+    usage = " ".join(["./deepy.py", name, *command.collect_usage_pieces(context)])
+    summary, _, rest = docstring.partition("\n\n")
+    parts = [f"# {name}", _format_help(summary), f"``` text\n{usage}\n```", _format_help(rest), f"More: {more}"]
+    for title, kind in (("Arguments", "argument"), ("Options", "option")):
+        records = [_format_parameter(each, context) for each in command.params if each.param_type_name == kind]
+        if records:
+            parts += [f"## {title}", "\n\n".join(records)]
+    return link_docs("\n\n".join(part for part in parts if part), path) + "\n"
+
+
+def _format_help(text: str) -> str:
+    """A docstring's paragraphs as Markdown: examples, which are indented, as a block of code."""
+    blocks = [block for block in text.split("\n\n") if block.strip()]
+    parts: list[str] = []
+    for block in blocks:
+        if block.startswith(" ") and parts and parts[-1].startswith("```"):
+            parts[-1] = parts[-1].removesuffix("```") + f"{_join_lines(block)}\n```"
+        elif block.startswith(" "):
+            parts.append(f"``` console\n{_join_lines(block)}\n```")
+        elif block.strip() == EXAMPLES:
+            parts.append("## Examples")
+        else:
+            parts.append(re.sub(r"\\\[(/?)(?:bold|italic)?\\\]", "**", escape(block)))
+    return "\n\n".join(parts)
+
+
+def _join_lines(block: str) -> str:
+    return "\n".join(line.strip() for line in block.splitlines())
+
+
+def _format_parameter(parameter: Any, context: Any) -> str:
+    """An argument or option with its meaning, as an entry of a list of definitions."""
+    names, meaning = parameter.get_help_record(context)
+    if parameter.param_type_name == "argument":
+        names = parameter.metavar or names
+    return f"`{' '.join(names.split())}`\n:   {escape(' '.join(meaning.split()))}"

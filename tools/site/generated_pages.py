@@ -1,0 +1,134 @@
+"""The pages and files that the site has beside those of docs/, and the navigation that names them."""
+
+import io
+import posixpath
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from tools.site import api_pages, command_pages, key_pages, notebook_pages
+from tools.site.links import LinkRewriter
+from tools.site.markdown import read_title
+
+ASSETS = Path("tools/site/assets")
+METHODS = "methods"
+
+
+class GeneratedPages:
+    """The files that the site has beside those of docs/.
+
+    Attributes:
+        contents: text or bytes by the path in the site's docs/.
+        sources: pages that show another file of the repository: index.md → README.md.
+        folders: the pages of a folder, as entries of the navigation, for what mkdocs.yml calls `folder/`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.contents: dict[str, str | bytes] = {}
+        self.sources: dict[str, str] = {}
+        self.folders: dict[str, list[Any]] = {}
+        self._show_files()
+        configuration = (root / "docs" / key_pages.PAGE).read_text(encoding="utf-8")
+        self._add(api_pages.FOLDER, api_pages.write_api_pages(root))
+        self._add(command_pages.FOLDER, command_pages.write_command_pages())
+        self._add(key_pages.FOLDER, key_pages.write_key_pages(configuration))
+        self.folders[notebook_pages.FOLDER] = [
+            {title: page} for page, title in notebook_pages.list_notebooks(root).items()
+        ]
+        self.folders[METHODS] = []
+        self.folders["results"] = [
+            {read_title(path.read_text(encoding="utf-8"), path.stem.replace("_", " ")): f"results/{path.name}"}
+            for path in sorted((root / "docs/results").glob("*.md"))
+            if path.name != "README.md"
+        ]
+        for path in sorted((root / ASSETS).iterdir()):
+            self.contents[f"assets/{path.name}"] = path.read_bytes()
+        for path in sorted((root / "docs").rglob("*.html")):
+            if path.with_suffix(".md").exists():  # whose page has that name
+                page = path.relative_to(root / "docs").with_stem(f"{path.stem}_page").as_posix()
+                self.contents[page] = path.read_bytes()
+                self.sources[page] = path.relative_to(root).as_posix()
+
+    def _show_files(self) -> None:
+        readmes = {f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("kernels/*/README.md"))}
+        shown = {"index.md": self.root / "README.md", "contributing.md": self.root / "CONTRIBUTING.md", **readmes}
+        for page, path in shown.items():
+            self.contents[page] = path.read_text(encoding="utf-8")
+            self.sources[page] = path.relative_to(self.root).as_posix()
+        links = [{read_title(path.read_text(encoding="utf-8"), page): page} for page, path in readmes.items()]
+        self.folders["kernels"] = links
+        lines = [f"- [{title}]({Path(page).name})" for link in links for title, page in link.items()]
+        self.contents["kernels/index.md"] = "# Kernels\n\n" + "\n".join(lines) + "\n"
+        self.folders["kernels"] = ["kernels/index.md", *links]
+
+    def _add(self, folder: str, pages: Mapping[str, str | bytes]) -> None:
+        self.contents |= pages
+        texts = {path: text for path, text in pages.items() if path.endswith(".md") and isinstance(text, str)}
+        index = f"{folder}/index.md"
+        self.folders[folder] = [
+            path if path == index else {read_title(text, Path(path).stem).strip("`"): path}
+            for path, text in texts.items()
+        ]
+
+    def add_drawn_pages(self) -> None:
+        """Add what takes seconds or packages of its own: pages of methods with their pictures, and notebooks."""
+        self.contents |= notebook_pages.write_notebook_pages(self.root)
+        if find_spec("tools.site.method_pages"):
+            from tools.site.method_pages import write_method_pages
+
+            self.folders[METHODS] = [{title: path} for title, path in write_method_pages(self.open_page)]
+
+    def open_page(self, path: str, mode: str = "w") -> IO[Any]:
+        """A file of the site that is written: its content counts when it is closed."""
+        return _StoredBytes(path, self.contents) if "b" in mode else _StoredText(path, self.contents)
+
+    def expand_navigation(self, entries: list[Any]) -> list[Any]:
+        """The navigation of mkdocs.yml with the pages of folders in the place of `folder/`; empty parts go."""
+        expanded: list[Any] = []
+        for entry in entries:
+            ((title, value),) = entry.items() if isinstance(entry, dict) else ((None, entry),)
+            if isinstance(value, list):
+                value = self.expand_navigation(value)
+            elif value.endswith("/"):
+                value = self.folders[value.rstrip("/")]
+            if value and title is None:
+                expanded += value if isinstance(value, list) else [value]
+            elif value:
+                expanded.append({title: value})
+        return expanded
+
+
+class _StoredText(io.StringIO):
+    def __init__(self, path: str, contents: dict[str, str | bytes]) -> None:
+        super().__init__()
+        self.path, self.contents = path, contents
+
+    def close(self) -> None:
+        if not self.closed:
+            self.contents[self.path] = self.getvalue()
+        super().close()
+
+
+class _StoredBytes(io.BytesIO):
+    def __init__(self, path: str, contents: dict[str, str | bytes]) -> None:
+        super().__init__()
+        self.path, self.contents = path, contents
+
+    def close(self) -> None:
+        if not self.closed:
+            self.contents[self.path] = self.getvalue()
+        super().close()
+
+
+def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkRewriter:
+    """The rewriter of the site's links. A folder is shown by the page of its README, or by the list of its pages.
+
+    Args:
+        generated: the pages that docs/ does not hold.
+        repository_url: the repository's files on the web, …/blob/main; nothing if it is nowhere.
+    """
+    pages = {source: page for page, source in generated.sources.items()}
+    pages |= {posixpath.dirname(path): page for path, page in pages.items() if path.endswith("/README.md")}
+    return LinkRewriter(generated.root, {**pages, "kernels": "kernels/index.md"}, repository_url)

@@ -1,0 +1,31 @@
+"""Pages that show files and folders of the repository, for a site that knows no address of it on the web."""
+
+from pathlib import Path
+
+FOLDER = "source"
+
+LANGUAGES = {".py": "python", ".yml": "yaml", ".sh": "bash", ".json": "json", ".cff": "yaml", ".toml": "toml"}
+
+
+def get_source_page(path: str, is_folder: bool) -> str:
+    """Where the page of a file or folder of the repository is, in the site's docs/."""
+    return f"{FOLDER}/{path}/index.md" if is_folder else f"{FOLDER}/{path}.md"
+
+
+def render_source_page(root: Path, path: str) -> str:
+    """The page of a file: its text; of a folder: the names in it.
+
+    Args:
+        root: the repository's folder.
+        path: of the file or folder in it.
+    """
+    there, title = root / path, f"# `{path}`\n\n"
+    if there.is_dir():
+        names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in there.iterdir())
+        shown = [name for name in names if not name.startswith((".", "_"))]
+        return title + "".join(f"- `{name}`\n" for name in shown)
+    text = there.read_text(encoding="utf-8")
+    fence = "`" * 3
+    while fence in text:
+        fence += "`"
+    return f"{title}{fence} {LANGUAGES.get(there.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
