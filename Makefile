@@ -8,10 +8,14 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# pip compiles one file after the other; compileall does it afterwards on all cores. Each prints dots while it works.
+INSTALL_FLAGS := -qq --disable-pip-version-check --no-compile
+show_dots = ( while sleep 5; do printf .; done ) & dots=$$!; trap 'kill $$dots; echo' EXIT;
+install = $(show_dots) $(1)/bin/python -m pip install $(INSTALL_FLAGS) $(2) && \
+	{ $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true; }
 # The CUDA build of torch, which the null CUDA device needs (no GPU, no driver), in an environment of its own: 5 GB.
 VENV_CUDA := .venv-cuda
-PIP_CUDA := $(VENV_CUDA)/bin/python -m pip install -qq --disable-pip-version-check
+COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
 .PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast lint docs site clean
@@ -34,12 +38,12 @@ $(VENV)/.runtime: requirements.txt
 		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -r requirements.txt
+	@$(call install,$(VENV),-r requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt requirements-eval.txt
 	@echo "installing the test tools (once)"
-	@$(PIP) -r requirements-dev.txt
+	@$(call install,$(VENV),-r requirements-dev.txt)
 	@touch $@
 
 setup: $(VENV)/.runtime
@@ -51,7 +55,7 @@ $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt
 		{ echo "error: Farfield needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
 	@$(PYTHON) -m venv $(VENV_CUDA)
-	@$(PIP_CUDA) 'torch==$(TORCH),!=$(TORCH)+cpu' -r requirements-dev.txt
+	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' -r requirements-dev.txt)
 	@touch $@
 
 setup-cuda: $(VENV_CUDA)/.dev
