@@ -107,4 +107,4 @@ def _build_html_table(table: Table) -> HtmlTable:
         HtmlColumn(header, css_class="text wide" * is_wide) for header, is_wide in zip(headers, is_text, strict=True)
     ]
     rows = [(HtmlCell(name), [HtmlCell(value) for value in values]) for name, *values in table.rows]
-    return HtmlTable(corner_header, columns, rows, "facts", "" if table.folded else table.caption)
+    return HtmlTable(corner_header, columns, rows, "facts", table.caption or "Table")

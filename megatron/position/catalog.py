@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent
 SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
 """The hooks whose answers change the scores of attention."""
 BASES = ("Encoding", "Processor", "Temperature")
-_DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost")
+_DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost", "source")
 _NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
 
 
@@ -64,6 +64,8 @@ class MethodFacts:
     """By option, the names of the types that its annotation has."""
     other_names: tuple[str, ...] = ()
     """What papers and people call it besides, in any case and with or without dashes."""
+    source: str = ""
+    """The paper, and what of it."""
     cost: EncodingCost | ProcessorCost | TemperatureCost | None = None
 
     @property

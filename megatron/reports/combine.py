@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from rich.console import Console
 
 from megatron.reports import failures, paper_experiment, records, report, report_markdown, results_output
+from megatron.reports.citation import format_command
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
@@ -23,11 +24,11 @@ from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
-from megatron.utils.atomic_io import check_folder, refuse_foreign_files
+from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_text_atomically
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
-MARKDOWN_SUFFIX = ".md"
+MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
 SEED_FOLDER = re.compile(r"seed_\d+")
 """The last part of a run's folder in a sweep."""
 
@@ -48,7 +49,7 @@ def combine_results(
     Args:
         result_paths: results.json files, or folders that hold one.
         console: takes the tables.
-        output: the page.
+        output: the page, or a file of Markdown or LaTeX.
         against: the method that others are compared with; an experiment's own if None.
         delta: the bound of the criterion of extrapolation.
         title: of the page.
@@ -82,21 +83,29 @@ def combine_results(
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.write_markdown_report(output, sections, title)
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
+    elif output is not None and output.suffix == LATEX_SUFFIX:
+        write_text_atomically(output, report.render_report_latex(sections))
+        console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None:
-        report.write_report(output, sections, title=title)
+        report.write_report(output, sections, title=title, command=format_command())
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     return [record for section in sections for record in section.records]
 
 
 def _check_output_page(output: Path) -> None:
     """Raises UserError if the page cannot be written."""
-    if output.suffix not in (".html", ".htm", MARKDOWN_SUFFIX):
-        raise UserError(f"--output {output}: is a page, and its name ends in .html or {MARKDOWN_SUFFIX}")
+    checks = {
+        ".html": is_generated_page,
+        ".htm": is_generated_page,
+        MARKDOWN_SUFFIX: is_generated_markdown,
+        LATEX_SUFFIX: report.is_generated_latex,
+    }
+    if output.suffix not in checks:
+        raise UserError(f"--output {output}: its name ends in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}")
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")
     check_folder("--output", output.parent)
-    is_ours = is_generated_markdown if output.suffix == MARKDOWN_SUFFIX else is_generated_page
-    refuse_foreign_files("--output", [output], is_ours)
+    refuse_foreign_files("--output", [output], checks[output.suffix])
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:

@@ -22,6 +22,19 @@ NUM_HTML_SHADES = 10
 
 
 @dataclass(frozen=True)
+class HtmlMap:
+    """The squares of a method's map, for the macro `depth_map`."""
+
+    method: str
+    num_columns: int
+    num_rows: int
+    squares: dict[int, str]
+    """Shade → the path of its squares, each one wide and one high."""
+    num_seen: int | None
+    """Columns up to the training length, if others follow."""
+
+
+@dataclass(frozen=True)
 class DepthMap:
     """Values of one metric over depth and length, of methods that were asked the same."""
 
@@ -120,7 +133,7 @@ class DepthMap:
             for depth in self.depths:
                 cells = [self._build_html_cell(method, depth, length) for length in self.lengths]
                 rows.append((HtmlCell(method), [HtmlCell(f"{depth:.4g}"), *cells]))
-        return HtmlTable("method", columns, rows, "results", " ".join([f"{self.title}.", *self.notes]))
+        return HtmlTable("method", columns, rows, "results", self.title, tuple(self.notes))
 
     def _build_html_cell(self, method: str, depth: float, length: int) -> HtmlCell:
         cell = self.get_cell(method, depth, length)
@@ -128,6 +141,25 @@ class DepthMap:
             return HtmlCell(self._get_missing_text(method, length))
         note = " – ".join(cell.interval_texts) or None
         return HtmlCell(cell.mean_text, note, f"shade{self.get_shade(cell.mean, NUM_HTML_SHADES)}")
+
+    def list_html_maps(self) -> list[HtmlMap]:
+        """The maps of a page, one for each method."""
+        return [self._build_html_map(method) for method in self.methods]
+
+    def _build_html_map(self, method: str) -> HtmlMap:
+        values = self.get_values(method)
+        squares: dict[int, list[str]] = {}
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                squares.setdefault(self.get_shade(value, NUM_HTML_SHADES), []).append(f"M{column} {row}h1v1h-1z")
+        num_seen = sum(length <= self.tables[0].train_length for length in self.lengths)
+        return HtmlMap(
+            method,
+            len(self.lengths),
+            len(self.depths),
+            {shade: "".join(paths) for shade, paths in sorted(squares.items())},
+            num_seen if 0 < num_seen < len(self.lengths) else None,
+        )
 
     def describe(self) -> str:
         """The map in words, for those who do not see it: of each method the mean of every length."""

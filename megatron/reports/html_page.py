@@ -1,28 +1,32 @@
-"""What every page of ours is: one file of HTML, with one style sheet for screens of all widths and nothing to load.
+"""What every page of ours is: one file of HTML, for screens of all widths, light and dark, with nothing to load.
 
 Pages are jinja2 templates that extend `templates/page.html`; they are handed texts, which jinja2 escapes. A table is
-data here and markup in `templates/macros.html`: names of rows on the left, and cells that narrow screens show under the
-names of their columns.
+data here and markup in `templates/macros.html`: names of rows on the left, which stay in view where the rest is moved
+sideways. `templates/page.js` makes tables sortable and charts interactive; a page says all that it says without it.
 """
 
 import base64
+import gzip
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
-
-from megatron.reports.x_axes import join_headers
+import markupsafe
 
 TEMPLATES_FOLDER = Path(__file__).parent / "templates"
-_PAGE_MARKER = b":root { color-scheme: light; }\n* { box-sizing: border-box; }\n"
-"""How the style sheet of every page begins (`templates/style.css`)."""
+_PAGE_MARKERS = (
+    b'<meta name="generator" content="Farfield">',
+    b":root { color-scheme: light; }\n* { box-sizing: border-box; }\n",
+)
+"""What stands at the head of every page, and what stood there before."""
 
 
 def build_environment(folder: Path) -> jinja2.Environment:
     """The settings of all templates, of which those of a folder extend and import each other and the shared ones."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, TEMPLATES_FOLDER]),
         autoescape=jinja2.select_autoescape(["html"], default=False),
         undefined=jinja2.StrictUndefined,
@@ -30,6 +34,35 @@ def build_environment(folder: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters |= {"embed_json": embed_json, "share": format_share}
+    return environment
+
+
+def format_share(share: float) -> str:
+    """As a percentage, in attributes of SVG."""
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def embed_json(value: Any) -> markupsafe.Markup:
+    """JSON that may stand in a script element: no text in it can end the element."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return markupsafe.Markup(text.replace("<", "\\u003c"))
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file that a page holds, packed, and which its reader can save."""
+
+    name: str
+    text: str
+    description: str
+    """What is in it."""
+
+    @property
+    def href(self) -> str:
+        """As a data: URI; the page's script unpacks it, and without that it is saved as NAME.gz."""
+        packed = gzip.compress(self.text.encode("utf-8"), mtime=0)
+        return f"data:application/gzip;base64,{base64.b64encode(packed).decode('ascii')}"
 
 
 def render_template(template: Path, **context: Any) -> str:
@@ -44,7 +77,10 @@ def render_template(template: Path, **context: Any) -> str:
 
 def is_generated_page(path: Path) -> bool:
     """Is a file a page of ours, of this version or an earlier one?"""
-    return path.is_file() and _PAGE_MARKER in path.read_bytes()[:4096]
+    if not path.is_file():
+        return False
+    head = path.read_bytes()[:4096]
+    return any(marker in head for marker in _PAGE_MARKERS)
 
 
 @dataclass(frozen=True)
@@ -80,11 +116,6 @@ class HtmlColumn:
     """Class of its cells; those of "text" stand on the left."""
 
     @property
-    def label(self) -> str:
-        """Its name where there is one line for it."""
-        return join_headers(self.header, self.subheader)
-
-    @property
     def is_text(self) -> bool:
         return "text" in self.css_class.split()
 
@@ -111,3 +142,6 @@ class HtmlTable:
     """A name, and a cell for each column."""
     css_class: str = ""
     caption: str = ""
+    """What it shows, in a phrase or a sentence."""
+    notes: Sequence[str] = ()
+    """How to read it, a sentence each."""

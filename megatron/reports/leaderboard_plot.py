@@ -1,10 +1,11 @@
-"""What methods cost against what they reach: a picture of a leaderboard."""
+"""What methods cost against what they reach: a chart of a leaderboard's page, and the same as a PNG beside files."""
 
 import io
+import math
 
-from megatron.reports.html_page import HtmlPicture, encode_picture
+from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, ChartTick, choose_scales
 from megatron.reports.leaderboard import LeaderboardReport
-from megatron.reports.metrics import format_number
+from megatron.reports.metrics import format_number, get_metric
 
 # matplotlib takes a while, and is imported where it is used.
 
@@ -25,18 +26,44 @@ def list_cost_points(board: LeaderboardReport) -> list[tuple[str, float, float]]
     ]
 
 
-def build_cost_picture(board: LeaderboardReport) -> HtmlPicture | None:
-    """The picture for a page; None if no cost is known."""
-    points = list_cost_points(board)
+def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
+    """The chart for a page; None if no cost is known.
+
+    name: of the chart.
+    """
+    points = sorted(list_cost_points(board), key=lambda point: point[1])
     if not points:
         return None
+    baseline = board.leaderboard.baseline
     best = sorted(points, key=lambda point: point[2])[:5]
-    described = "; ".join(f"{name} {step:.2f} times and {format_number(value)}" for name, step, value in best)
+    described = "; ".join(f"{method} {step:.2f} times and {format_number(value)}" for method, step, value in best)
     alt_text = (
-        f"Plot of perplexity at {board.largest} over the time of a training step, {board.leaderboard.baseline} being "
-        f"1, of {len(points)} methods. The best: {described}."
+        f"Plot of perplexity at {board.largest} over the time of a training step, {baseline} being 1, of "
+        f"{len(points)} methods. The best: {described}."
     )
-    return encode_picture(lambda is_narrow: render_cost_png(board, narrow=is_narrow), alt_text)
+    low, high = points[0][1] / 1.05, points[-1][1] * 1.05
+    frontier = find_frontier(points)
+
+    def locate(step: float) -> float:
+        return math.log(step / low) / math.log(high / low)
+
+    doubles = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+    return Chart(
+        name,
+        f"Perplexity at {board.largest} over the time of a training step",
+        alt_text,
+        f"time of a training step, {baseline} = 1",
+        f"perplexity at {board.largest}",
+        tuple(ChartPlace(locate(step), f"{step:.2f}× a training step of {baseline}") for _, step, _ in points),
+        tuple(ChartTick(locate(step), f"{step:g}×") for step in doubles),
+        choose_scales([value for _, _, value in points], [], get_metric("perplexity"))[:1],
+        tuple(
+            ChartSeries(method, (ChartPoint(index, value, format_number(value)),), True, 0 if method in frontier else 6)
+            for index, (method, _, value) in enumerate(points)
+        ),
+        "points",
+        path=tuple(frontier),
+    )
 
 
 def find_frontier(points: list[tuple[str, float, float]]) -> list[str]:

@@ -376,6 +376,8 @@ def format_percent(fraction: float, half_width: float | None = None, min_decimal
     num_decimals = max(
         min_decimals, count_decimals(2 * 100 * abs(fraction) if half_width is None else 100 * half_width)
     )
+    if abs(100 * fraction) >= 1e9:  # of a model that has diverged
+        return f"{100 * fraction:+.2g}%"
     text = f"{100 * fraction:+,.{num_decimals}f}"
     return f"{text if any(digit in text for digit in '123456789') else '0'}%"
 

@@ -9,7 +9,6 @@ intervals of the same text overlap and areas or bars on top of each other could 
 """
 
 import io
-import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,6 +23,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
+from megatron.reports.charts import choose_log_ticks, get_curve, get_style_indices
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.failures import RunFailure
@@ -99,17 +99,13 @@ def _wrap_name(name: str) -> str:
 
 def get_curve_style(index: int) -> dict[str, str]:
     """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
-    row = index // len(COLORS)
-    return {
-        "color": COLORS[index % len(COLORS)],
-        "marker": MARKERS[(index + row) % len(MARKERS)],
-        "linestyle": DASHES[(row + index // (len(COLORS) * len(MARKERS))) % len(DASHES)],
-    }
+    color, marker, dash = get_style_indices(index)
+    return {"color": COLORS[color], "marker": MARKERS[marker], "linestyle": DASHES[dash]}
 
 
 def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> None:
     low, high = float("inf"), float("-inf")
-    curve_data = [_get_curve(table, method) for method in table.methods]
+    curve_data = [get_curve(table, method) for method in table.methods]
     has_bars = len(curve_data) <= MAX_CURVES_WITH_BARS and any(any(bars) for _, _, bars in curve_data)
     x_factors = _get_bar_x_factors(table, len(curve_data)) if has_bars else [1.0] * len(curve_data)
     lines: list[Line2D] = []
@@ -133,7 +129,7 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     _configure_x_axis(axes, table, narrow=narrow)
     if table.metric.plot_scale == "logarithmic" and high > 4 * low > 0:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(FixedLocator(_choose_log_ticks(low, high)))
+        axes.yaxis.set_major_locator(FixedLocator(choose_log_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(MetricFormatter(table.metric))
     axes.set_ylabel(table.metric.axis_label)
@@ -254,30 +250,3 @@ def _get_bar_x_factors(table: ComparisonTable, count: int) -> list[float]:
     ratios = [next_x / x for x, next_x in pairwise(table.x_values)]
     width = min(ratios, default=2.0) ** min(MAX_BAR_SPREAD, BAR_GAP * (count - 1))
     return [width ** (index / max(count - 1, 1) - 0.5) if count > 1 else 1.0 for index in range(count)]
-
-
-def _get_curve(
-    table: ComparisonTable, method: str
-) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
-    """Places, mean values and bars of one method."""
-    records_by_x: dict[float, list[Record]] = {}
-    for record in table.records:
-        if record.method == method:
-            records_by_x.setdefault(record.x_value, []).append(record)
-    x_values = sorted(records_by_x)
-    means, bars = [], []
-    for x in x_values:
-        values = [record.value for record in records_by_x[x]]
-        means.append(statistics.fmean(values))
-        # Bars of one picture mean one thing: among several seeds a lone one has none.
-        single_interval = None if table.max_seeds > 1 else records_by_x[x][0].interval
-        bars.append((min(values), max(values)) if len(values) > 1 else single_interval)
-    return x_values, means, bars
-
-
-def _choose_log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, 20, 50 … around the range; powers of ten alone over more than three decades."""
-    steps = (1, 2, 5) if high / low < 1000 else (1,)
-    candidates = [step * 10.0**power for power in range(-1, 12) for step in steps]
-    inside = [tick for tick in candidates if low / 2.6 <= tick <= high * 2.6]
-    return inside or [low, high]

@@ -293,7 +293,12 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
-    """Write records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
+    """Write records as CSV (`format_records_csv`)."""
+    return write_text_atomically(path, format_records_csv(records))
+
+
+def format_records_csv(records: Sequence[Record]) -> str:
+    """Records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
     text = io.StringIO()
     columns = [
         name
@@ -303,7 +308,7 @@ def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(record.to_row() for record in records)
-    return write_text_atomically(path, text.getvalue())
+    return text.getvalue()
 
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:

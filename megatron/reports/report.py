@@ -1,8 +1,8 @@
-"""One self-contained `report.html`: plot, tables, what was measured, on which models, with which configurations.
+"""One self-contained `report.html`: charts, tables, what was measured, on which models, with which configurations.
 
-It needs no network, no script and no file beside it: the plot is embedded as base64. Every number comes from the
-records; `templates/report.html` says where each text stands. Configurations are optional because records do not hold
-them.
+It needs no network and no file beside it, and says all without its script too: charts are inline SVG (`charts.py`),
+and the files that a reader may save are inside it. Every number comes from the records; `templates/report.html` says
+where each text stands. Configurations are optional because records do not hold them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from megatron.reports.charts import build_curve_chart
+from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
     ComparisonTable,
     build_comparison_tables,
@@ -21,17 +23,17 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import (
     TEMPLATES_FOLDER,
+    Download,
     HtmlCell,
     HtmlColumn,
     HtmlTable,
-    encode_picture,
     render_template,
 )
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_plot import build_cost_picture
-from megatron.reports.records import Record
+from megatron.reports.leaderboard_plot import build_cost_chart
+from megatron.reports.records import Record, format_records_csv
 from megatron.reports.results_output import build_missing_table
-from megatron.reports.table_formats import TextTable, build_html_table
+from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
 from megatron.reports.x_axes import format_multiple
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
@@ -40,7 +42,10 @@ MAX_NAMED_METHODS = 4
 """Methods that a title names; more are counted."""
 
 MAX_DESCRIBED_CURVES = 9
-"""Of which a picture's alternative text tells the course; of more, the best and the worst."""
+"""Of which a summary and a picture's alternative text tell the course; of more, the best and the worst."""
+
+LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this file. It needs \\usepackage{booktabs}.\n"
+"""How every file of tables begins."""
 
 _PROTOCOL_DESCRIPTIONS = {
     "last": (
@@ -94,6 +99,7 @@ def write_report(
     title: str | None = None,
     num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
+    command: str | None = None,
 ) -> Path:
     """Write the report.
 
@@ -104,12 +110,16 @@ def write_report(
             lengths.
         num_pending_runs: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
+        command: that made the page, for those who want to make it again.
 
     Raises:
         UserError: there are no records.
     """
     return write_text_atomically(
-        path, render_report(sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations)
+        path,
+        render_report(
+            sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command
+        ),
     )
 
 
@@ -119,8 +129,9 @@ def render_report(
     title: str | None = None,
     num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
+    command: str | None = None,
 ) -> str:
-    """The report as a string of HTML; arguments as for `write`."""
+    """The report as a string of HTML; arguments and errors as for `write_report`."""
     records = [record for section in sections for record in section.records]
     if not records:
         raise UserError("no records to report")
@@ -133,7 +144,12 @@ def render_report(
     return render_template(
         TEMPLATES_FOLDER / "report.html",
         title=title + pending_text,
-        sections=[_describe_section(section) for section in sections],
+        sections=[_describe_section(section, f"figure-{index}") for index, section in enumerate(sections, start=1)],
+        downloads=[
+            Download("results.csv", format_records_csv(records), "all records"),
+            Download("tables.tex", render_report_latex(sections), "the tables in LaTeX, with booktabs"),
+        ],
+        reproduction=describe_reproduction(records, command),
         measurements=describe_measurements(sections),
         models=_build_models_table(records),
         environment=describe_environment(sections),
@@ -147,32 +163,64 @@ def get_section_title(section: ReportSection) -> str:
     return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
-def _describe_section(section: ReportSection) -> dict[str, Any]:
-    """A section's title, summary, picture and tables, as the template names them."""
-    from megatron.reports import plots  # matplotlib takes a while
+def render_report_latex(sections: Sequence[ReportSection]) -> str:
+    r"""All tables of a report as LaTeX, which needs \usepackage{booktabs}."""
+    parts = []
+    for section in sections:
+        board = build_leaderboard_report(section)
+        parts += [table.to_latex() for table in (() if board is None else board.build_tables())]
+        tables, depth_maps = split_depth_maps(build_comparison_tables(section.records, section.failures))
+        parts += [render_comparison_latex(table) for table in tables]
+        parts += [depth_map.build_text_table().to_latex() for depth_map in depth_maps]
+        parts += [table.to_latex() for table in section.text_tables]
+    return "\n".join([LATEX_MARKER, *parts])
 
+
+def is_generated_latex(path: Path) -> bool:
+    """Is a file one with tables of ours?"""
+    return path.is_file() and path.read_bytes().startswith(LATEX_MARKER.encode())
+
+
+def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
+    """A section's title, summary, charts and tables, as the template names them.
+
+    name: that the names of its charts begin with.
+    """
     all_tables = build_comparison_tables(section.records, section.failures)
     missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
     board = build_leaderboard_report(section)
-    drawn = select_shown_records(section, board)
-    failures = section.failures if board is None else ()
-    tables, _ = split_depth_maps(all_tables)
-    shown_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
+    tables, depth_maps = split_depth_maps(all_tables)
+    shown_records = select_shown_records(section, board)
+    _, shown_maps = split_depth_maps(build_comparison_tables(shown_records))
+    shown_methods = None if board is None else board.list_shown_methods()
+    drawn_tables = select_curve_tables(tables)
     return {
         "title": get_section_title(section),
         "answers": [] if board is None else board.build_answers(),
         "board_tables": [] if board is None else [table.to_html() for table in board.build_tables()],
-        "cost_picture": None if board is None else build_cost_picture(board),
+        "cost_chart": None if board is None else build_cost_chart(board, f"{name}-costs"),
         "summary": " ".join(_summarize_table(table) for table in tables) if board is None else None,
-        "picture": encode_picture(
-            lambda is_narrow: plots.render_plots_png(drawn, narrow=is_narrow, failures=failures),
-            " ".join(
-                [describe_plots(select_curve_tables(shown_tables)), *(depth_map.describe() for depth_map in depth_maps)]
-            ).strip(),
-        ),
         "tables": [
-            *(build_html_table(table) for table in tables),
-            *(depth_map.build_html_table() for depth_map in depth_maps),
+            (
+                build_curve_chart(table, f"{name}-{index}", describe_plots([table]), shown_methods)
+                if table in drawn_tables
+                else None,
+                build_html_table(table),
+            )
+            for index, table in enumerate(tables, start=1)
+        ],
+        "depth_maps": [
+            {
+                "title": shown.title,
+                "alt_text": shown.describe(),
+                "maps": shown.list_html_maps(),
+                "lengths": [f"{length:,}" for length in shown.lengths],
+                "depths": [f"{depth:.0%}" for depth in shown.depths],
+                "scale": [shown.metric.format_tick(value) for value in shown.scale],
+                "is_higher_better": shown.metric.better == "higher",
+                "table": whole.build_html_table(),
+            }
+            for shown, whole in zip(shown_maps, depth_maps, strict=True)
         ],
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
@@ -216,18 +264,20 @@ def _describe_plot(table: ComparisonTable) -> str:
         )
         start = "" if len(x_values) == 1 else f"{first.mean_text} to "
         curves.append((metric.get_sort_key(last.mean), f"{method} {start}{last.mean_text}{end_note}"))
-    ordered = [text for _, text in sorted(curves)]
-    if len(ordered) > MAX_DESCRIBED_CURVES:
-        ordered = [
-            *ordered[: MAX_DESCRIBED_CURVES - 1],
-            f"{len(ordered) - MAX_DESCRIBED_CURVES} others between",
-            ordered[-1],
-        ]
+    ordered = _shorten_list([text for _, text in sorted(curves)])
     x_range = axis.format_value_with_unit(table.x_values[0])
     if len(table.x_values) > 1:
         x_range = f"{axis.format_value(table.x_values[0])} to {axis.format_value_with_unit(table.x_values[-1])}"
     y_description = metric.axis_label + table.title.removeprefix(metric.title_with_unit)
     return f"Plot of {y_description}, over {axis.inline_name} {x_range}: {'; '.join(ordered)}."
+
+
+def _shorten_list(texts: Sequence[str]) -> Sequence[str]:
+    """Of many the first ones and the last."""
+    if len(texts) <= MAX_DESCRIBED_CURVES:
+        return texts
+    num_left_out = len(texts) - MAX_DESCRIBED_CURVES
+    return [*texts[: MAX_DESCRIBED_CURVES - 1], f"{num_left_out} others between", texts[-1]]
 
 
 def _build_title(tables: Sequence[ComparisonTable]) -> str:
@@ -279,7 +329,7 @@ def _summarize_table(table: ComparisonTable) -> str:
     return (
         f"Trained at {table.train_length:,} tokens; {metric.axis_label} {at_text} "
         f"({multiple_text}{table.protocol_description}): "
-        f"{', '.join(parts)}."
+        f"{', '.join(_shorten_list(parts))}."
     )
 
 
@@ -338,7 +388,7 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
         position = None if record.position == record.method else record.position
         run_cell = HtmlCell(record.run or "–", scoring)
         rows[identity] = HtmlCell(record.method, position), [*map(HtmlCell, values), run_cell]
-    return HtmlTable("method", columns, list(rows.values()))
+    return HtmlTable("method", columns, list(rows.values()), "facts", "The models, a row for each")
 
 
 def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:

@@ -1,8 +1,10 @@
-"""Tables shown with rich, as Markdown, plain text or HTML: comparisons of records, and tables of words.
+"""Tables shown with rich, as Markdown, plain text, HTML or LaTeX: comparisons of records, and tables of words.
 
 The best of each column is marked with `*` and in bold, so that the mark survives copying as plain text.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -11,6 +13,10 @@ from rich.text import Text
 from megatron.reports.comparison_table import Cell, ComparisonTable
 from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
 from megatron.reports.x_axes import join_headers
+
+_NUMBER_START = re.compile(r"[(\[+−-]*\d")
+MAX_NUMBER_LENGTH = 18
+"""Columns with a longer cell hold text and not numbers."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,25 @@ class TextTable:
         markdown_rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
         return "\n".join([*markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
 
+    def to_latex(self) -> str:
+        """A table environment with the rules of booktabs."""
+        return _render_latex(
+            self.title,
+            "l" * (1 + len(self.column_headers)),
+            [[escape_latex(header) for header in (self.corner_header, *self.column_headers)]],
+            [[escape_latex(cell) for cell in (name, *cells)] for name, cells in self.rows],
+            self.notes,
+        )
+
     def to_html(self) -> HtmlTable:
-        """The table for a page."""
-        columns = [HtmlColumn(header, css_class="text") for header in self.column_headers]
+        """The table for a page; columns of numbers stand on the right."""
+        columns = []
+        for index, header in enumerate(self.column_headers):
+            cells = [cells[index] for _, cells in self.rows]
+            is_number = max(map(len, cells), default=0) <= MAX_NUMBER_LENGTH and any(map(_NUMBER_START.match, cells))
+            columns.append(HtmlColumn(header, css_class="" if is_number else "text"))
         rows = [(HtmlCell(name), [HtmlCell(cell) for cell in cells]) for name, cells in self.rows]
-        return HtmlTable(self.corner_header, columns, rows, "results", " ".join([f"{self.title}.", *self.notes]))
+        return HtmlTable(self.corner_header, columns, rows, "results", self.title, self.notes)
 
 
 def build_rich_table(table: ComparisonTable) -> Table:
@@ -106,6 +126,62 @@ def render_comparison_text(table: ComparisonTable) -> str:
     return "\n".join([table.title, *(line.rstrip() for line in lines), *table.notes]) + "\n"
 
 
+_LATEX_SIGNS = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    **{"×": r"$\times$", "÷": r"$\div$", "±": r"$\pm$", "−": "$-$", "–": "--", "τ": r"$\tau$", "Δ": r"$\Delta$"},
+    **{"∞": r"$\infty$", "≤": r"$\le$", "≥": r"$\ge$", "√": r"$\surd$", "…": r"\dots{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    """Text as LaTeX shows it, whatever signs are in it."""
+    return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
+
+
+def render_comparison_latex(table: ComparisonTable) -> str:
+    """A table environment with the rules of booktabs; the best of a column is bold, and methods have a line each."""
+    multiples, texts = zip(*table.get_column_headers(), strict=True)
+    headers = [["method", *map(escape_latex, multiples)], ["", *map(escape_latex, texts)]]
+    rows = []
+    for method in table.methods:
+        cells = []
+        for x in table.x_values:
+            cell = table.cells.get((method, x))
+            text = escape_latex(table.get_missing_text(method, x) if cell is None else str(cell).rstrip("*"))
+            cells.append(rf"\textbf{{{text}}}" if _is_best(cell) else text)
+        rows.append([escape_latex(method), *cells])
+    if table.changes:
+        for line, header in zip(headers, table.get_change_header(), strict=True):
+            line.append(escape_latex(header))
+        for row, method in zip(rows, table.methods, strict=True):
+            row.append(escape_latex(_format_change(table, method)))
+    notes = [note.replace("* best", "Bold: best") for note in table.notes]
+    columns = "l" + "r" * len(table.x_values) + "l" * bool(table.changes)
+    return _render_latex(table.title, columns, headers, rows, notes)
+
+
+def _render_latex(
+    title: str, columns: str, headers: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], notes: Sequence[str]
+) -> str:
+    """Headers and cells are LaTeX already."""
+
+    def format_lines(lines: Sequence[Sequence[str]]) -> list[str]:
+        return [" & ".join(line).rstrip() + r" \\" for line in lines]
+
+    caption = escape_latex(" ".join([f"{title}.", *notes]))
+    lines = [
+        r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule",
+        *format_lines(headers), r"\midrule", *format_lines(rows), r"\bottomrule", r"\end{tabular}", r"\end{table}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def build_html_table(table: ComparisonTable) -> HtmlTable:
     """For a page."""
     columns = [HtmlColumn(*header_pair) for header_pair in table.get_column_headers()]
@@ -117,7 +193,7 @@ def build_html_table(table: ComparisonTable) -> HtmlTable:
         if table.changes:
             cells.append(HtmlCell(_format_change(table, method)))
         rows.append((HtmlCell(method), cells))
-    return HtmlTable("method", columns, rows, "results", " ".join([f"{table.title}.", *table.notes]))
+    return HtmlTable("method", columns, rows, "results", table.title, table.notes)
 
 
 def _build_html_cell(table: ComparisonTable, method: str, x: float) -> HtmlCell:

@@ -374,6 +374,7 @@ def _write_results(
 ) -> None:
     """Rewrite the results and the report of what is measured so far, of the members that are done."""
     from megatron.reports import paper_experiment, report
+    from megatron.reports.citation import format_command
     from megatron.reports.results_output import write_results
 
     output = sweep.output_folder
@@ -398,6 +399,7 @@ def _write_results(
         ],
         num_pending_runs=missing,
         configurations=texts,
+        command=format_command(),
     )
 
 

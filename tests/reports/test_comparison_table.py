@@ -199,6 +199,7 @@ def test_html(story: list[Record]) -> None:
     parser = Cells()
     parser.feed(table_html(table_formats.build_html_table(layout)))
     head, *body = parser.rows
+    assert "<caption><span>Perplexity per token, trained at 64" in table_html(table_formats.build_html_table(layout))
     assert [text for _, text in head] == ["method", "1×64", "8×512", "32×2,048"]
     assert body[0] == [("", "rotary"), ("", "5.25"), ("", "12.50"), ("", "29.75")]
     assert body[2] == [("", "cdape"), ("best", "4.96*"), ("best", "4.90*"), ("best", "4.87*")]

@@ -80,7 +80,9 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
     assert axes.yaxis.get_major_formatter()(0.5, 0) == "50"
     page = page_of(accuracies())
     assert "accuracy in % at 160 tokens (4×, protocol task): cdape 97.00 (+1.00 from 40 tokens, holds), rotary" in page
-    assert 'alt="Plot of accuracy in %, trained at 40 tokens, protocol task, over length 40 to 160 tokens: ' in page
+    assert (
+        'aria-label="Plot of accuracy in %, trained at 40 tokens, protocol task, over length 40 to 160 tokens: ' in page
+    )
     assert "cdape 96.00 to 97.00; rotary 100.0 to 50.00." in page
     assert "rightly. Higher is better." in page
     assert re.search(r'class="best"[^>]*>97\.00\*', page)

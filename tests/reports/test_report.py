@@ -1,17 +1,25 @@
 """The report stands alone: well formed, everything embedded, everything escaped, every number from the records."""
 
 import base64
+import gzip
+import json
+import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from pages import page_of
+from rich.console import Console
 
-from megatron.reports import plots, report
+from megatron.reports import html_page, report
+from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.records import Record, record_from_row
+from megatron.reports.leaderboard import Leaderboard
+from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
 from megatron.reports.report import ReportSection, describe_plots
+from megatron.reports.table_formats import render_comparison_latex
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -20,13 +28,14 @@ VOID = {"meta", "img", "br", "source"}
 
 
 class Page(HTMLParser):
-    """Checks that tags nest, and gathers text, sources and links."""
+    """Checks that tags nest, and gathers text, tags with their attributes, and the JSON of charts."""
 
     def __init__(self, content: str) -> None:
         super().__init__()
         self.stack: list[str] = []
         self.tags: list[str] = []
-        self.sources: list[str] = []
+        self.attributes: list[dict[str, str]] = []
+        self.charts: list[dict] = []
         self.text = ""
         self.feed(content)
         self.close()
@@ -34,31 +43,130 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.sources += [value or "" for name, value in attributes if name in ("src", "href")]
+        self.attributes.append({name: value or "" for name, value in attributes})
         if tag not in VOID:
             self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes.append({name: value or "" for name, value in attributes})
 
     def handle_endtag(self, tag: str) -> None:
         assert self.stack.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if "style" not in self.stack:
+        if "script" in self.stack and self.attributes[-1].get("type") == "application/json":
+            self.charts.append(json.loads(data))
+        elif not {"style", "script"} & set(self.stack):
             self.text += data
 
+    def list_values(self, name: str) -> list[str]:
+        """Of an attribute, of all elements that have it."""
+        return [attributes[name] for attributes in self.attributes if name in attributes]
 
-def test_it_stands_alone_and_embeds_the_plot(story: list[Record], tmp_path: Path) -> None:
-    path = report.write_report(tmp_path / "deep" / "report.html", [ReportSection(None, story)])
+
+def unpack(href: str) -> str:
+    """The file that a link holds."""
+    return gzip.decompress(base64.b64decode(href.split(",")[1], validate=True)).decode()
+
+
+def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path) -> None:
+    section = ReportSection(None, [record.replace(position="cdape+kerple_log") for record in story])
+    path = report.write_report(tmp_path / "deep" / "report.html", [section], command="./deepy.py report a.json")
     content = path.read_text(encoding="utf-8")
     page = Page(content)
-    assert "script" not in page.tags
-    assert "link" not in page.tags
-    assert "http" not in content
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert "://" not in content
     assert "url(" not in content
-    (source,) = page.sources
-    assert source.startswith("data:image/png;base64,")
-    assert base64.b64decode(source.split(",")[1], validate=True) == plots.render_plots_png(story)
-    (narrow,) = re.findall(r'srcset="data:image/png;base64,([^"]+)"', content)
-    assert base64.b64decode(narrow, validate=True) == plots.render_plots_png(story, narrow=True)
+    assert all(value.startswith("#") for value in page.list_values("src") + page.list_values("href")
+               if not value.startswith("data:application/gzip;base64,"))  # fmt: skip
+    csv_file, tex_file = (unpack(href) for href in page.list_values("href") if href.startswith("data:"))
+    assert csv_file == write_records_csv(tmp_path / "r.csv", section.records).read_text()
+    assert tex_file == report.render_report_latex([section])
+    assert html_page.is_generated_page(path)
+    for part in (
+        "./deepy.py report a.json",
+        "Chi et al. 2022, section 4",
+        "DAPE V2, equation 5",
+        "@inproceedings{chi2022",
+    ):
+        assert part in page.text, part
+    assert "Press et al." not in page.text
+
+
+def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
+    page = Page(page_of([*story, *(record(f"m{i}", 64, 5.0) for i in range(12))], configurations={"a": "b"}))
+    ids = page.list_values("id")
+    assert len(ids) == len(set(ids))
+    links = [value[1:] for value in page.list_values("href") if value.startswith("#")]
+    assert set(links) <= set(ids)
+    assert [page.tags.count(tag) for tag in ("h1", "main", "nav", "header", "footer")] == [1] * 5
+    levels = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3")]
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert page.tags.count("table") == page.tags.count("caption") == 2
+    heads = [attributes for tag, attributes in zip(page.tags, page.attributes, strict=True) if tag == "th"]
+    assert {head["scope"] for head in heads} == {"col", "row"}
+    figures = [attributes for attributes in page.attributes if attributes.get("role") == "img"]
+    assert all(figure["aria-label"] for figure in figures)
+
+
+def test_charts_hold_the_records_and_draw_them(story: list[Record]) -> None:
+    page = Page(page_of(story))
+    (chart,) = page.charts
+    found = {
+        (series["name"], chart["places"][place][1]): (value, text, low, high)
+        for series in chart["series"]
+        for place, value, text, low, high in series["points"]
+    }
+    assert len(found) == len(story)
+    for each in story:
+        value, text, low, high = found[each.method, f"{each.length // 64}× ({each.length:,})"]
+        assert value == pytest.approx(each.value, rel=1e-6)
+        assert (low, high) == pytest.approx(each.interval, rel=1e-6)
+        assert text == f"{each.value:.2f}"
+    assert [series["drawn"] for series in chart["series"]] == [True] * 3
+    assert [scale["name"] for scale in chart["scales"]] == ["log", "linear"], "values differ by more than a factor of 4"
+    # The drawing says the same: a marker for each point, at a height that falls with the value.
+    scale = chart["scales"][0]
+    heights = [100 * math.log(scale["high"] / value) / math.log(scale["high"] / scale["low"])
+               for series in reversed(chart["series"]) for _, value, *_ in series["points"]]  # fmt: skip
+    drawn = [
+        float(attributes["y"].removesuffix("%"))
+        for tag, attributes in zip(page.tags, page.attributes, strict=True)
+        if tag == "use" and attributes["y"] != "50%"  # which is in the legend
+    ]
+    assert drawn == pytest.approx(heights, abs=0.02)
+
+
+def test_what_explodes_is_cut_off_and_told() -> None:
+    curves = {"calm": (5.0, 5.1), "mild": (5.5, 30.0), "gone": (6.0, 1e304)}
+    records = [record(m, n, v) for m, values in curves.items() for n, v in zip((64, 2048), values, strict=True)]
+    content = page_of(records)
+    (chart,) = Page(content).charts
+    gone = next(series for series in chart["series"] if series["name"] == "gone")
+    assert gone["points"][1][1:3] == [1e304, "1e+304"]
+    log, linear = chart["scales"]
+    assert log["high"] < 10_000
+    assert linear["high"] < 100
+    assert content.count('<use href="#over"') == 1
+    assert "A filled triangle at the edge marks a value beyond the axis" in content
+    assert "beyond the axis" not in page_of(records[:4])
+
+
+def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
+    many = [record(f"m{i:02}", length, 5.0 + i + length / 1e3) for i in range(60) for length in (64, 128)]
+    content = page_of(many)
+    (chart,) = Page(content).charts
+    assert [series["name"] for series in chart["series"] if series["drawn"]] == [f"m{i:02}" for i in range(8)]
+    assert len(chart["series"]) == 60
+    assert "52 more, drawn faintly" in content
+    assert content.count('class="series') == 60
+    board = ReportSection("All", many, leaderboard=Leaderboard("m30", (), 3))
+    (chart,) = Page(report.render_report([board])).charts
+    assert [series["name"] for series in chart["series"] if series["drawn"]] == ["m00", "m01", "m02", "m30"]
+    # Markup and script are small beside pictures.
+    assert len(content) < 200_000
 
 
 def test_it_says_what_was_measured(story: list[Record]) -> None:
@@ -86,16 +194,17 @@ def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
 def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
     title = "Plot of perplexity per token, trained at 64 tokens, protocol last, over length 64 to 2,048 tokens: "
     curves = "cdape 4.96 to 4.87; kerple_log 5.50 to 5.43; rotary 5.25 to 29.75."
-    assert f'alt="{title}{curves}"' in page_of(story)
+    assert f'aria-label="{title}{curves}"' in page_of(story)
     here = {"metric": "loss", "axis": "depth"}
     probed = [story[0].replace(**here, place=place, value=value) for place, value in ((0.25, 3.0), (1.0, 2.0))]
     page = page_of([*story, *probed])
     map_title = "Map of loss in nats per token by depth and length, trained at 64 tokens, protocol last"
-    assert f"{title}{curves} {map_title}; means over depths: rotary 2.50 at 64." in page
+    assert f'aria-label="{title}{curves}"' in page
+    assert f'aria-label="{map_title}; means over depths: rotary 2.50 at 64."' in page
     here["axis"] = "distance"
     probed = [story[0].replace(**here, place=place, value=value) for place, value in ((16.0, 3.0), (32.0, 2.0))]
     page = page_of([*story, *probed])
-    assert f"{title}{curves} Plot of loss in nats per token by distance, windows of 64 tokens," in page
+    assert 'aria-label="Plot of loss in nats per token by distance, windows of 64 tokens,' in page
     assert "over distance 16 to 32 tokens: rotary 3.00 to 2.00." in page
     assert "at distance 32 tokens (0.5×, protocol last): rotary 2.00 (-1.00 from 16 tokens)." in Page(page).text
     where = {"axis": "position", "place": 64.0}
@@ -131,8 +240,10 @@ def test_nothing_from_outside_becomes_markup() -> None:
     evil = "</td><script>alert(1)</script>"
     hostile = record(evil, 64, 5.0, dataset=evil, position=evil, machine=evil, run=evil, tokenizer=evil)
     page = Page(page_of([hostile], title=evil, configurations={evil: evil}))
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2, "the page's own, and the chart's data"
     assert page.text.count("alert(1)") >= 7
+    assert page.charts[0]["series"][0]["name"] == evil
+    assert evil not in page_of([hostile])
     # Template's own placeholder sign is harmless too.
     assert "$plot" in Page(page_of([record("$plot", 64, 5.0)])).text
 
@@ -161,13 +272,30 @@ def test_configurations_are_folded(story: list[Record]) -> None:
     page = Page(page_of(story, configurations={"rotary.yml": "pos_emb: rotary\n"}))
     assert "details" in page.tags
     assert "pos_emb: rotary" in page.text
-    assert "details" not in Page(page_of(story)).tags
+    assert "pos_emb" not in page_of(story)
 
 
-def test_every_cell_names_its_column_for_narrow_screens(story: list[Record]) -> None:
-    content = page_of(story)
-    cells = re.findall(r"<td[^>]*>", content)
-    assert len(cells) == 3 * 3 + 3 * 5  # lengths, and facts of the models
-    assert all(re.search(r'data-label="[^"]+"', cell) for cell in cells)
-    assert re.search(r'<td data-label="32× \(2,048\)">29.75', content)
-    assert "@media (max-width: 56rem)" in content
+def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
+    rows = [record("50% & a_b", 64, 5.0), record(r"\\x^2~{$#}", 64, 6.0, max_length=64), record("50% & a_b", 128, 7.0)]
+    (table,) = build_comparison_tables(rows)
+    lines = render_comparison_latex(table).splitlines()
+    assert r"method & 1$\times$ & 2$\times$ \\" in lines
+    assert r"50\% \& a\_b & \textbf{5.00} & \textbf{7.00} \\" in lines
+    special = r"\textbackslash{}\textbackslash{}x\textasciicircum{}2\textasciitilde{}\{\$\#\}"
+    assert rf"{special} & 6.00 & max 64 \\" in lines
+    assert [line for line in lines if line.endswith("rule")] == [r"\toprule", r"\midrule", r"\bottomrule"]
+    write_records(tmp_path / "results.json", rows)
+    for _ in range(2):  # its own file may be written again
+        combine_results([tmp_path], Console(quiet=True), output=tmp_path / "x.tex")
+    assert (tmp_path / "x.tex").read_text().count(r"\begin{tabular}") >= 1
+    assert "\n".join(lines) in (tmp_path / "x.tex").read_text()
+    (tmp_path / "mine.tex").write_text("mine")
+    with pytest.raises(UserError, match=r"mine\.tex"):
+        combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.tex")
+
+
+def test_pages_of_before_may_be_written_again(tmp_path: Path) -> None:
+    (tmp_path / "old.html").write_text("<style>\n:root { color-scheme: light; }\n* { box-sizing: border-box; }\n")
+    (tmp_path / "mine.html").write_text("<style>\n:root { color-scheme: light dark; }\n")
+    assert html_page.is_generated_page(tmp_path / "old.html")
+    assert not html_page.is_generated_page(tmp_path / "mine.html")

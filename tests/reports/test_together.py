@@ -119,7 +119,8 @@ def test_a_grid_in_two_forms() -> None:
     grid = TextTable("A <b>", "method", ("x|y", "z"), (("one", ("1", "22")), ("three", ("<3", "4"))), ("Note.",))
     assert grid.to_text() == "A <b>\nmethod  x|y  z\none     1    22\nthree   <3   4\nNote.\n"
     assert "&lt;3" in table_html(grid.to_html())
-    assert "A &lt;b&gt;. Note." in table_html(grid.to_html())
+    assert "<span>A &lt;b&gt;</span></caption>" in table_html(grid.to_html())
+    assert '<p class="notes">Note.</p>' in table_html(grid.to_html())
     assert "<3" not in table_html(grid.to_html())
 
 
@@ -160,13 +161,13 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     )
     assert found == [*story] * 3
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
-    assert page.count("Theirs | ours: A paper, table 1") == 1
-    assert page.count("compared with cdape") == 1
+    assert page.count("<caption><span>Theirs | ours: A paper, table 1") == 1
+    assert len(re.findall(r"<caption><span>[^<]*compared with cdape", page)) == 1
     assert "They had &lt;more&gt; text." in page
-    assert page.count("<img") == 3
+    assert page.count('<figure class="chart') == 3
     # What belongs to no experiment comes first; links lead to the headings.
-    assert re.findall(r'href="#section-(\d)"', page) == re.findall(r'id="section-(\d)"', page) == ["0", "1", "2"]
-    assert page.index('id="section-0"') < page.index("Its first table</h2>") < page.index('id="section-2"')
+    assert re.findall(r'href="#section-(\d)"', page) == re.findall(r'id="section-(\d)"', page) == ["1", "2", "3"]
+    assert page.index('id="section-1"') < page.index("Its first table</h2>") < page.index('id="section-3"')
     assert printed.index("Its first table") < printed.index("order agreement τ")
 
 

@@ -1,0 +1,504 @@
+"""Charts of pages: curves over length or another axis, and points, as numbers that a template turns into inline SVG.
+
+One drawing serves screens of all widths and both colour schemes. Places are shares of the width and height of the
+plot, which the template writes as percentages, so text and strokes keep their size whatever the width is. Colours are
+classes of the style sheet. `templates/page.js` reads the same numbers from the page, and draws a chart again when a
+reader switches its scale or its methods; without it the chart stands there as it is.
+
+A scale ends where most values end. What lies beyond (a perplexity of a million among others of five) is drawn at the
+edge with a mark, and its true value stands in the table and where the pointer is. Perplexities are cut off at
+`MAX_LOG_RATIO` times the least on a logarithmic scale and at `MAX_LINEAR_RATIO` times on a linear one, other metrics
+where they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron.reports.comparison_table import ComparisonTable
+from megatron.reports.html_page import format_share
+from megatron.reports.metrics import Metric
+from megatron.reports.records import Record
+from megatron.reports.x_axes import format_multiple, join_headers
+
+NUM_COLORS, NUM_MARKERS, NUM_DASHES = 8, 8, 4
+MAX_LOG_RATIO, MAX_LINEAR_RATIO, MAX_SPREADS = 1000.0, 10.0, 10.0
+OTHERS_REACH = 4.0
+"""How many times the largest perplexity in colour a faint curve may reach, to have a place of its own."""
+MAX_DRAWN_CURVES = NUM_COLORS
+"""Of more, the best at the last place are drawn in colour, and the others faintly until a reader asks for them."""
+MAX_DENSE_POINTS = 160
+"""Of a curve over a dense axis."""
+NARROW_WIDTH, WIDE_WIDTH = 240, 520
+"""Pixels of a plot on a telephone, and of one on anything wider than 40rem."""
+CHARACTER_WIDTH, LINE_HEIGHT = 6.8, 15.0
+"""Pixels of a plot's text."""
+PLOT_HEIGHT = 300
+"""Pixels; style.css says the same."""
+BAR_OFFSET = 0.007
+"""How far apart bars of a place stand: share of the width."""
+SIGNIFICANT_DIGITS = 7
+"""Of numbers in the page, where the records have them all."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A vertical axis."""
+
+    name: str
+    """log or linear."""
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    """Value and text, ascending."""
+
+    def locate(self, value: float) -> float:
+        """The share of the height above a value: 0 at the upper edge and beyond, 1 at the lower edge and beyond."""
+        clipped = min(max(value, self.low), self.high)
+        if self.name == "log":
+            return math.log(self.high / clipped) / math.log(self.high / self.low)
+        return (self.high - clipped) / (self.high - self.low)
+
+    def get_clip_mark(self, value: float) -> str | None:
+        """`over` or `under` for a value that the scale leaves out."""
+        return "over" if value > self.high else "under" if value < self.low else None
+
+
+@dataclass(frozen=True)
+class ChartPlace:
+    """Of the horizontal axis."""
+
+    share: float
+    """Of the width, from the left."""
+    text: str
+    """Where a sentence or a table names it: 32× (2,048)."""
+
+
+@dataclass(frozen=True)
+class ChartTick:
+    """Of the horizontal axis."""
+
+    share: float
+    text: str
+    subtext: str = ""
+    is_wide_only: bool = False
+    """Is there no room for its text on a telephone?"""
+
+
+@dataclass(frozen=True)
+class ChartPoint:
+    """One value of one method."""
+
+    place: int
+    """Index of its place."""
+    value: float
+    text: str
+    interval: tuple[float, float] | None = None
+    """What its bar or band spans."""
+
+
+@dataclass(frozen=True)
+class ChartSeries:
+    """The points of one method."""
+
+    name: str
+    points: tuple[ChartPoint, ...]
+    is_drawn: bool
+    """In colour, before a reader chooses."""
+    style: int
+    """Index of its colour, marker and dashes."""
+
+    @property
+    def css_class(self) -> str:
+        color, marker, dash = get_style_indices(self.style)
+        return f"c{color} m{marker} d{dash}"
+
+    @property
+    def marker(self) -> str:
+        """The id of its marker's drawing."""
+        return f"m{get_style_indices(self.style)[1]}"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of a page."""
+
+    name: str
+    """Id of its element, unique on the page, and name of the file that it is saved as."""
+    title: str
+    alt_text: str
+    """What it shows, for those who do not see it."""
+    x_title: str
+    y_title: str
+    places: tuple[ChartPlace, ...]
+    ticks: tuple[ChartTick, ...]
+    scales: tuple[Scale, ...]
+    """The first is drawn."""
+    series: tuple[ChartSeries, ...]
+    kind: str = "curves"
+    """curves, dense (with bands and without markers), or points (one for each series, read one by one)."""
+    interval_note: str = ""
+    """What bars or bands are."""
+    mark: tuple[float, str] | None = None
+    """Share of the width and text of a vertical line."""
+    path: tuple[str, ...] = ()
+    """Names of points that a line joins."""
+    missing: tuple[str, ...] = ()
+    """Methods without a value here, with the reason."""
+
+    @property
+    def scale(self) -> Scale:
+        return self.scales[0]
+
+    @property
+    def has_clipped(self) -> bool:
+        """Does a value lie beyond one of the scales?"""
+        values = [point.value for series in self.series for point in series.points]
+        return any(scale.get_clip_mark(value) is not None for scale in self.scales for value in values)
+
+    def list_shapes(self, series: ChartSeries) -> dict[str, Any]:
+        """What the template draws of a series: `line` and `band` as points of 0 to 1000, `bars` and `markers` as
+        percentages. Of one that is not drawn in colour, the line alone."""
+        scale = self.scale
+        line = [(self.places[point.place].share, scale.locate(point.value)) for point in series.points]
+        shapes: dict[str, Any] = {"line": _format_path(line), "band": "", "bars": [], "markers": []}
+        if not series.is_drawn:
+            return shapes
+        spans = [
+            (self.places[point.place].share, *map(scale.locate, point.interval))
+            for point in series.points
+            if point.interval is not None
+        ]
+        if self.kind == "dense":
+            upper = [(x, high) for x, _, high in spans]
+            shapes["band"] = _format_path([*upper, *((x, low) for x, low, _ in reversed(spans))])
+            return shapes
+        drawn = [other for other in self.series if other.is_drawn]
+        offset = BAR_OFFSET * (drawn.index(series) - (len(drawn) - 1) / 2)
+        shapes["bars"] = [
+            (format_share(x + offset), format_share(low), format_share(high))
+            for x, low, high in spans
+            if len(drawn) <= MAX_DRAWN_CURVES
+        ]
+        shapes["markers"] = [
+            (scale.get_clip_mark(point.value) or series.marker, format_share(x), format_share(y))
+            for point, (x, y) in zip(series.points, line, strict=True)
+        ]
+        return shapes
+
+    @cached_property
+    def path_points(self) -> str:
+        """The line of `path`."""
+        by_name = {series.name: series.points[0] for series in self.series}
+        points = [by_name[name] for name in self.path]
+        return _format_path([(self.places[point.place].share, self.scale.locate(point.value)) for point in points])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the page's script needs, to become JSON: numbers with `SIGNIFICANT_DIGITS` digits."""
+        return {
+            "kind": self.kind,
+            "places": [[round(place.share, 5), place.text] for place in self.places],
+            "scales": [
+                {
+                    "name": scale.name,
+                    "low": _round(scale.low),
+                    "high": _round(scale.high),
+                    "ticks": [[_round(value), text] for value, text in scale.ticks],
+                }
+                for scale in self.scales
+            ],
+            "series": [
+                {
+                    "name": series.name,
+                    "style": get_style_indices(series.style),
+                    "drawn": series.is_drawn,
+                    "points": [
+                        [point.place, _round(point.value), point.text, *map(_round, point.interval or ())]
+                        for point in series.points
+                    ],
+                }
+                for series in self.series
+            ],
+        }
+
+    @cached_property
+    def labels(self) -> list[tuple[str, str, str, str]]:
+        """Names beside points, where none runs into another at any width: x, y, anchor and text.
+
+        A label stands beside its point, away from the nearer edge. Points only move apart in wider plots, so what
+        keeps its distance on a telephone keeps it everywhere. The points that the path joins come first.
+        """
+        if self.kind != "points":
+            return []
+        taken = [
+            (
+                self.places[p.place].share * NARROW_WIDTH - 5,
+                self.places[p.place].share * NARROW_WIDTH + 5,
+                self.scale.locate(p.value) * PLOT_HEIGHT,
+            )
+            for series in self.series
+            for p in series.points
+        ]
+        labels = []
+        order = sorted(self.series, key=lambda series: (series.name not in self.path, not series.is_drawn))
+        for series in order:
+            (point,) = series.points
+            share, y = self.places[point.place].share, self.scale.locate(point.value)
+            x, width = share * NARROW_WIDTH, CHARACTER_WIDTH * len(series.name)
+            left = x + 8 if share < 0.5 else x - 8 - width
+            own = (x - 5, x + 5, y * PLOT_HEIGHT)
+            others = [box for box in taken if box != own]
+            is_free = all(
+                left + width < start - 2 or left > end + 2 or abs(y * PLOT_HEIGHT - middle) > LINE_HEIGHT
+                for start, end, middle in others
+            )
+            if is_free and left > -50 and left + width < NARROW_WIDTH + 20:
+                taken.append((left, left + width, y * PLOT_HEIGHT))
+                anchor = "start" if share < 0.5 else "end"
+                labels.append((format_share(share), format_share(y), anchor, series.name))
+        return labels
+
+
+def get_style_indices(index: int) -> tuple[int, int, int]:
+    """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
+    row = index // NUM_COLORS
+    return index % NUM_COLORS, (index + row) % NUM_MARKERS, (row + index // (NUM_COLORS * NUM_MARKERS)) % NUM_DASHES
+
+
+def build_curve_chart(
+    table: ComparisonTable, name: str, alt_text: str, shown_methods: Sequence[str] | None = None
+) -> Chart:
+    """A metric over the axis of a table, a curve for each method.
+
+    Args:
+        table: what is drawn.
+        name: of the chart.
+        alt_text: what it shows, in words.
+        shown_methods: those that are drawn in colour, in their order; predictors that learned nothing are too. If
+            None, the best at the last place, as many as there are colours.
+    """
+    curves = {method: get_curve(table, method) for method in table.methods}
+    measured = [method for method in table.methods if curves[method][0]]
+    order = _order_methods(table, measured, curves, shown_methods)
+    x_values = _thin_out(sorted({x for method in measured for x in curves[method][0]}), table)
+    positions = _locate_places(x_values, table)
+    index_by_x = {x: index for index, x in enumerate(x_values)}
+    series = []
+    for index, (method, is_drawn) in enumerate(order):
+        points = [
+            ChartPoint(index_by_x[x], mean, _format_point(table, method, x, mean), bar)
+            for x, mean, bar in zip(*curves[method], strict=True)
+            if x in index_by_x
+        ]
+        series.append(ChartSeries(method, tuple(points), is_drawn, index))
+    has_intervals = any(point.interval for each in series for point in each.points)
+    notes = "smallest to largest seed" if table.max_seeds > 1 else "95% interval over windows"
+    return Chart(
+        name,
+        table.title,
+        alt_text,
+        _format_x_title(table),
+        table.metric.axis_label,
+        tuple(
+            ChartPlace(share, join_headers(*table.axis.get_column_headers(x, table.train_length)))
+            for x, share in zip(x_values, positions, strict=True)
+        ),
+        _choose_x_ticks(x_values, positions, table),
+        choose_scales(*_list_limits(series), table.metric),
+        tuple(series),
+        "dense" if table.axis.is_dense else "curves",
+        f"{'Bands' if table.axis.is_dense else 'Bars'}: {notes}." if has_intervals else "",
+        _locate_train_length(x_values, positions, table),
+        missing=tuple(f"{method} ({table.get_missing_text(method, table.x_values[-1])})"
+                      for method in table.methods if method not in measured),
+    )  # fmt: skip
+
+
+def get_curve(table: ComparisonTable, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
+    """Places, mean values and bars of one method."""
+    records_by_x: dict[float, list[Record]] = {}
+    for record in table.records:
+        if record.method == method:
+            records_by_x.setdefault(record.x_value, []).append(record)
+    x_values = sorted(records_by_x)
+    means, bars = [], []
+    for x in x_values:
+        values = [record.value for record in records_by_x[x]]
+        means.append(statistics.fmean(values))
+        # Bars of one picture mean one thing: among several seeds a lone one has none.
+        single_interval = None if table.max_seeds > 1 else records_by_x[x][0].interval
+        bars.append((min(values), max(values)) if len(values) > 1 else single_interval)
+    return x_values, means, bars
+
+
+def _list_limits(series: Sequence[ChartSeries]) -> tuple[list[float], list[float]]:
+    """Values and ends of intervals of curves that are drawn in colour, and values of the others."""
+    drawn, others = [], []
+    for each in series:
+        for point in each.points:
+            if each.is_drawn:
+                drawn += [point.value, *(point.interval or ())]
+            else:
+                others.append(point.value)
+    return drawn, others
+
+
+def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metric) -> tuple[Scale, ...]:
+    """The vertical axes that a reader may choose from, the better one first.
+
+    Args:
+        values: that have a place, but for those that are cut off.
+        others: that have one where they are not much beyond the values.
+        metric: of them.
+    """
+    low, high = min(values), max(values)
+    if metric.plot_scale == "logarithmic" and low > 0:
+        low = min([low, *(other for other in others if other > low / OTHERS_REACH)])
+        high = max([high, *(other for other in others if other < high * OTHERS_REACH)])
+    if metric.plot_scale == "linear" or low <= 0:
+        low, high = min([low, *others]), max([high, *others])
+        values = [*values, *others]
+        first, _, third = statistics.quantiles(values, n=4) if len(values) > 3 else (low, low, high)
+        reach = MAX_SPREADS * max(third - first, abs(third) * 0.01)
+        return (_build_scale("linear", max(low, first - reach), min(high, third + reach), metric),)
+    log = _build_scale("log", low, min(high, MAX_LOG_RATIO * low), metric)
+    linear = _build_scale("linear", low, min(high, MAX_LINEAR_RATIO * low), metric)
+    return (log, linear) if high > 4 * low else (linear, log)
+
+
+def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
+    """With some room above and below, and the ticks within."""
+    if name == "log":
+        room = max((high / low) ** 0.04, 1.02)
+        low, high = low / room, high * room
+        ticks = choose_log_ticks(low, high)
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) < 3:
+            ticks = _choose_linear_ticks(low, high)
+    else:
+        room = max(0.04 * (high - low), 0.01 * abs(high)) or 1.0
+        low, high = max(low - room, metric.min_value), min(high + room, metric.max_value)
+        ticks = _choose_linear_ticks(low, high)
+    return Scale(name, low, high, tuple((tick, metric.format_tick(tick, ticks)) for tick in ticks))
+
+
+def choose_log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5, 10, 20, 50 … around the range; powers of ten alone over more than three decades."""
+    steps = (1, 2, 5) if high / low < 1000 else (1,)
+    first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
+    candidates = [step * 10.0**power for power in range(first, last) for step in steps]
+    inside = [tick for tick in candidates if low / 2.6 <= tick <= high * 2.6]
+    return inside or [low, high]
+
+
+def _choose_linear_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten: four to eight of them."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{index * step:.10g}") for index in range(first, last + 1)]
+
+
+def _order_methods(
+    table: ComparisonTable,
+    measured: Sequence[str],
+    curves: Mapping[str, tuple[list[float], list[float], list[tuple[float, float] | None]]],
+    shown_methods: Sequence[str] | None,
+) -> list[tuple[str, bool]]:
+    """Methods with whether they are drawn in colour, which come first."""
+    if shown_methods is not None:
+        drawn = [method for method in shown_methods if method in measured]
+        drawn += [method for method in table.trivial_baselines if method in measured and method not in drawn]
+    elif len(measured) > MAX_DRAWN_CURVES:
+        best_first = sorted(
+            measured,
+            key=lambda method: (-curves[method][0][-1], table.metric.get_sort_key(curves[method][1][-1])),
+        )
+        drawn = best_first[:MAX_DRAWN_CURVES]
+    else:
+        drawn = list(measured)
+    return [(method, True) for method in drawn] + [(method, False) for method in measured if method not in drawn]
+
+
+def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
+    """All places, or of a dense axis so many, evenly spaced by the logarithm, with those that the table names."""
+    if not table.axis.is_dense or len(x_values) <= MAX_DENSE_POINTS:
+        return x_values
+    wanted = np.geomspace(x_values[0], x_values[-1], MAX_DENSE_POINTS)
+    indices = np.clip(np.searchsorted(x_values, wanted), 0, len(x_values) - 1)
+    return sorted({*(x_values[index] for index in indices), *table.x_values})
+
+
+def _locate_places(x_values: Sequence[float], table: ComparisonTable) -> list[float]:
+    """The share of the width at each place: by the logarithm where places are counts of tokens."""
+    low, high = x_values[0], x_values[-1]
+    if low == high:
+        return [0.5]
+    if table.axis.in_tokens:
+        return [math.log(x / low) / math.log(high / low) for x in x_values]
+    return [(x - low) / (high - low) for x in x_values]
+
+
+def _locate_train_length(
+    x_values: Sequence[float], positions: Sequence[float], table: ComparisonTable
+) -> tuple[float, str] | None:
+    """The mark at the training length, if it has a place between the others."""
+    length = table.train_length
+    if not table.axis.in_tokens or not x_values[0] <= length <= x_values[-1]:
+        return None
+    if x_values[0] == x_values[-1]:
+        return positions[0], "training length"
+    return math.log(length / x_values[0]) / math.log(x_values[-1] / x_values[0]), "training length"
+
+
+def _format_x_title(table: ComparisonTable) -> str:
+    return f"{table.axis.title}, and multiples of the training length" if table.axis.in_tokens else table.axis.title
+
+
+def _choose_x_ticks(
+    x_values: Sequence[float], positions: Sequence[float], table: ComparisonTable
+) -> tuple[ChartTick, ...]:
+    """Of places that a table names, those whose texts do not run into each other, from the last place on."""
+    candidates = []
+    for x, share in zip(x_values, positions, strict=True):
+        if x in table.x_values:
+            multiple = format_multiple(x / table.train_length) if table.axis.in_tokens else ""
+            candidates.append((share, table.axis.format_value(x), multiple))
+    kept = {width: _keep_apart(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+    return tuple(
+        ChartTick(share, text, multiple, is_wide_only=index not in kept[NARROW_WIDTH])
+        for index, (share, text, multiple) in enumerate(candidates)
+        if index in kept[WIDE_WIDTH]
+    )
+
+
+def _keep_apart(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
+    kept: set[int] = set()
+    edge = math.inf
+    for index in reversed(range(len(ticks))):
+        share, text, subtext = ticks[index]
+        half = CHARACTER_WIDTH * max(len(text), len(subtext)) / 2
+        if share * width + half + 5 <= edge:
+            kept.add(index)
+            edge = share * width - half
+    return kept
+
+
+def _format_point(table: ComparisonTable, method: str, x: float, mean: float) -> str:
+    cell = table.cells.get((method, x))
+    return table.metric.format_value(mean) if cell is None else str(cell).rstrip("*")
+
+
+def _format_path(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{1000 * x:.0f},{1000 * y:.1f}" for x, y in points)
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

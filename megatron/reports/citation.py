@@ -1,0 +1,151 @@
+"""What a page says of how it is cited and made again: commands, versions, papers of its methods, BibTeX.
+
+The project's citation is `CITATION.cff`, which GitHub and reference managers read; BibTeX is made of it here, so that
+both say the same. A method's paper is the `source` that its file declares (`megatron/position/catalog.py`).
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.position.catalog import (
+    MethodFacts,
+    list_encodings,
+    list_processors,
+    list_temperatures,
+    read_encoding_facts,
+    read_processor_facts,
+    read_temperature_facts,
+)
+from megatron.reports.records import Record
+from megatron.utils.atomic_io import get_farfield_version
+
+PROJECT_FOLDER = Path(__file__).parents[2]
+CITATION_FILE = PROJECT_FOLDER / "CITATION.cff"
+_BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "software": "software"}
+_BIBTEX_SIGNS = {**{sign: f"\\{sign}" for sign in "&%$#_"}, "~": r"\textasciitilde{}", "\\": r"\textbackslash{}"}
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The box of a page."""
+
+    commands: tuple[str, ...]
+    """In order, each a line of a shell."""
+    version: str
+    """Of this project when the page was made."""
+    papers: Mapping[str, str]
+    """Encoding, processor or temperature → its paper, of all that the methods are made of."""
+    bibtex: str
+
+
+def describe_reproduction(records: Sequence[Record], command: str | None = None) -> Reproduction:
+    """How records are cited, and made again.
+
+    Args:
+        records: what the page shows.
+        command: that made the page; None where a program did.
+    """
+    return Reproduction(
+        tuple(filter(None, (_format_checkout(), command))),
+        _describe_version(),
+        list_papers(records),
+        render_bibtex(read_citation()) if CITATION_FILE.is_file() else "",
+    )
+
+
+def format_command() -> str | None:
+    """The command that this process was started with; None if it is none of `deepy.py`."""
+    program, *arguments = sys.argv
+    return shlex.join(["./deepy.py", *arguments]) if Path(program).name == "deepy.py" else None
+
+
+def read_commit() -> str | None:
+    """The commit that the project's folder is at, with a + where files differ from it; None without git."""
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(PROJECT_FOLDER), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return asked.stdout.strip() or None
+
+
+def _format_checkout() -> str | None:
+    commit = read_commit()
+    return None if commit is None else f"git checkout {commit.rstrip('+')}"
+
+
+def _describe_version() -> str:
+    commit = read_commit()
+    if commit is None:
+        return f"Farfield {get_farfield_version()}"
+    changed = ", with changes that were not committed" if commit.endswith("+") else ""
+    return f"Farfield {get_farfield_version()}, commit {commit.rstrip('+')}{changed}"
+
+
+def list_papers(records: Sequence[Record]) -> dict[str, str]:
+    """The papers of all encodings, processors and temperatures that positions of records name."""
+    facts: dict[str, MethodFacts] = {}
+    for names, read_facts in (
+        (list_encodings(), read_encoding_facts),
+        (list_processors(), read_processor_facts),
+        (list_temperatures(), read_temperature_facts),
+    ):
+        facts |= {name: read_facts(name) for name in names}
+    positions = dict.fromkeys(record.position or record.method for record in records)
+    words = dict.fromkeys(word for position in positions for word in re.findall(r"\w+", position))
+    return {word: facts[word].source for word in words if word in facts and facts[word].source}
+
+
+def read_citation() -> dict[str, Any]:
+    """`CITATION.cff`: the project, and the papers that it asks to cite."""
+    from ruamel.yaml import YAML  # takes a while
+
+    return YAML(typ="safe", pure=True).load(CITATION_FILE)
+
+
+def render_bibtex(citation: Mapping[str, Any]) -> str:
+    """An entry for the project, and one for each of its references."""
+    return "\n".join(_render_entry(work) for work in (citation, *citation.get("references", ())))
+
+
+def _render_entry(work: Mapping[str, Any]) -> str:
+    authors = [_format_author(author) for author in work["authors"]]
+    fields = {
+        "title": f"{{{_escape(work['title'])}}}",
+        "author": " and ".join(authors),
+        "year": str(work["year"]) if "year" in work else None,
+        "booktitle": _escape(work["conference"]["name"]) if "conference" in work else None,
+        "journal": _escape(work["journal"]) if "journal" in work else None,
+        "doi": work.get("doi"),
+        "version": str(work["version"]) if "version" in work else None,
+        "note": _escape(work["notes"]) if "notes" in work else None,
+    }
+    lines = [f"  {name} = {{{text}}}," for name, text in fields.items() if text is not None]
+    return "\n".join([f"@{_BIBTEX_TYPES.get(work['type'], 'misc')}{{{_choose_key(work)},", *lines, "}"]) + "\n"
+
+
+def _format_author(author: Mapping[str, str]) -> str:
+    if "name" in author:
+        return f"{{{_escape(author['name'])}}}"
+    return _escape(f"{author['family-names']}, {author['given-names']}")
+
+
+def _choose_key(work: Mapping[str, Any]) -> str:
+    """chi2022kerple: first author, year, first word of the title."""
+    author = work["authors"][0].get("family-names", "")
+    words = re.findall(r"\w+", work["title"])
+    key = f"{author}{work.get('year', '')}{words[0]}".lower()
+    return unicodedata.normalize("NFKD", key).encode("ascii", "ignore").decode()
+
+
+def _escape(text: str) -> str:
+    return "".join(_BIBTEX_SIGNS.get(sign, sign) for sign in str(text))
