@@ -96,6 +96,7 @@ def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path
 
 def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     page = Page(page_of([*story, *(record(f"m{i}", 64, 5.0) for i in range(12))], configurations={"a": "b"}))
+    assert "What is missing" in page.text
     ids = page.list_values("id")
     assert len(ids) == len(set(ids))
     links = [value[1:] for value in page.list_values("href") if value.startswith("#")]
@@ -104,7 +105,7 @@ def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     levels = [int(tag[1]) for tag in page.tags if tag in ("h1", "h2", "h3")]
     assert levels[0] == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    assert page.tags.count("table") == page.tags.count("caption") == 2
+    assert page.tags.count("table") == page.tags.count("caption") == 3
     heads = [attributes for tag, attributes in zip(page.tags, page.attributes, strict=True) if tag == "th"]
     assert {head["scope"] for head in heads} == {"col", "row"}
     figures = [attributes for attributes in page.attributes if attributes.get("role") == "img"]
