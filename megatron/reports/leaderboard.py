@@ -3,7 +3,8 @@
 **Contests.** Each table of perplexity over lengths is one, at its largest length; each task is one, by its mean
 accuracy beyond training or, where it was asked by depth, by its effective length. In a contest methods are ranked,
 equal ones share the mean of their ranks, and one without a number is last. A kind of contest (text, tasks, needles) is
-the mean of its ranks; the table is sorted by the mean over kinds, so that many tasks count no more than one text.
+the mean of its ranks; the table is sorted by the mean over kinds, so that many tasks count no more than one text. Ranks
+are among the methods that every contest asked; the others follow without a rank, by the first contest.
 
 **Differences.** Two methods are compared on the same blocks of text, by the seeds that both have:
 
@@ -82,6 +83,8 @@ class Contest:
     """Over seeds, of methods with several."""
     floor: float | None = None
     """What the best predictor that learned nothing reaches."""
+    methods: frozenset[str] = frozenset()
+    """That were asked, with a number or without."""
 
     def is_above_floor(self, method: str) -> bool:
         """Is a method better than what learned nothing? So is every one where nothing is known of that."""
@@ -215,20 +218,27 @@ def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> C
         {method: cell.mean for method, cell in cells.items()},
         {method: cell.deviation for method, cell in cells.items() if cell.deviation is not None},
         table.metric.select_best(floors) if floors else None,
+        frozenset(table.methods) - set(table.trivial_baselines),
     )
 
 
 def rank_methods(contests: Sequence[Contest], methods: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Methods in the order of the leaderboard, and of each its mean rank by kind of contest."""
+    """All methods in the order of the leaderboard, and of those that every contest asked the mean rank by kind."""
+    if not contests:  # one method alone
+        return list(methods), {}
+    asked = [method for method in methods if all(method in contest.methods for contest in contests)]
+    scores, get_key = contests[0].scores, contests[0].metric.get_sort_key
+    others = sorted(
+        set(methods) - set(asked),
+        key=lambda method: (get_key(scores[method]) if method in scores else math.inf, method),
+    )
     kinds = list(dict.fromkeys(contest.kind for contest in contests))
-    ranks = [(contest.kind, contest.rank_methods(methods)) for contest in contests]
+    ranks = [(contest.kind, contest.rank_methods(asked)) for contest in contests]
     by_method = {
         method: {kind: statistics.fmean(each[method] for other, each in ranks if other == kind) for kind in kinds}
-        for method in methods
+        for method in asked
     }
-    if not kinds:  # one method alone
-        return list(methods), by_method
-    return sorted(methods, key=lambda method: statistics.fmean(by_method[method].values())), by_method
+    return [*sorted(asked, key=lambda method: statistics.fmean(by_method[method].values())), *others], by_method
 
 
 @dataclass(frozen=True)
@@ -364,9 +374,11 @@ class LeaderboardReport:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
         rows = []
         for method in self.ranking:
-            cells = [format_number(statistics.fmean(self.ranks[method].values())).removesuffix(".00")]
-            if len(kinds) > 1:
-                cells += [format_number(self.ranks[method][kind]).removesuffix(".00") for kind in kinds]
+            ranks = self.ranks.get(method)
+            means = [] if ranks is None else [statistics.fmean(ranks.values()), *(ranks[kind] for kind in kinds)]
+            cells = [format_number(mean).removesuffix(".00") for mean in means] or ["–"] * (1 + len(kinds))
+            if len(kinds) == 1:
+                cells = cells[:1]
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False, partial_num_seeds=None)))
@@ -380,6 +392,11 @@ class LeaderboardReport:
             "Sorted by the mean over kinds of the mean rank in each kind; 1 is the best, and what has no number is "
             "last."
         )
+        if len(self.ranks) < len(self.ranking):
+            notes.append(
+                f"Ranks are among the {len(self.ranks)} methods that every contest asked; the others follow, by "
+                f"{self.contests[0].title}."
+            )
         if text is not None:
             notes.append(
                 f"From the best: perplexity over that of {self.best_text_method}, on the same text and seeds; in "

@@ -218,3 +218,19 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine\.md"):
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.md")
     assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"
+
+
+def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
+    texts = [
+        *text("rotary", (1.5, 3.2)),
+        *text("fire", (1.5, 1.55)),
+        *text("alibi", (1.6, 1.7)),
+        *text("t5", (1.7, 2.5)),
+    ]
+    board = board_of([*texts, task("rotary", 0.5), task("alibi", 0.9)])
+    assert board.ranking == ["alibi", "rotary", "fire", "t5"]
+    assert board.ranks == {"alibi": {"text": 1, "tasks": 1}, "rotary": {"text": 2, "tasks": 2}}
+    table = board.build_tables()[0]
+    cells = dict(table.rows)
+    assert [cells[name][:3] for name in ("alibi", "fire")] == [("1", "1", "1"), ("–", "–", "–")]
+    assert any("among the 2 methods that every contest asked" in note for note in table.notes)
