@@ -93,7 +93,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     found = analyze(runs, options, configs=configs, output="out", console=Console(file=out, width=150))
     text = found.read_text(encoding="utf-8")
     assert found == Path("out") / PAGE_FILE
-    assert re.findall('<h2 id="(.*?)">', text) == list(load_analyses())
+    assert re.findall('<h2 id="(.*?)">', text) == [*load_analyses(), "models", "environment"]
     methods = ["rotary", "cdape(width=4)+kerple_log(per_layer)", "alibi (untrained)"]
     for method in methods:
         assert f'<th scope="row">{method}</th>' in text
