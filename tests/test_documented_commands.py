@@ -1,0 +1,116 @@
+"""Every command of the documentation is one that the command line takes: its options, its configuration files merged,
+its keys and their values. Nothing is trained; docs/tutorial.md is run as a whole by test_tutorial.py."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from megatron.cli.app import app
+from megatron.cli.arguments import split_arguments
+from megatron.config.load import find_config, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "kernels/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+    if page.name not in ("log.md", "tutorial.md")  # one tells of the commands of its days, the other is run as a whole
+]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+CONFIGURED = ("train", "plan", "rehearse")
+"""Commands whose arguments are configuration files and keys."""
+READERS_OVERLAYS = ("mine.yml", "corpus.yml", "kerple_log.yml")
+"""Files that the reader writes and that say a few keys: here they say none."""
+READERS_CONFIGURATIONS = ("my.yml", "run.yml", "config.yml")
+"""Files of the reader's, or of a run's, that say all: here they are the shipped 125M."""
+READERS_SWEEPS = ("my_sweep.yml", "mysweep.yml")
+
+
+def list_commands(text: str) -> list[list[str]]:
+    """The commands of ours in the fenced and indented blocks of a page, each in words without comments."""
+    lines, is_fenced = [], False
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+        elif is_fenced or line.startswith("    "):
+            lines.append(line.strip().removeprefix("$ "))
+    found = (re.search(r"(?:^|\s)(\./deepy\.py .*|make [a-z].*|\.venv/bin/python .*)$", line) for line in lines)
+    return [shlex.split(match[1], comments=True) for match in found if match]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}"[:110])
+    for page in PAGES
+    for words in list_commands(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.fixture
+def readers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, where the files are written that a reader would have."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Raise what the command line would raise of a command's words before it does anything."""
+    program, *arguments = words
+    if program == "make":
+        targets = [word for word in arguments if "=" not in word]
+        assert all(re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE) for target in targets), targets
+        return
+    if program == ".venv/bin/python":
+        paths = [word for word in arguments if "/" in word]
+        assert all((ROOT / path).exists() for path in paths), paths
+        return
+    name, *rest = arguments
+    group: Any = typer.main.get_command(app)
+    command = group.get_command(None, name)
+    assert command is not None, f"{name}: no such command"
+    context = command.make_context(name, rest)
+    files, overrides = split_arguments(context.params.get("arguments") or [])
+    if name in CONFIGURED:
+        for file in files:
+            write_readers_file(folder / file, is_task=any(pair.startswith("task=") for pair in overrides))
+        load_config([file for file in files if file != "…"], overrides)
+    elif name == "sweep":
+        for file in files:
+            assert file in (*READERS_SWEEPS, *READERS_OVERLAYS) or find_config(ROOT / file if "/" in file else file)
+
+
+def write_readers_file(path: Path, *, is_task: bool) -> None:
+    """Write what stands for a file of the reader's; shipped names are left to be found."""
+    if path.name not in (*READERS_OVERLAYS, *READERS_CONFIGURATIONS):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = (ROOT / "configs" / "model" / "125M.yml").read_text(encoding="utf-8")
+    if is_task:  # its longest sequence decides the length
+        model = re.sub(r"^seq_length:.*\n", "", model, flags=re.MULTILINE)
+    path.write_text(model if path.name in READERS_CONFIGURATIONS else "{}\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_command_line_takes_what_a_page_shows(words: list[str], readers_files: Path) -> None:
+    check_command(words, readers_files)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "./deepy.py trian 125M",
+        "./deepy.py evaluate runs/a --lenghts 1x",
+        "./deepy.py train 125M no_such_overlay",
+        "./deepy.py train 125M num_layrs=3",
+        "./deepy.py train 125M num_layers=three",
+        "make no-such-target",
+        ".venv/bin/python tools/nothing.py",
+    ],
+)
+def test_a_command_with_a_mistake_is_found(line: str, readers_files: Path) -> None:
+    (words,) = list_commands(f"```\n$ {line}   # a comment\n```\n")
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of typer, of ours, or an assertion
+        check_command(words, readers_files)
