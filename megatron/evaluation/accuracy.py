@@ -206,6 +206,7 @@ def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
         "nll": None if records[-1].nll is None else sum(record.nll or 0.0 for record in records) / len(records),
         **(_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
         "seconds": None,
+        "cpu_seconds": None,
         "remark": f"The mean over the lengths {lengths}. {records[-1].remark}",
     }
     return [records[-1].replace(**fields)]

@@ -277,7 +277,7 @@ class RecordBuilder:
                 {} if draws is None else _interval_fields("", compute_percentile_interval(draws[:, index]))
             )
             yield Record(
-                **{**self.record_fields, **fields, "flops": None, "seconds": None},
+                **{**self.record_fields, **fields, "flops": None, "seconds": None, "cpu_seconds": None},
                 **interval,
                 axis="tokens_seen",
                 place=float(position),

@@ -232,6 +232,7 @@ def _build_length_records(
             "nll": float(np.mean([record.nll for record in records])),
             "flops": sum(record.flops or 0.0 for record in records),
             "seconds": sum(record.seconds or 0.0 for record in records),
+            "cpu_seconds": sum(record.cpu_seconds or 0.0 for record in records),
         }  # fmt: skip
         if draws is not None:
             fields |= _interval_fields(draws[index])
@@ -268,7 +269,8 @@ def _build_effective_record(
         remark += f" {record.method} falls short of it at {', '.join(f'{length:,}' for length in below)} before."
     fields = {
         "metric": "effective_length", "length": needle_map.lengths[-1], "axis": "length", "place": None,
-        "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None, "seconds": None,
+        "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None,
+        "seconds": None, "cpu_seconds": None,
         "target_digest": hash_depths(f"{record.target_digest} {share:g}", needle_map.depths),
         "block_sums": None, "block_tokens": None, "remark": f"{remark} {record.remark or ''}".strip(),
     }  # fmt: skip

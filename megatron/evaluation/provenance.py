@@ -169,13 +169,14 @@ def start_stopwatch() -> Callable[[], dict[str, Any]]:
     """Begin a measurement. The function that is returned ends it, and returns the fields of records on its time, and on
     the most memory that was in use: allocated on the GPU, or resident of this process where the system says so."""
     reset_peak_memory()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
 
     def stop() -> dict[str, Any]:
         now = datetime.now(UTC)
-        seconds, memory = round(time.perf_counter() - start, 3), read_peak_memory()
+        seconds, cpu_seconds = round(time.perf_counter() - start, 3), round(time.process_time() - cpu_start, 3)
+        memory = read_peak_memory()
         fields = {} if memory is None else {"memory_gib": round(memory, 4)}
-        return {"seconds": seconds, **fields, "date": now.isoformat(timespec="seconds")}
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, **fields, "date": now.isoformat(timespec="seconds")}
 
     return stop
 

@@ -24,12 +24,12 @@ from megatron.position.catalog import (
     read_temperature_facts,
 )
 from megatron.reports.records import Record
+from megatron.reports.table_formats import escape_latex
 from megatron.utils.atomic_io import get_farfield_version
 
 PROJECT_FOLDER = Path(__file__).parents[2]
 CITATION_FILE = PROJECT_FOLDER / "CITATION.cff"
 _BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "software": "software"}
-_BIBTEX_SIGNS = {**{sign: f"\\{sign}" for sign in "&%$#_"}, "~": r"\textasciitilde{}", "\\": r"\textbackslash{}"}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,11 @@ def describe_reproduction(records: Sequence[Record], command: str | None = None)
         records: what the page shows.
         command: that made the page; None where a program did.
     """
+    commit = read_commit()
+    checkout = None if commit is None else f"git checkout {commit.rstrip('+')}"
     return Reproduction(
-        tuple(filter(None, (_format_checkout(), command))),
-        _describe_version(),
+        tuple(filter(None, (checkout, command))),
+        _describe_version(commit),
         list_papers(records),
         render_bibtex(read_citation()) if CITATION_FILE.is_file() else "",
     )
@@ -78,13 +80,7 @@ def read_commit() -> str | None:
     return asked.stdout.strip() or None
 
 
-def _format_checkout() -> str | None:
-    commit = read_commit()
-    return None if commit is None else f"git checkout {commit.rstrip('+')}"
-
-
-def _describe_version() -> str:
-    commit = read_commit()
+def _describe_version(commit: str | None) -> str:
     if commit is None:
         return f"Farfield {get_farfield_version()}"
     changed = ", with changes that were not committed" if commit.endswith("+") else ""
@@ -120,14 +116,14 @@ def render_bibtex(citation: Mapping[str, Any]) -> str:
 def _render_entry(work: Mapping[str, Any]) -> str:
     authors = [_format_author(author) for author in work["authors"]]
     fields = {
-        "title": f"{{{_escape(work['title'])}}}",
+        "title": f"{{{escape_latex(work['title'])}}}",
         "author": " and ".join(authors),
         "year": str(work["year"]) if "year" in work else None,
-        "booktitle": _escape(work["conference"]["name"]) if "conference" in work else None,
-        "journal": _escape(work["journal"]) if "journal" in work else None,
+        "booktitle": escape_latex(work["conference"]["name"]) if "conference" in work else None,
+        "journal": escape_latex(work["journal"]) if "journal" in work else None,
         "doi": work.get("doi"),
         "version": str(work["version"]) if "version" in work else None,
-        "note": _escape(work["notes"]) if "notes" in work else None,
+        "note": escape_latex(work["notes"]) if "notes" in work else None,
     }
     lines = [f"  {name} = {{{text}}}," for name, text in fields.items() if text is not None]
     return "\n".join([f"@{_BIBTEX_TYPES.get(work['type'], 'misc')}{{{_choose_key(work)},", *lines, "}"]) + "\n"
@@ -135,8 +131,8 @@ def _render_entry(work: Mapping[str, Any]) -> str:
 
 def _format_author(author: Mapping[str, str]) -> str:
     if "name" in author:
-        return f"{{{_escape(author['name'])}}}"
-    return _escape(f"{author['family-names']}, {author['given-names']}")
+        return f"{{{escape_latex(author['name'])}}}"
+    return escape_latex(f"{author['family-names']}, {author['given-names']}")
 
 
 def _choose_key(work: Mapping[str, Any]) -> str:
@@ -145,7 +141,3 @@ def _choose_key(work: Mapping[str, Any]) -> str:
     words = re.findall(r"\w+", work["title"])
     key = f"{author}{work.get('year', '')}{words[0]}".lower()
     return unicodedata.normalize("NFKD", key).encode("ascii", "ignore").decode()
-
-
-def _escape(text: str) -> str:
-    return "".join(_BIBTEX_SIGNS.get(sign, sign) for sign in str(text))

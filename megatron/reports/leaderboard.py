@@ -81,10 +81,10 @@ class Contest:
     """Method → what it is ranked by; methods without a number are missing."""
     deviations: Mapping[str, float]
     """Over seeds, of methods with several."""
+    methods: frozenset[str]
+    """That were asked, with a number or without."""
     floor: float | None = None
     """What the best predictor that learned nothing reaches."""
-    methods: frozenset[str] = frozenset()
-    """That were asked, with a number or without."""
 
     def is_above_floor(self, method: str) -> bool:
         """Is a method better than what learned nothing? So is every one where nothing is known of that."""
@@ -217,8 +217,8 @@ def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> C
         table.metric,
         {method: cell.mean for method, cell in cells.items()},
         {method: cell.deviation for method, cell in cells.items() if cell.deviation is not None},
-        table.metric.select_best(floors) if floors else None,
         frozenset(table.methods) - set(table.trivial_baselines),
+        table.metric.select_best(floors) if floors else None,
     )
 
 
@@ -258,8 +258,11 @@ class MethodCost:
 
 
 def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
-    """The costs of the methods of a table of perplexities."""
-    last = table.x_values[-1]
+    """The costs of the methods of a table of perplexities.
+
+    A model on CPUs is charged the seconds of its processors, which runs beside it hardly change; on a GPU, seconds.
+    """
+    last, prefix = table.x_values[-1], "cpu_" if has_cpu_times(table) else ""
 
     def get_median(method: str, field: str, *, at_last: bool = False) -> float | None:
         values = [
@@ -280,12 +283,21 @@ def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost
         parameters = get_median(method, "parameters")
         costs[method] = MethodCost(
             None if parameters is None else round(parameters),
-            compare(method, "step_seconds"),
-            compare(method, "seconds", at_last=True),
+            compare(method, f"step_{prefix}seconds"),
+            compare(method, f"{prefix}seconds", at_last=True),
             get_median(method, "train_memory_gib"),
             get_median(method, "memory_gib", at_last=True),
         )
     return costs
+
+
+def has_cpu_times(table: ComparisonTable) -> bool:
+    """Do all its records tell the seconds of processors, of models that ran on nothing else?"""
+    records = [record for record in table.records if not record.is_trivial_baseline]
+    return all(
+        record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
+        for record in records
+    )
 
 
 def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None:
@@ -365,7 +377,8 @@ class LeaderboardReport:
 
     def _build_board(self) -> TextTable:
         kinds = list(dict.fromkeys(contest.kind for contest in self.contests))
-        headers = ["rank", *(f"rank in {kind}" for kind in kinds if len(kinds) > 1)]
+        rank_headers = ["rank", *(f"rank in {kind}" for kind in kinds if len(kinds) > 1)]
+        headers = [*rank_headers]
         text, notes = self.text, []
         if text is not None:
             headers.append("perplexity at 1×")
@@ -375,10 +388,10 @@ class LeaderboardReport:
         rows = []
         for method in self.ranking:
             ranks = self.ranks.get(method)
-            means = [] if ranks is None else [statistics.fmean(ranks.values()), *(ranks[kind] for kind in kinds)]
-            cells = [format_number(mean).removesuffix(".00") for mean in means] or ["–"] * (1 + len(kinds))
-            if len(kinds) == 1:
-                cells = cells[:1]
+            cells = ["–"] * len(rank_headers)
+            if ranks is not None:
+                means = [statistics.fmean(ranks.values()), *(ranks[kind] for kind in kinds)]
+                cells = [format_number(mean).removesuffix(".00") for mean in means[: len(rank_headers)]]
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False, partial_num_seeds=None)))
@@ -453,6 +466,12 @@ class LeaderboardReport:
             memory = (format_memory(cost.train_memory), format_memory(cost.scoring_memory))
             rows.append((method, (parameters, *cells, *memory)))
         baseline = self.leaderboard.baseline
+        assert self.text is not None
+        times = (
+            "Times are seconds of processors"
+            if has_cpu_times(self.text)
+            else "Times are seconds, where several runs shared a machine,"
+        )
         return TextTable(
             f"What methods cost, against {baseline}",
             "method",
@@ -465,8 +484,8 @@ class LeaderboardReport:
             ),
             tuple(rows),
             (
-                f"Times are medians over steps and seeds, over those of {baseline}, on the machine named below, where "
-                "several runs shared its cores; memory is the largest of a process, with Python and PyTorch in it.",
+                f"{times} on the machine named below: medians over steps and seeds, over those of {baseline}.",
+                "Memory is the largest of a process, with Python and PyTorch in it.",
             ),
         )
 

@@ -106,8 +106,12 @@ class Record(BaseModel):
     software: str | None = Field(default=None, description="versions")
     flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
     seconds: float | None = Field(default=None, ge=0, description="seconds of scoring")
+    cpu_seconds: float | None = Field(default=None, ge=0, description="seconds of processors in scoring")
     memory_gib: float | None = Field(default=None, ge=0, description="most memory while scoring, GiB")
     step_seconds: float | None = Field(default=None, ge=0, description="median seconds of a training step")
+    step_cpu_seconds: float | None = Field(
+        default=None, ge=0, description="median seconds of processors in a training step, of the first process"
+    )
     train_memory_gib: float | None = Field(default=None, ge=0, description="most memory of training, GiB")
     date: str | None = Field(default=None, description="when, ISO 8601, UTC")
 

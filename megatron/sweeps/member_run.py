@@ -63,10 +63,14 @@ def read_training_cost(metrics: Path) -> dict[str, float]:
     steps = [record for _, record in read_metrics_log(metrics) if record["kind"] == "train" and "ms_per_step" in record]
     if not steps:
         return {}
-    return {
+    cost = {
         "step_seconds": statistics.median(record["ms_per_step"] for record in steps) / 1000,
         "train_memory_gib": max(record["memory_gib"] for record in steps),
     }
+    # Runs of older versions say nothing of processors.
+    if cpu_times := [record["cpu_ms_per_step"] for record in steps if record.get("cpu_ms_per_step") is not None]:
+        cost["step_cpu_seconds"] = statistics.median(cpu_times) / 1000
+    return cost
 
 
 def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:

@@ -57,8 +57,8 @@ class IntervalMetrics:
         self._losses: Tensor = torch.tensor(loss, dtype=torch.float64, device=self._groups.device)
         self._z_losses: Tensor | None = None
         self._grad_norm: Tensor | float | None = None
-        self._seconds = 0.0
-        self._start_time: float | None = time.perf_counter()
+        self._seconds = self._cpu_seconds = 0.0
+        self._start_times: tuple[float, float] | None = _read_clocks()
         self.data_wait = self.checkpoint_wait = 0.0
         """Seconds in which this rank waited for its batches, and for checkpoints."""
         if self._forward is not None:
@@ -101,21 +101,27 @@ class IntervalMetrics:
 
     def pause(self) -> None:
         """Stop the clock: what follows is not training."""
-        if self._start_time is not None:
-            self._seconds += time.perf_counter() - self._start_time
-            self._start_time = None
+        self._seconds, self._cpu_seconds = self._read_times()
+        self._start_times = None
 
     def resume(self) -> None:
         """Start the clock again."""
-        if self._start_time is None:
-            self._start_time = time.perf_counter()
+        if self._start_times is None:
+            self._start_times = _read_clocks()
+
+    def _read_times(self) -> tuple[float, float]:
+        """Of the interval so far: seconds, and seconds of processors in this process."""
+        if self._start_times is None:
+            return self._seconds, self._cpu_seconds
+        (start, cpu_start), (now, cpu_now) = self._start_times, _read_clocks()
+        return self._seconds + now - start, self._cpu_seconds + cpu_now - cpu_start
 
     def read(self) -> tuple[float | None, float | None, float]:
         """The mean loss, the gradient norm, and the seconds. All ranks must call this; waits for the device."""
         share = float(self._losses) / self.counted if self.counted else None
         norm = None if self._grad_norm is None else float(self._grad_norm)
-        running = time.perf_counter() - self._start_time if self._start_time is not None else 0.0
-        return None if share is None else sum_over_batch(self._groups, share), norm, self._seconds + running
+        mean_loss = None if share is None else sum_over_batch(self._groups, share)
+        return mean_loss, norm, self._read_times()[0]
 
     def report(
         self,
@@ -137,6 +143,7 @@ class IntervalMetrics:
             skipped_steps: since step 0.
         """
         loss, norm, seconds = self.read()
+        cpu_seconds = self._read_times()[1]
         z_share = None if self._z_losses is None or not self.counted else float(self._z_losses) / self.counted
         z_loss = None if z_share is None else sum_over_batch(self._groups, z_share)
         self.last_loss = loss if loss is not None else self.last_loss
@@ -153,6 +160,7 @@ class IntervalMetrics:
             grad_norm=norm,
             tokens_per_second=self.tokens / seconds,
             ms_per_step=1e3 * seconds / self.steps,
+            cpu_ms_per_step=1e3 * cpu_seconds / self.steps,
             tflops=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             loss_scale=loss_scale,
@@ -177,6 +185,10 @@ class IntervalMetrics:
             self._forward.read()
             times.forward = self._forward.seconds / max(1, self._forward.count)
         return times
+
+
+def _read_clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def find_peak_tflops(device: torch.device, precision: str, configured: float | None) -> float | None:

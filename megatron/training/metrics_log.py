@@ -51,6 +51,7 @@ class TrainRecord:
     slowest_rank_wait: float = 0.0  # share of a step that the others may wait for that rank
     param_norm: dict[str, float] | None = None  # after the last step, by group and part (log_param_norm)
     update_norm: dict[str, float] | None = None  # of the last step
+    cpu_ms_per_step: float | None = None  # of processors, by the first rank; on GPUs what the host does for a step
     z_loss: float | None = None  # mean over the interval's steps, its coefficient included; None without one
 
     def as_dict(self) -> dict[str, Any]:

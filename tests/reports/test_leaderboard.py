@@ -80,10 +80,12 @@ def board_of(found: list[Record], failures: tuple[RunFailure, ...] = ()) -> Lead
 
 
 def test_ranks_share_ties_and_put_what_has_no_number_last() -> None:
-    accuracy = Contest("tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {})
+    accuracy = Contest(
+        "tasks", "copy", get_metric("accuracy"), {"a": 0.5, "b": 0.9, "c": 0.5, "d": 0.1}, {}, frozenset("abcd")
+    )
     assert accuracy.rank_methods("abcde") == {"a": 2.5, "b": 1, "c": 2.5, "d": 4, "e": 5}
     assert accuracy.rank_methods("befg") == {"b": 1, "e": 3, "f": 3, "g": 3}
-    perplexity = Contest("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {})
+    perplexity = Contest("text", "", get_metric("perplexity"), {"a": 4.0, "b": 30.0}, {}, frozenset("ab"))
     assert perplexity.rank_methods("ab") == {"a": 1, "b": 2}
 
 
@@ -154,6 +156,21 @@ def test_words_follow_the_numbers() -> None:
     assert "least fox (+44" in holds
     assert "raises it on 1 of 2 (alibi +11." in adds
     assert "lowers perplexity on 1 of 2 (fox -" in adds
+
+
+def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
+    """Runs beside it made cdape+alibi look ten times as long; on a GPU nothing but seconds is its time."""
+    for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
+        busy = [*text("rotary", (1.5, 3.2)), *text("cdape+alibi", (1.5, 1.5), step=1.5)]
+        found = [
+            r.replace(device=device, step_cpu_seconds=step, cpu_seconds=step * r.length)
+            for r in busy
+            for step in [0.1 if r.method == "rotary" else 0.15]
+        ]
+        cost = board_of(found).costs["cdape+alibi"]
+        assert (cost.step, cost.scoring) == (pytest.approx(expected), pytest.approx(expected))
+    some = [found[0].replace(device="cpu"), *(r.replace(device="cpu", cpu_seconds=None) for r in found[1:])]
+    assert board_of(some).costs["cdape+alibi"].step == pytest.approx(15.0)  # unlike measures are not compared
 
 
 def test_what_is_not_known_is_not_claimed() -> None:

@@ -57,6 +57,19 @@ def test_the_clock_stands_while_paused() -> None:
     assert interval.read()[2] >= first + 0.01
 
 
+def test_processors_are_charged_for_what_they_do_not_for_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps: 3 s, of which a processor worked 1 s; validation between them, of 5 s and all of a processor."""
+    clocks = iter([(0.0, 0.0), (1.0, 0.5), (6.0, 5.5), (8.0, 6.0), (8.0, 6.0), (8.0, 6.0)])
+    monkeypatch.setattr(metrics, "_read_clocks", lambda: next(clocks))
+    interval = IntervalMetrics(single_process())
+    for _ in range(2):
+        interval.add(torch.tensor(2.0), 64, 1e6, 0.5, skipped=False)
+    interval.pause()
+    interval.resume()
+    record = interval.report(step=2, train_iters=5, tokens=128, learning_rate=0.1, loss_scale=1.0, skipped_steps=0)
+    assert (record.ms_per_step, record.cpu_ms_per_step) == (1500.0, 500.0)
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "peak"),
     [
