@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from megatron.options.commands import AnalysisOptions
+from megatron.reports.charts import Chart
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
@@ -83,9 +84,16 @@ class AnalysisContext:
         return self.model
 
     @property
+    def distance_encodings(self) -> Sequence[LayerEncoding]:
+        """Its encodings, where distances alone decide the bias. Raises NotApplicable if what a layer reads does."""
+        if any(type(layer.encoding).overrides_hook("gate") for layer in self.encodings):
+            raise NotApplicable("What a layer reads decides its bias, which is no function of the distance.")
+        return self.encodings
+
+    @property
     def finite_encodings(self) -> Sequence[LayerEncoding]:
-        """Its encodings. Raises NotApplicable if a parameter of one is no finite number: sums of it say nothing."""
-        for layer in self.encodings:
+        """Those, if no parameter is infinite or no number: sums of it say nothing. Raises NotApplicable."""
+        for layer in self.distance_encodings:
             for name, parameter in layer.encoding.named_parameters():
                 if not bool(parameter.isfinite().all()):
                     raise NotApplicable(f"Its encoding's {name}, of {layer.name}, is not finite.")
@@ -94,7 +102,7 @@ class AnalysisContext:
     @property
     def biased_encodings(self) -> Sequence[LayerEncoding]:
         """Those with a bias or a window. Raises NotApplicable if there is none."""
-        found = [layer for layer in self.encodings if layer.has_bias]
+        found = [layer for layer in self.distance_encodings if layer.has_bias]
         if not found:
             raise NotApplicable("It adds no bias.")
         return found
@@ -146,8 +154,8 @@ class Table:
     """Shown when it is clicked on, under its caption."""
 
 
-Block = str | Figure | Table
-"""A part of the page; a string is a paragraph."""
+Block = str | Figure | Chart | Table
+"""A part of the page; a string is a paragraph. Charts that follow each other stand side by side."""
 
 MAX_UNFOLDED_ROWS = 12
 """Tables of heads with more rows are folded."""

@@ -3,7 +3,6 @@
 import io
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,8 +10,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-
-from megatron.reports.plots import COLORS
 
 REFERENCE_COLOR = "0.45"
 EMPTY_COLOR = "0.93"
@@ -58,25 +55,6 @@ def add_titles(axes: Axes, title: str, x_label: str = "", y_label: str = "", wra
     axes.set_title(title, loc="left", fontsize=8.5)
     axes.set_xlabel(x_label, fontsize=8)
     axes.set_ylabel(y_label, fontsize=8)
-
-
-def add_legend(figure: Figure, axes: Axes, narrow: bool, columns: int | None = None) -> None:
-    """One legend under all panels, of the curves of one of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        figure.legend(
-            handles, labels, loc="outside lower left", frameon=False, fontsize=7.5,
-            ncols=columns or (1 if narrow else 3),
-        )  # fmt: skip
-
-
-def list_colors(count: int, distinct: bool) -> list[Any]:
-    """Colours for heads: those of the reports, told apart easily, or an even scale from dark to light."""
-    if distinct:
-        return list(COLORS[:count])
-    import matplotlib
-
-    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.92, count)))
 
 
 def choose_norm(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
@@ -160,9 +138,3 @@ def draw_map_grid(
         bar.ax.tick_params(labelsize=6, length=2)
         bar.outline.set_visible(False)
     return save_png(figure)
-
-
-def compute_band(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Median, 10% and 90% quantile over curves, point by point."""
-    low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0)
-    return middle, low, high

@@ -1,14 +1,18 @@
-"""One self-contained page of all analyses: text, tables and pictures, with nothing that must lie beside it.
+"""One self-contained page of all analyses: text, charts, tables and pictures, with nothing that must lie beside it.
 
-Pictures are embedded as base64, each in two widths, so that the page reads well on 400 pixels too. What an analysis has
-nothing to say of stands there in words.
+Functions are charts that answer the pointer. Maps are pictures, embedded as base64, each in two widths, so that the
+page reads well on 400 pixels too. What an analysis has nothing to say of stands there in words.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 from megatron.analysis.analysis import Block, Figure, Table
+from megatron.reports.charts import Chart
+from megatron.reports.citation import describe_reproduction
 from megatron.reports.html_page import (
     HtmlCell,
     HtmlColumn,
@@ -43,32 +47,44 @@ class PageSection:
             names_by_reason.setdefault(reason, []).append(name)
         return [_format_reason(names, reason) for reason, names in names_by_reason.items()]
 
-    def draw_blocks(self) -> list["PageBlock"]:
+    def draw_blocks(self) -> Iterator["PageBlock"]:
         """What stands under the text, in order; pictures are drawn now."""
-        return [_draw_block(block) for block in self.blocks]
+        for is_chart, blocks in groupby(self.blocks, key=lambda block: isinstance(block, Chart)):
+            if is_chart:
+                yield PageBlock(charts=cast(Sequence[Chart], list(blocks)))
+            else:
+                yield from map(_draw_block, cast(Iterable[str | Figure | Table], blocks))
 
 
 @dataclass(frozen=True)
 class PageBlock:
-    """One of three things on the page."""
+    """One of four things on the page."""
 
     paragraph: str | None = None
     picture: HtmlPicture | None = None
+    charts: Sequence[Chart] = ()
+    """Side by side."""
     table: HtmlTable | None = None
     summary: str | None = None
     """Of a table that is shown when this is clicked on."""
 
 
 def render_analysis_page(
-    title: str, summary: Sequence[str], sections: Sequence[PageSection], models: Table, facts: Mapping[str, str]
+    title: str,
+    summary: Sequence[str],
+    sections: Sequence[PageSection],
+    models: Table,
+    facts: Mapping[str, str],
+    command: str | None = None,
 ) -> str:
     """The page as a string of HTML.
 
     Args:
         summary: paragraphs under the title.
         sections: in order.
-        models: a table of the models that were analysed.
+        models: a table of the models that were analysed, which it names by their methods.
         facts: machine, software and the like.
+        command: that made the page, if one did.
     """
     return render_template(
         Path(__file__).parent / "templates" / "analysis.html",
@@ -77,6 +93,7 @@ def render_analysis_page(
         sections=sections,
         models=_build_html_table(models),
         environment=facts,
+        reproduction=describe_reproduction([name for name, *_ in models.rows], command),
     )
 
 
@@ -87,7 +104,7 @@ def _format_reason(names: Sequence[str], reason: str) -> str:
     return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
 
 
-def _draw_block(block: Block) -> PageBlock:
+def _draw_block(block: str | Figure | Table) -> PageBlock:
     if isinstance(block, str):
         return PageBlock(paragraph=block)
     if isinstance(block, Figure):

@@ -150,6 +150,7 @@ class AnalysisResults:
 
 def _build_page(request: AnalysisRequest, jobs: Sequence[AnalysisJob], analyses: Sequence[AnalysisResults]) -> str:
     from megatron.analysis.page import render_analysis_page
+    from megatron.reports.citation import format_command
 
     names = [job.name for job in jobs]
     title = f"What {', '.join(names[:4])}{' and others' * (len(names) > 4)} attend to"
@@ -159,7 +160,8 @@ def _build_page(request: AnalysisRequest, jobs: Sequence[AnalysisJob], analyses:
         "made at (UTC)": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
     }
     sections = [results.to_section(names) for results in analyses]
-    return render_analysis_page(title, _build_summary(request), sections, _build_model_table(jobs), facts)
+    models = _build_model_table(jobs)
+    return render_analysis_page(title, _build_summary(request), sections, models, facts, format_command())
 
 
 def _build_summary(request: AnalysisRequest) -> list[str]:

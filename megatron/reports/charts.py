@@ -150,6 +150,8 @@ class Chart:
     """Names of points that a line joins."""
     missing: tuple[str, ...] = ()
     """Methods without a value here, with the reason."""
+    series_word: str = "methods"
+    """What its series are, in the plural."""
 
     @property
     def scale(self) -> Scale:
@@ -203,6 +205,7 @@ class Chart:
         """What the page's script needs, to become JSON: numbers with `SIGNIFICANT_DIGITS` digits."""
         return {
             "kind": self.kind,
+            "word": self.series_word,
             "places": [[round(place.share, 5), place.text] for place in self.places],
             "scales": [
                 {
@@ -380,11 +383,11 @@ def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
         ticks = choose_log_ticks(low, high)
         ticks = [tick for tick in ticks if low <= tick <= high]
         if len(ticks) < 3:
-            ticks = _choose_linear_ticks(low, high)
+            ticks = choose_linear_ticks(low, high)
     else:
         room = max(0.04 * (high - low), 0.01 * abs(high)) or 1.0
         low, high = max(low - room, metric.min_value), min(high + room, metric.max_value)
-        ticks = _choose_linear_ticks(low, high)
+        ticks = choose_linear_ticks(low, high)
     return Scale(name, low, high, tuple((tick, metric.format_tick(tick, ticks)) for tick in ticks))
 
 
@@ -397,7 +400,7 @@ def choose_log_ticks(low: float, high: float) -> list[float]:
     return inside or [low, high]
 
 
-def _choose_linear_ticks(low: float, high: float) -> list[float]:
+def choose_linear_ticks(low: float, high: float) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten: four to eight of them."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -471,7 +474,7 @@ def _choose_x_ticks(
         if x in table.x_values:
             multiple = format_multiple(x / table.train_length) if table.axis.in_tokens else ""
             candidates.append((share, table.axis.format_value(x), multiple))
-    kept = {width: _keep_apart(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+    kept = {width: keep_labels_apart(candidates, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
     return tuple(
         ChartTick(share, text, multiple, is_wide_only=index not in kept[NARROW_WIDTH])
         for index, (share, text, multiple) in enumerate(candidates)
@@ -479,7 +482,8 @@ def _choose_x_ticks(
     )
 
 
-def _keep_apart(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
+def keep_labels_apart(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
+    """Indices of those ticks (share of the width, text, text below) whose texts do not run into each other."""
     kept: set[int] = set()
     edge = math.inf
     for index in reversed(range(len(ticks))):

@@ -23,7 +23,6 @@ from megatron.position.catalog import (
     read_processor_facts,
     read_temperature_facts,
 )
-from megatron.reports.records import Record
 from megatron.reports.table_formats import escape_latex
 from megatron.utils.atomic_io import get_farfield_version
 
@@ -45,11 +44,11 @@ class Reproduction:
     bibtex: str
 
 
-def describe_reproduction(records: Sequence[Record], command: str | None = None) -> Reproduction:
-    """How records are cited, and made again.
+def describe_reproduction(positions: Sequence[str], command: str | None = None) -> Reproduction:
+    """How a page is cited, and made again.
 
     Args:
-        records: what the page shows.
+        positions: names of the methods that it shows, which hold those of encodings, processors and temperatures.
         command: that made the page; None where a program did.
     """
     commit = read_commit()
@@ -57,7 +56,7 @@ def describe_reproduction(records: Sequence[Record], command: str | None = None)
     return Reproduction(
         tuple(filter(None, (checkout, command))),
         _describe_version(commit),
-        list_papers(records),
+        list_papers(positions),
         render_bibtex(read_citation()) if CITATION_FILE.is_file() else "",
     )
 
@@ -87,8 +86,8 @@ def _describe_version(commit: str | None) -> str:
     return f"Farfield {get_farfield_version()}, commit {commit.rstrip('+')}{changed}"
 
 
-def list_papers(records: Sequence[Record]) -> dict[str, str]:
-    """The papers of all encodings, processors and temperatures that positions of records name."""
+def list_papers(positions: Sequence[str]) -> dict[str, str]:
+    """The papers of all encodings, processors and temperatures that names of methods hold."""
     facts: dict[str, MethodFacts] = {}
     for names, read_facts in (
         (list_encodings(), read_encoding_facts),
@@ -96,7 +95,6 @@ def list_papers(records: Sequence[Record]) -> dict[str, str]:
         (list_temperatures(), read_temperature_facts),
     ):
         facts |= {name: read_facts(name) for name in names}
-    positions = dict.fromkeys(record.position or record.method for record in records)
     words = dict.fromkeys(word for position in positions for word in re.findall(r"\w+", position))
     return {word: facts[word].source for word in words if word in facts and facts[word].source}
 

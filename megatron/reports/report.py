@@ -149,7 +149,7 @@ def render_report(
             Download("results.csv", format_records_csv(records), "all records"),
             Download("tables.tex", render_report_latex(sections), "the tables in LaTeX, with booktabs"),
         ],
-        reproduction=describe_reproduction(records, command),
+        reproduction=describe_reproduction([record.position or record.method for record in records], command),
         measurements=describe_measurements(sections),
         models=_build_models_table(records),
         environment=describe_environment(sections),

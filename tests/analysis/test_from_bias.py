@@ -17,8 +17,8 @@ from megatron.analysis.bias_series import (
 )
 from megatron.analysis.from_bias.effective_length import (
     MAX_PLOTTED_DISTANCE,
-    accumulate_by_length,
     compute_effective_lengths,
+    count_heads_within,
 )
 from megatron.analysis.receptive_field import (
     PLOTTED_EPSILONS,
@@ -202,8 +202,9 @@ def test_effective_lengths_that_are_none() -> None:
 
 
 def test_heads_are_counted_up_to_each_distance() -> None:
-    assert accumulate_by_length([3, 3, 700, 30_000, math.inf]) == [(0, 0), (3, 2), (700, 3), (MAX_PLOTTED_DISTANCE, 3)]
-    assert accumulate_by_length([math.inf]) == [(0, 0), (MAX_PLOTTED_DISTANCE, 0)]
+    lengths, distances = [700, 3, 30_000, math.inf, 3], [0, 2, 3, 699, 700, MAX_PLOTTED_DISTANCE]
+    assert count_heads_within(lengths, distances) == [0, 0, 2, 2, 3, 3]
+    assert count_heads_within([math.inf], distances) == [0] * 6
 
 
 def test_the_documented_values_of_sandwich_are_those_at_the_documented_distances() -> None:

@@ -267,7 +267,9 @@ def test_looking_on_changes_nothing() -> None:
     assert [attention.backend for attention in list_attention_layers(model)] == kept
 
 
-@pytest.mark.parametrize("encoding", ["rotary", "cope", "fire", "learned", "kerple_bias_weight", "transformer_xl"])
+@pytest.mark.parametrize(
+    "encoding", ["rotary", "cope", "fire", "fox", "learned", "kerple_bias_weight", "transformer_xl"]
+)
 @pytest.mark.parametrize("processor", ["none", "dape"])
 def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> None:
     """All attention is somewhere: within m, or beyond; and maps of attention have rows that sum to 1."""
@@ -279,7 +281,7 @@ def test_every_kind_of_method_is_looked_at(encoding: str, processor: str) -> Non
     assert side == LENGTH  # no pooling
     rows = found.cells["attention"][0].nan_to_num(0).sum(-1)
     torch.testing.assert_close(rows, torch.ones(side, dtype=torch.float64), atol=1e-5, rtol=0)
-    has_bias = encoding in ("fire", "kerple_bias_weight")
+    has_bias = encoding in ("fire", "fox", "kerple_bias_weight")
     kinds = {"bias": has_bias, "processor": processor != "none"}
     assert set(found.cells) == {"score", "attention", *(kind for kind, there in kinds.items() if there)}
 
@@ -334,9 +336,10 @@ def test_taps_of_a_linear_processor_are_its_weights() -> None:
     assert of_score.far_share == of_bias.far_share == 0
 
 
-def test_taps_of_cdape_where_it_is_linear() -> None:
+@pytest.mark.parametrize("encoding", ["kerple_log", "fox"])
+def test_taps_of_cdape_where_it_is_linear(encoding: str) -> None:
     """With all hidden values above zero the two convolutions are one, of the kernels' product."""
-    model = small_gpt(80, "kerple_log", "cdape", score_processor_options={"width": 4, "kernel_size": 3})
+    model = small_gpt(80, encoding, "cdape", score_processor_options={"width": 4, "kernel_size": 3})
     processor = list_attention_layers(model)[0].processor
     with torch.no_grad():
         processor.hidden.bias.fill_(100.0)

@@ -38,7 +38,7 @@ class BiasMaps(Analysis):
 
     @torch.no_grad()
     def measure(self, context: AnalysisContext) -> BiasMapResult:
-        first = next((layer for layer in context.encodings if layer.has_bias), None)
+        first = next((layer for layer in context.distance_encodings if layer.has_bias), None)
         if first is None:
             raise NotApplicable("It adds no bias: every factor is 1.")
         encoding = to_float64(first.encoding)

@@ -56,8 +56,6 @@ def _describe_limits(context: AnalysisContext) -> str:
         return f"The theorem speaks of the bias alone, not of what {' or '.join(processors)} makes of it."
     if any(type(layer.encoding).overrides_hook("contextual") for layer in context.encodings):
         return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
-    if any(type(layer.encoding).overrides_hook("gate") for layer in context.encodings):
-        return "The theorem speaks of the distance alone, not of a bias that the layer's input decides."
     if position.randomized_positions is not None:
         return f"Distances are those of positions, drawn from {position.randomized_positions:,}."
     return ""

@@ -4,19 +4,24 @@ e^−2 = 0.135, so that a key there counts for about a seventh of one at hand wi
 biases that never rise with the distance; others have none.
 """
 
+import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, NotApplicable, Table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, NotApplicable, Table
 from megatron.analysis.bias_series import compute_terms, to_float64
 from megatron.position.encoding import Encoding
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 
 THRESHOLD = -2.0
 MAX_PLOTTED_DISTANCE = 20_480
 """Where KERPLE's figure ends."""
+NUM_PLOTTED_DISTANCES = 200
 MAX_DISTANCE = 2**53
 
 EffectiveLengthResult = list[tuple[str, list[float | None]]]
@@ -61,11 +66,10 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
     ]
 
 
-def accumulate_by_length(lengths: Sequence[float], end: int = MAX_PLOTTED_DISTANCE) -> list[tuple[int, int]]:
-    """KERPLE's curve, #{heads : effective length ≤ x}, as (x, heads) at 0, wherever it rises, and at the end."""
-    within = sorted(length for length in lengths if length <= end)
-    rises = [(int(length), sum(other <= length for other in within)) for length in dict.fromkeys(within)]
-    return [*([] if rises and rises[0][0] == 0 else [(0, 0)]), *rises, (end, len(within))]
+def count_heads_within(lengths: Sequence[float], distances: Sequence[float]) -> list[int]:
+    """KERPLE's curve: #{heads : effective length ≤ x} at each distance x."""
+    ascending = sorted(lengths)
+    return [bisect.bisect_right(ascending, distance) for distance in distances]
 
 
 class EffectiveLength(Analysis):
@@ -112,7 +116,7 @@ class EffectiveLength(Analysis):
         curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
         alt = f"Share of heads with an effective length up to each distance, to {MAX_PLOTTED_DISTANCE:,}: {curves}."
         return [
-            Figure(alt, lambda narrow: _draw(results, names, narrow)),
+            _build_chart(results, names, alt),
             Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
         ]
 
@@ -126,23 +130,20 @@ def _format_length(length: float) -> str:
     return "∞" if math.isinf(length) else f"{int(length):,}"
 
 
-def _draw(results: Mapping[str, EffectiveLengthResult], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import add_legend, add_titles, create_panels, save_png
-    from megatron.reports.plots import get_curve_style
-
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.2, legend_height=0.18 * len(results))
+def _build_chart(results: Mapping[str, EffectiveLengthResult], names: Sequence[str], alt_text: str) -> Chart:
+    distances = np.unique(np.geomspace(1, MAX_PLOTTED_DISTANCE + 1, NUM_PLOTTED_DISTANCES).round() - 1).tolist()
+    lines = []
     for name, result in results.items():
         lengths = [length for _, heads in result for length in heads]
-        curve = accumulate_by_length([length for length in lengths if length is not None])
-        style = get_curve_style(names.index(name))
-        distances, counts = zip(*curve, strict=True)
-        axes.step(
-            distances, [100 * count / len(lengths) for count in counts], where="post", color=style["color"],
-            linestyle=style["linestyle"], label=name, linewidth=1.6,
-        )  # fmt: skip
-    axes.set_xscale("symlog", base=10, linthresh=1)
-    axes.set_xlim(0, MAX_PLOTTED_DISTANCE)
-    axes.set_ylim(0, 103)
-    add_titles(axes, "heads whose bias is below −2 at that distance", "distance", "% of heads")
-    add_legend(figure, axes, narrow, 1)
-    return save_png(figure)
+        counts = count_heads_within([length for length in lengths if length is not None], distances)
+        shares = [100 * count / len(lengths) for count in counts]
+        lines.append(Line(name, list(zip(distances, shares, strict=True)), style=names.index(name)))
+    return build_line_chart(
+        "effective_length_chart",
+        "Heads whose bias is below −2 at that distance",
+        alt_text,
+        HorizontalAxis("distance", 0.0, MAX_PLOTTED_DISTANCE, "log1p"),
+        "% of heads",
+        lines,
+        y_limits=(0.0, 100.0),
+    )

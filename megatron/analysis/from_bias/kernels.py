@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, LayerEncoding, NotApplicable, Table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, LayerEncoding, NotApplicable, Table
 from megatron.analysis.bias_series import compute_terms, to_float64
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0
-"""Biases below are cut off in pictures: e^−12 = 6e-6."""
+"""Biases below stand at the lower edge of charts: e^−12 = 6e-6."""
 NUM_DISTANCES = 160
 """Distances of the data, evenly spaced on a logarithmic scale."""
-MAX_NAMED_HEADS = 8
-"""Up to so many have a colour and a name each in pictures; more go from dark, head 0, to light."""
 MAX_PARAMETERS = 8
 """Parameters per head and layer that a table shows."""
 
@@ -37,9 +37,8 @@ class Kernels(Analysis):
     description = (
         "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
         "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
-        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are cut off in the picture. Where the bias "
-        "depends on the query's position, it is that of the last query of the longest length. With more than eight "
-        "heads, colours go from dark, head 0, to light."
+        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, stand at the lower edge of the chart. Where "
+        "the bias depends on the query's position, it is that of the last query of the longest length."
     )
 
     def measure(self, context: AnalysisContext) -> list[LayerKernels]:
@@ -55,12 +54,7 @@ class Kernels(Analysis):
         panels = [
             (name, kernel, term) for name, kernels in drawn.items() for kernel in kernels for term in kernel.terms
         ]
-        curves = "; ".join(_describe_panel(*panel) for panel in panels)
-        blocks: list[Block] = [
-            Figure(
-                f"Bias or weight over the distance, one curve per head: {curves}.", lambda narrow: _draw(panels, narrow)
-            )
-        ]
+        blocks: list[Block] = [_build_chart(number, *panel) for number, panel in enumerate(panels)]
         for name, kernels in results.items():
             if table := _build_parameter_table(name, kernels):
                 blocks.append(table)
@@ -130,24 +124,24 @@ def _build_parameter_table(name: str, kernels: list[LayerKernels]) -> Table | No
     return Table(["layer and head", *names], rows, f"Parameters of {name}", folded=True)
 
 
-def _draw(panels: list[tuple[str, LayerKernels, str]], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import REFERENCE_COLOR, add_legend, add_titles, create_panels, list_colors, save_png
-
-    max_heads = max(len(next(iter(kernel.terms.values()))) for _, kernel, _ in panels)
-    are_named = max_heads <= MAX_NAMED_HEADS
-    figure, axes = create_panels(
-        len(panels), narrow, height=2.6, legend_height=0.2 * (-(-max_heads // (3 if narrow else 6))) if are_named else 0
+def _build_chart(number: int, name: str, kernel: LayerKernels, term: str) -> Chart:
+    values, last = kernel.terms[term], float(kernel.distances[-1])
+    finite = values[values.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+    if term == "bias":
+        low = max(low, MIN_BIAS)
+    layer = "" if kernel.layer == "all layers" else f", {kernel.layer}"
+    return build_line_chart(
+        f"kernels_{number}",
+        f"{term[0].upper()}{term[1:]} of {name}{layer}",
+        f"{term} over the distance, a line for each head: {_describe_panel(name, kernel, term)}.",
+        HorizontalAxis("distance", 0.0, last, "log1p"),
+        term,
+        [
+            Line(f"head {head}", list(zip(kernel.distances.tolist(), curve, strict=True)), style=head)
+            for head, curve in enumerate(values.tolist())
+        ],
+        y_limits=(low, high) if high > low else (low - 1, low + 1),
+        mark=(float(kernel.train_length), "training length") if kernel.train_length <= last else None,
+        series_word="heads",
     )
-    for panel, (name, kernel, term) in zip(axes, panels, strict=True):
-        values = kernel.terms[term]
-        for head, (curve, color) in enumerate(zip(values.tolist(), list_colors(len(values), are_named), strict=True)):
-            shown = [value if term != "bias" or value >= MIN_BIAS else float("nan") for value in curve]
-            panel.plot((kernel.distances + 1).tolist(), shown, color=color, linewidth=1.3, label=f"head {head}")
-        panel.axvline(kernel.train_length, color=REFERENCE_COLOR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-        panel.set_xscale("log", base=10)
-        layer = "" if kernel.layer == "all layers" else f", {kernel.layer}"
-        add_titles(panel, f"{term}{layer}\n{name}", "distance + 1", wrap=44)
-    if are_named:
-        largest = max(range(len(panels)), key=lambda index: len(panels[index][1].terms[panels[index][2]]))
-        add_legend(figure, axes[largest], narrow, 3 if narrow else 6)
-    return save_png(figure)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, build_head_table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, build_head_table
 from megatron.analysis.bias_series import compute_bias_by_distance, mask_window, sum_bias_series
 from megatron.analysis.receptive_field import (
     PLOTTED_EPSILONS,
@@ -12,6 +12,8 @@ from megatron.analysis.receptive_field import (
     compute_finite_field,
     compute_theoretical_field,
 )
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
 
 EPSILONS = (0.5, 0.1, 0.01, 0.001)
 
@@ -56,7 +58,8 @@ class TheoreticalReceptiveField(Analysis):
         return ReceptiveFieldResult(heads, length)
 
     def render_blocks(self, results: Mapping[str, ReceptiveFieldResult], names: Sequence[str]) -> list[Block]:
-        within = f"within {next(iter(results.values())).length:,} keys"
+        length = next(iter(results.values())).length
+        within = f"within {length:,} keys"
         heads = [
             (name, head.layer, head.head, list(map(str, head.fields)))
             for name, result in results.items()
@@ -69,8 +72,8 @@ class TheoreticalReceptiveField(Analysis):
         )
         alt = f"Receptive field over ε {within}; at ε = {PLOTTED_EPSILONS[middle]:.2g}, medians in keys: {medians}."
         return [
-            Figure(alt, lambda narrow: _draw(results, names, narrow)),
-            f"Lines are medians over heads and layers, bands 10% to 90%; {within}, by the finite algorithm.",
+            _build_chart(results, names, length, alt),
+            f"The lines are those of the finite algorithm, {within}.",
             build_head_table(columns, heads, "By equation 22, in keys, the query's own counted."),
         ]
 
@@ -88,21 +91,22 @@ class TheoreticalReceptiveField(Analysis):
                 }  # fmt: skip
 
 
-def _draw(results: Mapping[str, ReceptiveFieldResult], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
-    from megatron.reports.plots import get_curve_style
-
-    figure, (axes,) = create_panels(1, narrow, width=5.6, height=3.4, legend_height=0.18 * len(results))
-    for name, result in results.items():
-        style = get_curve_style(names.index(name))
-        middle, low, high = compute_band([[keys / result.length for keys in head.finite] for head in result.heads])
-        axes.plot(
-            PLOTTED_EPSILONS, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6
-        )
-        axes.fill_between(PLOTTED_EPSILONS, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.set_xlim(1, 0)
-    axes.set_ylim(0, 1.02)
-    y_label = f"share of {next(iter(results.values())).length:,} keys"
-    add_titles(axes, "theoretical receptive field", "ε, the share of the sum that is left out", y_label)
-    add_legend(figure, axes, narrow, 1)
-    return save_png(figure)
+def _build_chart(
+    results: Mapping[str, ReceptiveFieldResult], names: Sequence[str], length: int, alt_text: str
+) -> Chart:
+    return build_line_chart(
+        "theoretical_receptive_field_chart",
+        "Theoretical receptive field",
+        alt_text,
+        HorizontalAxis("ε, the share of the sum that is left out", 1.0, 0.0),
+        f"share of {length:,} keys",
+        [
+            build_median_line(
+                name, PLOTTED_EPSILONS, [[keys / length for keys in head.finite] for head in result.heads],
+                names.index(name),
+            )
+            for name, result in results.items()
+        ],
+        y_limits=(0.0, 1.0),
+        note="Lines are medians over heads and layers, bands 10% to 90%.",
+    )  # fmt: skip

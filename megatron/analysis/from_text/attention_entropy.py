@@ -30,12 +30,14 @@ from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import compute_visible_mask, precompute_terms
 from megatron.evaluation.loss_records import list_position_bins
 from megatron.model.gpt import GPT
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
 
 ROUNDING = 1e-5
 """A sum of float32 weights that is so near to 1 is 1."""
 QUANTITIES = ("entropy", "normalized", "largest", "unspent")
 TITLES = {"normalized": "H / ln n", "largest": "largest weight"}
-"""Of the figure's panels."""
+"""Of the charts."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,7 @@ class AttentionEntropies(Analysis):
         alt = f"Normalized entropy and largest weight of attention by the position of the query; H / ln n: {last}."
         heads_alt = "H / ln n of each layer and head in the last bin of positions, a map per method."
         return [
-            Figure(alt, lambda narrow: _draw_curves(results, names, narrow)),
-            "Lines are medians over layers and heads, bands 10% to 90%; dashed is the training length.",
+            *_build_charts(results, names, alt),
             Table(columns, rows, caption),
             Figure(heads_alt, lambda narrow: _draw_heads(results, narrow)),
         ]
@@ -203,34 +204,31 @@ def _format_quantiles(values: Tensor) -> str:
     return f"{middle:.3g} [{low:.3g}, {high:.3g}]" if f"{low:.3g}" != f"{high:.3g}" else f"{middle:.3g}"
 
 
-def _draw_curves(results: Mapping[str, EntropyResult], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import (
-        REFERENCE_COLOR,
-        add_legend,
-        add_titles,
-        compute_band,
-        create_panels,
-        save_png,
-    )
-    from megatron.reports.plots import get_curve_style
-
-    figure, axes = create_panels(len(TITLES), narrow, width=4.0, height=3.2, legend_height=0.18 * len(results))
-    for panel, (quantity, title) in zip(axes, TITLES.items(), strict=True):
-        for name, result in results.items():
-            entropy, style = result[max(result)], get_curve_style(names.index(name))
+def _build_charts(results: Mapping[str, EntropyResult], names: Sequence[str], alt_text: str) -> Iterator[Chart]:
+    """One for each of `TITLES`, of the largest length."""
+    largest = {name: result[max(result)] for name, result in results.items()}
+    last = max(entropy.ends[-1] for entropy in largest.values())
+    train_lengths = {entropy.train_length for entropy in largest.values()}
+    for quantity, title in TITLES.items():
+        lines, first = [], last
+        for name, entropy in largest.items():
             values = entropy.values[quantity].flatten(0, 1)
             is_known = ~values.isnan().any(dim=0)
-            ends = np.array(entropy.ends)[is_known.numpy()]
-            middle, low, high = compute_band(values[:, is_known].tolist())
-            panel.plot(ends, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6)
-            panel.fill_between(ends, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        for train_length in {result[max(result)].train_length for result in results.values()}:
-            panel.axvline(train_length, color=REFERENCE_COLOR, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
-        panel.set_xscale("log", base=2)
-        panel.set_ylim(0, 1.02)
-        add_titles(panel, title, "position of the query: tokens seen", title)
-    add_legend(figure, axes[0], narrow, 1)
-    return save_png(figure)
+            ends = [end for end, known in zip(entropy.ends, is_known.tolist(), strict=True) if known]
+            lines.append(build_median_line(name, ends, values[:, is_known].tolist(), names.index(name)))
+            first = min([first, *ends])
+        is_marked = len(train_lengths) == 1 and first <= min(train_lengths) <= last
+        yield build_line_chart(
+            f"attention_entropy_{quantity}",
+            f"{title[0].upper()}{title[1:]} by the position of the query",
+            alt_text,
+            HorizontalAxis("position of the query", first, last, "log"),
+            title,
+            lines,
+            y_limits=(0.0, 1.0),
+            note="Lines are medians over layers and heads, bands 10% to 90%.",
+            mark=(float(min(train_lengths)), "training length") if is_marked else None,
+        )
 
 
 def _draw_heads(results: Mapping[str, EntropyResult], narrow: bool) -> bytes:

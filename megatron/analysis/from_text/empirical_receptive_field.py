@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Figure, Table
+from megatron.analysis.analysis import Analysis, AnalysisContext, Block, Table
 from megatron.analysis.attention_capture import (
     choose_block_size,
     compute_attention_weights,
@@ -28,6 +28,8 @@ from megatron.analysis.receptive_field import PLOTTED_EPSILONS, TIE_TOLERANCE, c
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks
 from megatron.attention.reference import precompute_terms
 from megatron.model.gpt import GPT
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
 
 EPSILONS = (0.5, 0.1, 0.01)
 
@@ -144,10 +146,9 @@ class EmpiricalReceptiveField(Analysis):
         )
         medians = "; ".join(f"{row[0]} at length {row[1]}: {row[3]}" for row in rows)
         at = f"at ε = {EPSILONS[0]:g}, medians in keys: {medians}"
-        alt = f"Empirical receptive field over ε, one panel per length; {at}."
+        alt = f"Empirical receptive field over ε; {at}."
         return [
-            Figure(alt, lambda narrow: _draw(results, names, narrow)),
-            "Lines are medians over layers and heads, bands 10% to 90%.",
+            *_build_charts(results, names, alt),
             Table(columns, rows, caption),
         ]
 
@@ -186,29 +187,22 @@ def _format_spread(mass: AttentionMass, epsilon: float) -> str:
     return middle if low == middle == high else f"{middle} [{low}, {high}]"
 
 
-def _draw(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], narrow: bool) -> bytes:
-    from megatron.analysis.drawing import add_legend, add_titles, compute_band, create_panels, save_png
-    from megatron.reports.plots import get_curve_style
-
-    lengths = sorted({length for result in results.values() for length in result})
-    figure, axes = create_panels(len(lengths), narrow, width=4.0, height=3.2, legend_height=0.18 * len(results))
-    for panel, length in zip(axes, lengths, strict=True):
-        num_distances = 0
-        for name, result in results.items():
-            if length not in result:
-                continue
-            by_distance, style = result[length].by_distance, get_curve_style(names.index(name))
-            num_distances = by_distance.shape[-1]
-            curves = [compute_finite_field(terms) for terms in by_distance.flatten(0, 1)]
-            middle, low, high = compute_band([[keys / num_distances for keys in curve] for curve in curves])
-            panel.plot(
-                PLOTTED_EPSILONS, middle, color=style["color"], linestyle=style["linestyle"], label=name, linewidth=1.6
-            )
-            panel.fill_between(PLOTTED_EPSILONS, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        panel.set_xlim(1, 0)
-        panel.set_ylim(0, 1.02)
-        add_titles(
-            panel, f"windows of {length:,} tokens", "ε, the share that is left out", f"share of {num_distances:,} keys"
+def _build_charts(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], alt_text: str) -> Iterator[Chart]:
+    """One for each length."""
+    for length in sorted({length for result in results.values() for length in result}):
+        masses = {name: result[length].by_distance for name, result in results.items() if length in result}
+        num_distances = next(iter(masses.values())).shape[-1]
+        lines = []
+        for name, mass in masses.items():
+            curves = [[keys / num_distances for keys in compute_finite_field(terms)] for terms in mass.flatten(0, 1)]
+            lines.append(build_median_line(name, PLOTTED_EPSILONS, curves, names.index(name)))
+        yield build_line_chart(
+            f"empirical_receptive_field_{length}",
+            f"Windows of {length:,} tokens",
+            f"Windows of {length:,} tokens. {alt_text}",
+            HorizontalAxis("ε, the share that is left out", 1.0, 0.0),
+            f"share of {num_distances:,} keys",
+            lines,
+            y_limits=(0.0, 1.0),
+            note="Lines are medians over layers and heads, bands 10% to 90%.",
         )
-    add_legend(figure, axes[0], narrow, 1)
-    return save_png(figure)

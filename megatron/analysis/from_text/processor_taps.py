@@ -139,11 +139,17 @@ def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> t
     scores, biases, visible = [], [], []
     for row in rows:
         index = row - inputs.query.start
-        one_row = replace(inputs, q=inputs.q[:, :, index : index + 1], query=replace(inputs.query, start=row, length=1))
+        here = slice(index, index + 1)
+        one_row = replace(
+            inputs,
+            q=inputs.q[:, :, here],
+            query=replace(inputs.query, start=row, length=1),
+            row_bias=None if inputs.row_bias is None else inputs.row_bias[:, :, here],
+        )
         score, bias = compute_scores_and_bias(one_row)
         scores.append(score[0])
         if bias is not None:
-            biases.append(bias)
+            biases.append(bias.expand_as(score)[0])
         visible.append(compute_visible_mask(one_row)[0])
     return torch.cat(scores, 1), torch.cat(biases, 1) if biases else None, torch.cat(visible, 1)
 

@@ -86,7 +86,7 @@ def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
     logits = compute_logits(block)
     maps = {"score": scores, "attention": compute_attention_weights(block)}
     if bias is not None:
-        maps["bias"] = bias[None]
+        maps["bias"] = bias.expand_as(scores)  # one that the layer's input decides has a batch already
     if block.processor is not None:
         maps["processor"] = logits - scores - (0 if bias is None else bias)
     return maps

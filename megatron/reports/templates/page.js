@@ -221,7 +221,7 @@ function setUpChart(figure) {
   plot.tabIndex = 0;
   plot.setAttribute("role", "group");
   plot.setAttribute("aria-label", isPoints ? "Points: the left and right arrow keys read them"
-    : "Values: the left and right arrow keys read places, up and down choose a method");
+    : "Values: the left and right arrow keys read places, up and down choose a line");
   plot.append(readout);
 
   items.forEach((item, index) => {
@@ -249,7 +249,7 @@ function setUpChart(figure) {
   }
   if (data.series.length > 4 && !isPoints) {
     const initial = [...drawn];
-    addTool("All methods", () => { drawn.fill(true); drawAll(); });
+    addTool(`All ${data.word}`, () => { drawn.fill(true); drawAll(); });
     addTool("None", () => { drawn.fill(false); drawAll(); });
     addTool("As at first", () => { initial.forEach((is, index) => { drawn[index] = is; }); drawAll(); });
     addTool("Others faintly", (button) => {

@@ -1,0 +1,146 @@
+"""A chart of functions: lines over a number, each with a band where it stands for many (medians of heads, say)."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from megatron.reports.charts import (
+    MAX_DRAWN_CURVES,
+    NARROW_WIDTH,
+    WIDE_WIDTH,
+    Chart,
+    ChartPlace,
+    ChartPoint,
+    ChartSeries,
+    ChartTick,
+    Scale,
+    choose_linear_ticks,
+    keep_labels_apart,
+)
+from megatron.reports.metrics import format_number
+
+SPREADS: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One function."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """x and y, in the order of the axis; y may be infinite, and where it is no number there is no point."""
+    band: Sequence[tuple[float, float]] | None = None
+    """The least and the largest of what the line stands for, at each point."""
+    style: int = 0
+    """Index of its colour and dashes."""
+
+
+def build_median_line(name: str, x_values: Sequence[float], curves: Sequence[Sequence[float]], style: int) -> Line:
+    """The median of curves at each x, in a band from their 10% to their 90% quantile."""
+    low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0).tolist()
+    return Line(name, list(zip(x_values, middle, strict=True)), list(zip(low, high, strict=True)), style)
+
+
+@dataclass(frozen=True)
+class HorizontalAxis:
+    """From where to where, and how numbers are spread over it."""
+
+    title: str
+    first: float
+    """At the left edge; it may be larger than the last."""
+    last: float
+    spread: Literal["linear", "log", "log1p"] = "linear"
+    """By the number, by its logarithm, or by that of the number plus 1: distances, which begin at 0."""
+
+    def locate(self, x: float) -> float:
+        """The share of the width, from the left."""
+        first, here, last = map(SPREADS[self.spread], (self.first, x, self.last))
+        return 0.5 if first == last else (here - first) / (last - first)
+
+    def choose_ticks(self) -> tuple[ChartTick, ...]:
+        low, high = sorted((self.first, self.last))
+        if self.spread == "linear":
+            values = choose_linear_ticks(low, high)
+        else:
+            base = 2 if high < 2000 else 10
+            values = [base**power for power in range(64) if low <= base**power <= high]
+            values = [0.0, *values] if low == 0 else values
+        texts = [(self.locate(value), f"{value:,.10g}", "") for value in values]
+        texts.sort()
+        kept = {width: keep_labels_apart(texts, width) for width in (NARROW_WIDTH, WIDE_WIDTH)}
+        return tuple(
+            ChartTick(share, text, is_wide_only=index not in kept[NARROW_WIDTH])
+            for index, (share, text, _) in enumerate(texts)
+            if index in kept[WIDE_WIDTH]
+        )
+
+
+def build_line_chart(
+    name: str,
+    title: str,
+    alt_text: str,
+    axis: HorizontalAxis,
+    y_title: str,
+    lines: Sequence[Line],
+    *,
+    y_limits: tuple[float, float],
+    y_format: Callable[[float], str] = format_number,
+    note: str = "",
+    mark: tuple[float, str] | None = None,
+    series_word: str = "methods",
+) -> Chart:
+    """The chart; where there are more lines than colours, as many, evenly spaced, are drawn in colour at first.
+
+    Args:
+        name: id of the figure on its page, and name of the file that it is saved as.
+        title, y_title: over it, and over its vertical axis.
+        alt_text: what it shows, for those who do not see it.
+        axis: the horizontal one.
+        lines: at least one.
+        y_limits: of the vertical axis; values beyond stand at its edge.
+        y_format: how a value is told where the pointer is.
+        note: a sentence under it.
+        mark: x and text of a vertical line.
+        series_word: what lines are, in the plural.
+    """
+    x_values = sorted({x for line in lines for x, y in line.points if not math.isnan(y)}, key=axis.locate)
+    index_by_x = {x: index for index, x in enumerate(x_values)}
+    num_drawn = min(len(lines), MAX_DRAWN_CURVES)
+    drawn = [lines[index * len(lines) // num_drawn] for index in range(num_drawn)]
+    low, high = y_limits
+
+    def clip(value: float) -> float:
+        return min(max(value, low), high)
+
+    def build_point(x: float, y: float, band: tuple[float, float] | None) -> ChartPoint:
+        interval = None if band is None else (clip(band[0]), clip(band[1]))
+        text = y_format(y) if band is None else f"{y_format(y)} [{y_format(band[0])}, {y_format(band[1])}]"
+        return ChartPoint(index_by_x[x], clip(y), text, interval)
+
+    series = []
+    for line in [*drawn, *(line for line in lines if line not in drawn)]:
+        bands: Sequence[tuple[float, float] | None] = line.band or [None] * len(line.points)
+        points = tuple(
+            build_point(x, y, band) for (x, y), band in zip(line.points, bands, strict=True) if not math.isnan(y)
+        )
+        series.append(ChartSeries(line.name, points, line in drawn, line.style))
+    ticks = tuple((value, f"{value:,.4g}") for value in choose_linear_ticks(low, high))
+    room = 0.02 * (high - low)
+    return Chart(
+        name,
+        title,
+        alt_text,
+        axis.title,
+        y_title,
+        tuple(ChartPlace(axis.locate(x), f"{axis.title}: {x:,.4g}") for x in x_values),
+        axis.choose_ticks(),
+        (Scale("linear", low - room, high + room, ticks),),
+        tuple(series),
+        "dense",
+        note,
+        None if mark is None else (axis.locate(mark[0]), mark[1]),
+        series_word=series_word,
+    )

@@ -1,0 +1,49 @@
+"""Charts of functions: what stands where, what is told of it, and which lines are in colour."""
+
+import math
+
+import pytest
+
+from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart, build_median_line
+
+
+def test_lines_stand_where_their_numbers_are() -> None:
+    axis = HorizontalAxis("distance", 0.0, 99.0, "log1p")
+    lines = [
+        Line("a", [(0.0, -1.0), (9.0, -math.inf), (99.0, math.nan)], style=3),
+        Line("b", [(9.0, -2.0), (99.0, 0.5)], [(-3.0, -1.0), (0.0, 1.0)]),
+    ]
+    chart = build_line_chart("id", "Title", "in words", axis, "bias", lines, y_limits=(-4.0, 0.0), mark=(9.0, "here"))
+    assert [place.share for place in chart.places] == pytest.approx([0.0, 0.5, 1.0])
+    assert [place.text for place in chart.places] == ["distance: 0", "distance: 9", "distance: 99"]
+    first, second = chart.series
+    # Beyond the edge a value stands at it, and is told as it is; what is no number has no point.
+    assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -4.0)]
+    assert "∞" in first.points[1].text or "inf" in first.points[1].text
+    assert second.points[0].interval == (-3.0, -1.0)
+    assert second.points[1].interval == (0.0, 0.0)
+    assert second.points[1].text.startswith("0.5")
+    assert chart.mark == (pytest.approx(0.5), "here")
+    assert first.style == 3
+    assert chart.data["word"] == "methods"
+
+
+def test_an_axis_may_fall() -> None:
+    axis = HorizontalAxis("ε", 1.0, 0.0)
+    assert [axis.locate(x) for x in (1.0, 0.75, 0.0)] == [0.0, 0.25, 1.0]
+    assert [tick.text for tick in axis.choose_ticks()] == ["1", "0.8", "0.6", "0.4", "0.2", "0"]
+    assert [t.text for t in HorizontalAxis("n", 1.0, 3e6, "log").choose_ticks()][-1] == "1,000,000"
+
+
+def test_of_many_lines_some_evenly_spaced_are_in_colour() -> None:
+    lines = [Line(f"head {head}", [(0.0, head), (1.0, head)], style=head) for head in range(24)]
+    chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "y", lines, y_limits=(0.0, 23.0))
+    assert [s.name for s in chart.series if s.is_drawn] == [f"head {head}" for head in range(0, 24, 3)]
+    assert [s.is_drawn for s in chart.series] == [True] * 8 + [False] * 16, "the legend begins with them"
+    assert len({s.name for s in chart.series}) == 24
+
+
+def test_a_median_stands_in_its_band() -> None:
+    line = build_median_line("m", [1.0, 2.0], [[float(k), 10.0 * k] for k in range(11)], 0)
+    assert list(line.points) == [(1.0, 5.0), (2.0, 50.0)]
+    assert list(line.band) == [(1.0, 9.0), (10.0, 90.0)]
