@@ -188,7 +188,7 @@ def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
         name, dataset = table.metric.name, table.records[0].dataset
         if table.axis.name != "length" or len(set(table.methods) - set(table.trivial_baselines)) < 2:
             continue
-        task = (dataset or table.protocol).removeprefix("task ")
+        task = _name_task(table, tables)
         last = table.x_values[-1]
         if name == "perplexity" and len(table.x_values) > 1:
             title = f"perplexity at {format_multiple(last / table.train_length)}"
@@ -198,6 +198,13 @@ def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
         elif name == "mean_accuracy" and not _has_metric(tables, dataset, "effective_length"):
             contests.append(_build_contest("tasks", f"{task}, % beyond training", table, last))
     return contests
+
+
+def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
+    """A task's name, with its options where another table's differs in nothing else."""
+    names = [(other.records[0].dataset or other.protocol).removeprefix("task ") for other in (table, *tables)]
+    short = names[0].partition("(")[0]
+    return names[0] if any(name.partition("(")[0] == short for name in set(names) - {names[0]}) else short
 
 
 def _has_metric(tables: Sequence[ComparisonTable], dataset: str | None, name: str) -> bool:

@@ -158,6 +158,13 @@ def test_words_follow_the_numbers() -> None:
     assert "lowers perplexity on 1 of 2 (fox -" in adds
 
 
+def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() -> None:
+    methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
+    board = board_of([task(method, 0.5, name=name) for method in methods for name in names])
+    titles = [contest.title.partition(",")[0] for contest in board.contests]
+    assert sorted(titles) == ["copy(letters=2)", "copy(letters=8)", "sort"]
+
+
 def test_models_on_cpus_are_charged_the_seconds_of_processors() -> None:
     """Runs beside it made cdape+alibi look ten times as long; on a GPU nothing but seconds is its time."""
     for device, expected in (("cpu", 1.5), ("NVIDIA A100-SXM4-80GB", 15.0)):
