@@ -160,7 +160,7 @@ def test_words_follow_the_numbers() -> None:
 
 def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
-    found = [task(method, 0.5, name=name).replace(text_digest=name) for method in methods for name in names]
+    found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
     board = board_of(found)
     titles = [contest.title.partition(",")[0] for contest in board.contests]
     assert sorted(titles) == ["copy(letters=2)", "copy(letters=8)", "sort"]
