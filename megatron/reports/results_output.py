@@ -26,6 +26,16 @@ from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomicall
 ALL_RESULTS = "everything"
 """What is missing of a run without any record."""
 
+CHANGE_PHRASES = {
+    "rises": "rises from {} to {}",
+    "falls": "falls from {} to {}",
+    "holds": "holds: {}, {}",
+    "mixed": "rises or falls, as the seed is: {}, {}",
+}
+"""A verdict in a sentence, with the values at the first and the last place."""
+MAX_DESCRIBED_METHODS = 8
+"""A table of more has no sentences."""
+
 DERIVED_FILES = ("results.csv", "results.md", "results.png")
 """What is written beside `RESULTS_FILE`, and after it."""
 
@@ -35,7 +45,7 @@ def print_comparison_tables(
 ) -> None:
     """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text.
 
-    What they lack is listed below them, runs that failed among it.
+    Of few methods a sentence for each follows. What they lack is listed below them, runs that failed among it.
     """
     tables = build_comparison_tables(records, failures)
     plain_tables, depth_maps = split_depth_maps(tables)
@@ -46,11 +56,29 @@ def print_comparison_tables(
             console.print(rendered)
         else:
             console.print(Text(render_comparison_text(table)), soft_wrap=True, end="")
+        if len(table.changes) <= MAX_DESCRIBED_METHODS:
+            for sentence in describe_changes(table):
+                console.print(Text(sentence), soft_wrap=True)
     for depth_map in depth_maps:
         console.print(Text(f"\n{depth_map.build_text_table().to_text()}"), soft_wrap=True, end="")
     missing_table = build_missing_table(tables, own_seeds=own_seeds)
     if missing_table is not None:
         console.print(Text(f"\n{missing_table.to_text()}"), soft_wrap=True, end="")
+
+
+def describe_changes(table: ComparisonTable) -> list[str]:
+    """What each method does from the first place of a table to the last, a sentence each, in the order of the table."""
+    first, last = table.x_values[0], table.x_values[-1]
+    sentences = []
+    for method, change in table.changes.items():
+        if change.verdict is None:
+            continue
+        begin, end = (
+            f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)
+        )
+        percent = table.metric.format_relative_change(change.mean, None)
+        sentences.append(f"{method} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({percent}).")
+    return sentences
 
 
 def print_leaderboard(console: Console, board: LeaderboardReport) -> None:

@@ -219,3 +219,25 @@ def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
     assert "The best of them: rotary 99.98.\n" in text
     accuracy = [each.replace(metric="accuracy") for each in found]
     assert "The best of them" not in shown(accuracy)
+
+
+def test_each_method_has_its_sentence() -> None:
+    """Of perplexities 6.67 → 16.38, 6.93 → 6.97 and 6.36 → 6.16, with intervals above, around and below no change."""
+    courses = {"rotary": (6.67, 16.38, 0.1), "kerple_log": (6.93, 6.97, 0.02), "cdape": (6.36, 6.16, 0.01)}
+    found = [
+        record(
+            method, length, value,
+            **({} if length == 64 else {"change": last / first, "change_low": last / first - half,
+                                        "change_high": last / first + half, "change_from": 64}),
+        )
+        for method, (first, last, half) in courses.items()
+        for length, value in ((64, first), (2048, last))
+    ]  # fmt: skip
+    sentences = [
+        "rotary rises from 6.67 at 64 tokens to 16.38 at 2,048 tokens (+146%).",
+        "kerple_log holds: 6.93 at 64 tokens, 6.97 at 2,048 tokens (+0.6%).",
+        "cdape falls from 6.36 at 64 tokens to 6.16 at 2,048 tokens (-3%).",
+    ]
+    assert shown(found, width=150).splitlines()[-3:] == sentences
+    many = [r.replace(method=f"{r.method} {number}") for r in found for number in range(3)]
+    assert "rises from" not in shown(many, width=150)
