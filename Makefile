@@ -118,7 +118,7 @@ docs: setup
 
 $(VENV)/.docs: $(VENV)/.runtime requirements-docs.txt
 	@echo "installing the tools of the documentation site (once)"
-	@$(PIP) -r requirements-docs.txt || \
+	@$(call install,$(VENV),-r requirements-docs.txt) || \
 		{ echo "error: the packages of requirements-docs.txt cannot be installed here, and make site needs them" >&2; exit 1; }
 	@touch $@
 

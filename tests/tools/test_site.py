@@ -107,6 +107,7 @@ def test_python_reference_names_modules_that_are_there() -> None:
         ("README.md", "index.md", "kernels/", "kernels/index.md"),
         ("docs/results/README.md", "results/README.md", "../../README.md", "../index.md"),
         ("docs/results/README.md", "results/README.md", "small.html", "small_page.html"),
+        ("docs/results/README.md", "results/README.md", "zoo.html", "zoo_page.html"),
         ("docs/gpu.md", "gpu.md", "parallel.md", "parallel.md"),
         ("docs/gpu.md", "gpu.md", "../kernels/bias/README.md", "kernels/bias.md"),
         ("kernels/bias/README.md", "kernels/bias.md", "../../docs/results/muon.md", "../results/muon.md"),
@@ -121,6 +122,13 @@ def test_python_reference_names_modules_that_are_there() -> None:
 def test_links_lead_to_pages(generated: GeneratedPages, source: str, page: str, target: str, link: str) -> None:
     rewriter = build_link_rewriter(generated, "")
     assert rewriter.rewrite(f"a [b]({target}), c", source, page) == f"a [b]({link}), c"
+
+
+def test_no_two_files_of_the_site_have_one_name(generated: GeneratedPages) -> None:
+    docs = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*") if path.is_file()}
+    names = [*docs - set(generated.moved), *set(generated.contents) - docs]
+    built = [re.sub(r"\.(md|ipynb)$", ".html", re.sub(r"README\.md$", "index.md", name)) for name in names]
+    assert sorted(built) == sorted(set(built))
 
 
 def test_files_that_no_page_shows_are_linked_to_the_repository_on_the_web(generated: GeneratedPages) -> None:

@@ -22,6 +22,8 @@ class GeneratedPages:
         contents: text or bytes by the path in the site's docs/.
         sources: pages that show another file of the repository: index.md → README.md.
         folders: the pages of a folder, as entries of the navigation, for what mkdocs.yml calls `folder/`.
+        moved: files of docs/ that the site has under another name: an HTML page beside a Markdown file of its name,
+            whose page has that name.
     """
 
     def __init__(self, root: Path) -> None:
@@ -29,6 +31,7 @@ class GeneratedPages:
         self.contents: dict[str, str | bytes] = {}
         self.sources: dict[str, str] = {}
         self.folders: dict[str, list[Any]] = {}
+        self.moved: list[str] = []
         self._show_files()
         configuration = (root / "docs" / key_pages.PAGE).read_text(encoding="utf-8")
         self._add(api_pages.FOLDER, api_pages.write_api_pages(root))
@@ -46,10 +49,12 @@ class GeneratedPages:
         for path in sorted((root / ASSETS).iterdir()):
             self.contents[f"assets/{path.name}"] = path.read_bytes()
         for path in sorted((root / "docs").rglob("*.html")):
-            if path.with_suffix(".md").exists():  # whose page has that name
-                page = path.relative_to(root / "docs").with_stem(f"{path.stem}_page").as_posix()
+            if path.with_suffix(".md").exists():
+                file = path.relative_to(root / "docs")
+                page = file.with_stem(f"{path.stem}_page").as_posix()
                 self.contents[page] = path.read_bytes()
                 self.sources[page] = path.relative_to(root).as_posix()
+                self.moved.append(file.as_posix())
 
     def _show_files(self) -> None:
         readmes = {f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("kernels/*/README.md"))}

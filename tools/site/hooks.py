@@ -51,8 +51,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages, and pages of the files that links lead to."""
+    """Add the generated pages, and pages of the files that links lead to, and take out what the site has elsewhere."""
     build = get_build(config.repo_url or "")
+    for path in build.generated.moved:
+        if (moved := files.get_file_from_path(path)) is not None:
+            files.remove(moved)
     for path, content in build.generated.contents.items():
         files.append(File.generated(config, path, content=content))
     for file in files.documentation_pages():
