@@ -2,14 +2,14 @@
 repository's links lead to pages."""
 
 import re
-from copy import copy
 from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
 
 from megatron.config.schema import SECTIONS, list_config_keys
-from tools.site import api_pages, key_pages
+from megatron.position import registry
+from tools.site import api_pages, key_pages, method_pages
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter
 from tools.site.links import LinkRewriter
 from tools.site.markdown import escape, link_docs
@@ -156,11 +156,33 @@ def test_words_of_the_code_become_markdown() -> None:
     assert link_docs("see docs/gpu.md and `docs/data.md`", "keys/model.md") == "see [gpu](../gpu.md) and `docs/data.md`"
 
 
-def test_methods_write_text_and_pictures(generated: GeneratedPages) -> None:
-    pages = copy(generated)
-    pages.contents = {}
-    with pages.open_page("methods/a.md", "w") as file:
-        file.write("# a")
-    with pages.open_page("methods/a.png", "wb") as file:
-        file.write(b"png")
-    assert pages.contents == {"methods/a.md": "# a", "methods/a.png": b"png"}
+def test_every_method_has_a_page(generated: GeneratedPages) -> None:
+    names = [name for list_methods in method_pages.KINDS.values() for name in list_methods()]
+    assert sorted(names) == sorted(Path(p).stem for p in generated.contents if p.startswith("methods/"))
+    positions = (ROOT / "docs/positions.md").read_text(encoding="utf-8")
+    shortened = method_pages.shorten_positions(positions)
+    assert re.findall("^#.*", shortened, flags=re.MULTILINE) == re.findall("^#.*", positions, flags=re.MULTILINE)
+    records = registry.describe_methods(names)[0]
+    for record in records:
+        page = generated.contents[f"methods/{record['name']}.md"]
+        assert f"    {record['formula']}\n" in page
+        assert " ".join(record["source"].split()) in " ".join(page.split())
+        assert f"![{record['name']}: " in page or record["kind"] == "temperature"
+        for image in re.findall(r"\]\((\.\./images/[^)]+)\)", page):
+            assert (ROOT / "docs/methods" / image).resolve().is_file()
+        assert f"[More](methods/{record['name']}.md)" in shortened
+        assert f"    {record['formula']}\n" not in shortened
+
+
+def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPages) -> None:
+    """Those of the record, with the baseline beside; methods that only sound alike are none of its."""
+    board = (ROOT / "docs/results/zoo.md").read_text(encoding="utf-8")
+    row = next(line for line in board.splitlines() if line.startswith("| cdape+kerple_log |"))
+    perplexity = row.split(" | ")[5]
+    for name in ("cdape", "kerple_log"):
+        page = generated.contents[f"methods/{name}.md"]
+        rows = [line for line in page.splitlines() if line.startswith("| cdape+kerple_log |")]
+        assert perplexity in rows[0]
+        assert "\n| rotary |" in page
+    assert "kerple_log3" not in generated.contents["methods/kerple_log.md"].partition("## In the leaderboard")[2]
+    assert "./deepy.py train 125M kerple_log local_setup" in generated.contents["methods/kerple_log.md"]

@@ -1,18 +1,15 @@
 """The pages and files that the site has beside those of docs/, and the navigation that names them."""
 
-import io
 import posixpath
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from tools.site import api_pages, command_pages, key_pages, notebook_pages
+from tools.site import api_pages, command_pages, key_pages, method_pages, notebook_pages
 from tools.site.links import LinkRewriter
 from tools.site.markdown import read_title
 
 ASSETS = Path("tools/site/assets")
-METHODS = "methods"
 
 
 class GeneratedPages:
@@ -40,7 +37,9 @@ class GeneratedPages:
         self.folders[notebook_pages.FOLDER] = [
             {title: page} for page, title in notebook_pages.list_notebooks(root).items()
         ]
-        self.folders[METHODS] = []
+        methods = method_pages.write_method_pages(root)
+        self._add(method_pages.FOLDER, methods)
+        self.sources |= {page: f"docs/{page}" for page in methods}
         self.folders["results"] = [
             {read_title(path.read_text(encoding="utf-8"), path.stem.replace("_", " ")): f"results/{path.name}"}
             for path in sorted((root / "docs/results").glob("*.md"))
@@ -77,17 +76,9 @@ class GeneratedPages:
             for path, text in texts.items()
         ]
 
-    def add_drawn_pages(self) -> None:
-        """Add what takes seconds or packages of its own: pages of methods with their pictures, and notebooks."""
+    def add_notebooks(self) -> None:
+        """Add what needs a package of its own: the pages of notebooks with their pictures."""
         self.contents |= notebook_pages.write_notebook_pages(self.root)
-        if find_spec("tools.site.method_pages"):
-            from tools.site.method_pages import write_method_pages
-
-            self.folders[METHODS] = [{title: path} for title, path in write_method_pages(self.open_page)]
-
-    def open_page(self, path: str, mode: str = "w") -> IO[Any]:
-        """A file of the site that is written: its content counts when it is closed."""
-        return _StoredBytes(path, self.contents) if "b" in mode else _StoredText(path, self.contents)
 
     def expand_navigation(self, entries: list[Any]) -> list[Any]:
         """The navigation of mkdocs.yml with the pages of folders in the place of `folder/`; empty parts go."""
@@ -103,28 +94,6 @@ class GeneratedPages:
             elif value:
                 expanded.append({title: value})
         return expanded
-
-
-class _StoredText(io.StringIO):
-    def __init__(self, path: str, contents: dict[str, str | bytes]) -> None:
-        super().__init__()
-        self.path, self.contents = path, contents
-
-    def close(self) -> None:
-        if not self.closed:
-            self.contents[self.path] = self.getvalue()
-        super().close()
-
-
-class _StoredBytes(io.BytesIO):
-    def __init__(self, path: str, contents: dict[str, str | bytes]) -> None:
-        super().__init__()
-        self.path, self.contents = path, contents
-
-    def close(self) -> None:
-        if not self.closed:
-            self.contents[self.path] = self.getvalue()
-        super().close()
 
 
 def build_link_rewriter(generated: GeneratedPages, repository_url: str) -> LinkRewriter:

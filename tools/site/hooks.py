@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from tools.site import key_pages, source_pages  # noqa: E402
+from tools.site import key_pages, method_pages, source_pages  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
 from tools.site.links import LinkRewriter  # noqa: E402
 
@@ -38,7 +38,7 @@ class Build:
 def get_build(repository_url: str) -> Build:
     """The build of this process: `mkdocs serve` makes the generated pages once."""
     generated = GeneratedPages(ROOT)
-    generated.add_drawn_pages()
+    generated.add_notebooks()
     branch = os.environ.get("REPOSITORY_BRANCH", "main")
     files_url = f"{repository_url.rstrip('/')}/blob/{branch}" if repository_url else ""
     return Build(generated, build_link_rewriter(generated, files_url))
@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     if path == key_pages.PAGE:
         markdown = key_pages.shorten_configuration(markdown)
+    elif path == method_pages.PAGE:
+        markdown = method_pages.shorten_positions(markdown)
     if "\n# " not in f"\n{markdown}":
         markdown = f"# {Path(path).stem.replace('_', ' ')}\n\n{markdown}"
     return get_build(config.repo_url or "").rewrite_links(markdown, path)
