@@ -13,6 +13,7 @@ parametrisation some grow. What is measured of each model:
     attention, feed-forward    the last layer's branches, before muP's multiplier
     residual stream        behind the last layer
     bias                   an encoding's bias (KERPLE: r1, r2) at the distances of the batch
+    gate                   log σ of the first layer's forget gates, which are projections of its input (FoX)
     processor channels     a score processor's first convolution, which sums over the heads
     processor              what the processor adds to scores and bias
     logits
@@ -41,6 +42,7 @@ from megatron.config.schema import Config  # noqa: E402
 from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.parameter_groups import parameter_groups  # noqa: E402
+from megatron.position.forget_gate import ForgetGate  # noqa: E402
 from megatron.training.optimizer import build_optimizer  # noqa: E402
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
@@ -48,6 +50,7 @@ VOCABULARY, LENGTH, BATCH, HEAD_SIZE = 256, 64, 4, 16
 METHODS: dict[str, dict[str, Any]] = {
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", "score_processor": "cdape"},
+    "fox": {"pos_emb": "fox"},
 }
 SIZES = {"width": (64, 128, 256, 512), "layers": (2, 4, 8, 16)}
 BASE_WIDTH, BASE_LAYERS = 64, 2
@@ -125,6 +128,11 @@ def run_model(model: Any, tokens: Tensor) -> dict[str, Tensor]:
             attention.processor.register_forward_hook(note_processor),
             attention.processor.hidden.register_forward_hook(note("processor channels")),
         ]
+    handles += [
+        gate.register_forward_hook(note("gate"))
+        for gate in attention.encoding.modules()
+        if isinstance(gate, ForgetGate)
+    ]
     seen["logits"] = model(tokens[:, :-1].contiguous())
     bias = attention.encoding.table(torch.arange(float(LENGTH))).bias
     if bias is not None:
