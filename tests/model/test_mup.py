@@ -148,10 +148,10 @@ def exponents(over: str, parametrization: str, **choices: Any) -> dict[str, floa
     return {name: compute_exponent(sizes, values) for name, values in changes.items()}
 
 
-@pytest.mark.parametrize("choices", [{"method": "kerple_log"}, {}, {"optimizer": "Muon"}], ids=str)
+@pytest.mark.parametrize("choices", [{"method": "fox"}, {}, {"optimizer": "Muon"}], ids=str)
 def test_coordinates_move_equally_far_at_every_width(choices: dict[str, str]) -> None:
     found = exponents("width", "muP", **choices)
-    for name in (*COHERENT, *(("processor channels",) if "method" not in choices else ())):
+    for name in (*COHERENT, "gate" if "method" in choices else "processor channels"):
         assert abs(found[name]) < 0.25, found
     assert max(found.values()) < 0.35, found  # what falls is the part of the start values
 
