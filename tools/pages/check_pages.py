@@ -11,6 +11,7 @@ which some explode, some end early and some failed.
 
 import argparse
 import base64
+import itertools
 import json
 import math
 import os
@@ -28,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron.analysis.analysis import Figure, Table
 from megatron.analysis.page import PageSection, render_analysis_page
+from megatron.reports.charts import Chart
 from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard
+from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.records import Record
 from megatron.reports.report import ReportSection, render_report
 
@@ -264,7 +267,19 @@ def make_up_needles(methods: Sequence[str]) -> list[Record]:
 
 
 def render_made_up_analysis() -> str:
-    """A picture, tables and sentences as analyses have them."""
+    """Charts, a picture, tables and sentences as analyses have them."""
+    distances = [float(distance) for distance in (0, 1, 3, 10, 100, 1000, 10_000)]
+
+    def build_chart(number: int, name: str) -> Chart:
+        lines = [
+            Line(f"head {head}", [(n, -n * 2.0**-head if n < 5000 else -math.inf) for n in distances], style=head)
+            for head in range(40)
+        ]
+        axis = HorizontalAxis("distance", 0.0, distances[-1], "log1p")
+        return build_line_chart(
+            f"kernels_{number}", f"Bias of {name}", "Bias over the distance.", axis, "bias", lines,
+            y_limits=(-12.0, 0.0), note="Biases below −12 stand at the lower edge.", mark=(512.0, "training length"), series_word="heads",
+        )  # fmt: skip
 
     def draw(narrow: bool) -> bytes:
         from megatron.analysis.drawing import add_titles, create_panels, save_png
@@ -280,8 +295,8 @@ def render_made_up_analysis() -> str:
     columns = ["method", "heads", "verdict", "sum of 1,000 terms", "why"]
     section = PageSection(
         "kernels", "Kernels per head", "Each head's bias over the distance.",
-        ["kerple_log: every head's series diverges.", Figure("Bias over distance.", draw), Table(columns, rows, "Sums"),
-         Table(columns, rows * 9, "Heads, with more rows", folded=True)],
+        ["kerple_log: every head's series diverges.", *itertools.starmap(build_chart, enumerate(HOSTILE_NAMES)),
+         Figure("Bias over distance.", draw), Table(columns, rows, "Sums"), Table(columns, rows * 9, "Heads, with more rows", folded=True)],
         {"none": "It adds no bias."}, "kernels.csv",
     )  # fmt: skip
     models = Table(["method", "layers × width", "where it comes from"], [["rotary", "4 × 128", "run runs/rotary"]])
