@@ -278,7 +278,8 @@ def render_made_up_analysis() -> str:
         axis = HorizontalAxis("distance", 0.0, distances[-1], "log1p")
         return build_line_chart(
             f"kernels_{number}", f"Bias of {name}", "Bias over the distance.", axis, "bias", lines,
-            y_limits=(-12.0, 0.0), note="Biases below −12 stand at the lower edge.", mark=(512.0, "training length"), series_word="heads",
+            y_limits=(-12.0, 0.0), note="Biases below −12 stand at the lower edge.",
+            mark=(512.0, "training length"), series_word="heads",
         )  # fmt: skip
 
     def draw(narrow: bool) -> bytes:
@@ -296,7 +297,8 @@ def render_made_up_analysis() -> str:
     section = PageSection(
         "kernels", "Kernels per head", "Each head's bias over the distance.",
         ["kerple_log: every head's series diverges.", *itertools.starmap(build_chart, enumerate(HOSTILE_NAMES)),
-         Figure("Bias over distance.", draw), Table(columns, rows, "Sums"), Table(columns, rows * 9, "Heads, with more rows", folded=True)],
+         Figure("Bias over distance.", draw), Table(columns, rows, "Sums"),
+         Table(columns, rows * 9, "Heads, with more rows", folded=True)],
         {"none": "It adds no bias."}, "kernels.csv",
     )  # fmt: skip
     models = Table(["method", "layers × width", "where it comes from"], [["rotary", "4 × 128", "run runs/rotary"]])
