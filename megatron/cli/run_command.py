@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megatron.utils.errors import FarfieldError, describe_error, to_path_error
+from megatron.position.catalog import MethodFileError
+from megatron.utils.errors import FarfieldError, UserError, describe_error, to_path_error
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
 from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raising_on_signals
 
@@ -75,6 +76,9 @@ def _run_app(app: Any, name: str) -> int:
     except FarfieldError as error:
         _print_error(str(error))
         return error.exit_code
+    except MethodFileError as error:  # of a user's own, which any command may meet first
+        _print_error(str(error))
+        return UserError.exit_code
     except BrokenPipeError:  # `./deepy.py positions | head -1`: nobody reads on, and nothing is wrong
         redirect_to_null(1)
         return BROKEN_PIPE_EXIT_CODE

@@ -3,6 +3,10 @@
 A method is a file of `encodings/`, `processors/` or `temperatures/`, and its name is the file's. Its options are the
 keyword arguments of its constructor, its hooks the methods of its class: both are read off the syntax tree. What it
 declares in its class body (`facts.py`) is evaluated by itself.
+
+Methods of a user's own lie in folders outside the project that `FARFIELD_METHODS` names, separated as in PATH: a folder
+has `encodings/`, `processors/` or `temperatures/` with a file for each, as the project has. Their files are run when a
+model is built, as ours are; nothing that a checkpoint says makes one run.
 """
 
 import ast
@@ -27,8 +31,10 @@ from megatron.position.facts import (
 )
 
 FOLDER = Path(__file__).parent
+METHODS_VARIABLE = "FARFIELD_METHODS"
 SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
 """The hooks whose answers change the scores of attention."""
+KINDS = ("encodings", "processors", "temperatures")
 BASES = ("Encoding", "Processor", "Temperature")
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost", "source")
 _NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
@@ -143,17 +149,17 @@ def read_encoding_facts(name: str) -> MethodFacts:
 
     Raises MethodFileError: the file is no valid Python, the name of a hook is misspelt, or no hook is answered.
     """
-    return _read_facts(FOLDER / "encodings" / f"{name}.py")
+    return _read_facts(find_method_file("encodings", name))
 
 
 def read_processor_facts(name: str) -> MethodFacts:
     """What a processor's file declares. Raises MethodFileError for a file that is no valid Python."""
-    return _read_facts(FOLDER / "processors" / f"{name}.py")
+    return _read_facts(find_method_file("processors", name))
 
 
 def read_temperature_facts(name: str) -> MethodFacts:
     """What a temperature's file declares. Raises MethodFileError for a file that is no valid Python."""
-    return _read_facts(FOLDER / "temperatures" / f"{name}.py")
+    return _read_facts(find_method_file("temperatures", name))
 
 
 def select_encoding_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,9 +212,42 @@ def format_path(path: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
-def _list_names(folder: str) -> list[str]:
-    place = FOLDER / folder
-    return list(_read_names(place, os.stat(place).st_mtime_ns))
+def find_method_file(kind: str, name: str) -> Path:
+    """The file of a method, which is the project's where no folder of `FARFIELD_METHODS` has it.
+
+    kind: encodings, processors or temperatures.
+    """
+    found = [folder / f"{name}.py" for folder in _list_folders(kind) if name in _read_folder(folder)]
+    return found[0] if found else FOLDER / kind / f"{name}.py"
+
+
+def _list_names(kind: str) -> list[str]:
+    names: dict[str, Path] = {}
+    for folder in _list_folders(kind):
+        for name in _read_folder(folder):
+            if name in names:
+                raise MethodFileError(
+                    f"{format_path(folder / f'{name}.py')}: {format_path(names[name] / f'{name}.py')} has that name "
+                    "already; give the file another one"
+                )
+            names[name] = folder
+    return sorted(names)
+
+
+def _list_folders(kind: str) -> list[Path]:
+    """The project's folder and the user's own, of one kind of method."""
+    folders = [FOLDER / kind]
+    for text in filter(None, os.environ.get(METHODS_VARIABLE, "").split(os.pathsep)):
+        root = Path(text).absolute()
+        if not any((root / other).is_dir() for other in KINDS):
+            raise MethodFileError(f"{METHODS_VARIABLE}: {text} has no folder {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+        if (root / kind).is_dir():
+            folders.append(root / kind)
+    return folders
+
+
+def _read_folder(folder: Path) -> tuple[str, ...]:
+    return _read_names(folder, os.stat(folder).st_mtime_ns)
 
 
 @cache

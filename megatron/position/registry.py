@@ -8,12 +8,14 @@ H heads, N distances, T tokens, d head dimension, D hidden size.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -22,8 +24,10 @@ from torch import Tensor
 from megatron.position.base import PositionModule
 from megatron.position.catalog import (
     FOLDER,
+    METHODS_VARIABLE,
     MethodFileError,
     check_hook_names,
+    find_method_file,
     format_path,
     list_encodings,
     list_processors,
@@ -47,10 +51,13 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
     if name not in names:
         matches = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {matches[0]}? " if matches else ""
-        raise ValueError(f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}")
-    path = FOLDER / folder / f"{name}.py"
+        raise ValueError(
+            f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}; "
+            f"{METHODS_VARIABLE} names folders of your own"
+        )
+    path = find_method_file(folder, name)
     try:
-        module = importlib.import_module(f"{__package__}.{folder}.{name}")
+        module = _import_file(folder, name, path)
     except Exception as error:
         raise MethodFileError(_describe_error_in_file(path, error)) from error
     classes = [
@@ -70,6 +77,23 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
             takes_positions=classes[0].takes_positions,
         )
     return classes[0]
+
+
+def _import_file(folder: str, name: str, path: Path) -> ModuleType:
+    """The module of a method's file: of the project's package, or by itself."""
+    if path.parent == FOLDER / folder:
+        return importlib.import_module(f"{__package__}.{folder}.{name}")
+    spec = importlib.util.spec_from_file_location(f"farfield_methods.{folder}.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where pickling and inspect look
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
 
 
 def _describe_error_in_file(path: Path, error: Exception) -> str:

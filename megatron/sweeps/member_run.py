@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from megatron.launch.child_command import DEEPY, build_command_error, stop_child
 from megatron.reports.records import Record
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -23,11 +24,10 @@ from megatron.sweeps.remaining_work import (
 from megatron.sweeps.spec import SweepMember
 from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.errors import RunError
 from megatron.utils.progress import WorkItem
 from megatron.utils.signals import get_parent_variable
 
-DEEPY = Path(__file__).resolve().parents[2] / "deepy.py"
 POLL_SECONDS = 0.2
 
 
@@ -153,9 +153,11 @@ def train_in_subprocess(
                 show_step(read_last_step(metrics, start_time))
                 time.sleep(POLL_SECONDS)
         finally:
-            _stop_child(child)
+            stop_child(child)
     if child.returncode != 0:
-        raise _build_error(child.returncode, output)
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+        otherwise = f"training ended with exit code {child.returncode}; its output is in {output}"
+        raise build_command_error(child.returncode, lines, otherwise)
 
 
 def read_last_step(metrics: Path, since: float) -> int | None:
@@ -174,24 +176,3 @@ def read_last_step(metrics: Path, since: float) -> int | None:
         except (ValueError, KeyError, TypeError):
             continue
     return None
-
-
-def _stop_child(child: subprocess.Popen[bytes]) -> None:
-    """End a training that still runs when the sweep is leaving: it saves after its step, however long that takes."""
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait()
-    except BaseException:  # a second signal
-        child.kill()
-        child.wait()
-        raise
-
-
-def _build_error(code: int, output: Path) -> FarfieldError:
-    """A failed training's own error line, with its kind."""
-    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    message = "; ".join(errors) if errors else f"training ended with exit code {code}; its output is in {output}"
-    return UserError(message) if code == UserError.exit_code and errors else RunError(message)

@@ -16,10 +16,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import build_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_runs import VOCABULARY, tiny_config, write_corpora
+from tiny_runs import make_run, write_corpora
 
 from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
@@ -28,8 +27,6 @@ from megatron.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_a
 from megatron.analysis.run import analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
-from megatron.checkpoint.trainer_state import TrainerState
-from megatron.data.load_tokenizer import read_vocabulary
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
@@ -60,19 +57,6 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
         page, "_draw_figure", lambda picture: (asked.append(picture), HtmlPicture("", "", picture.alt))[1]
     )
     return asked
-
-
-def make_run(name: str, corpus: Path, **keys: Any) -> str:
-    """A run folder with random weights, made without training."""
-    config = tiny_config(corpus, Path(name), **{"test_data_paths": [str(corpus / "test_text_document")], **keys})
-    model = build_model(config.model, config.position, VOCABULARY, seed=config.training.seed)
-    checkpoint = Path(name) / "checkpoints" / "step_0000004"
-    checkpoint.mkdir(parents=True)
-    config.save(checkpoint / "config.yml")
-    TrainerState(step=4, vocabulary={"size": VOCABULARY, "name": read_vocabulary(config.data).name}).write(checkpoint)
-    weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
-    save_file(weights, checkpoint / "model.safetensors")
-    return name
 
 
 def analyzed(runs: Sequence[str], output: str | None = None, configs: Sequence[str] = (), **options: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers as hf
 import torch
 from forked import Forked
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import layout
 from megatron.config.schema import Config
@@ -159,3 +159,21 @@ def train_with_processes(
     assert codes == [0] * world_size, "\n".join(child.printed() for child in children)
     errors = [job / f"{i:02d}.0.error" for i in range(len(configs))]
     return [path.read_text(encoding="utf-8") if path.exists() else None for path in errors]
+
+
+def make_run(name: str, corpus: Path, **keys: Any) -> str:
+    """A run folder with random weights, made without training."""
+    from models import build_model
+
+    from megatron.checkpoint.trainer_state import TrainerState
+    from megatron.data.load_tokenizer import read_vocabulary
+
+    config = tiny_config(corpus, Path(name), **{"test_data_paths": [str(corpus / "test_text_document")], **keys})
+    model = build_model(config.model, config.position, VOCABULARY, seed=config.training.seed)
+    checkpoint = Path(name) / "checkpoints" / "step_0000004"
+    checkpoint.mkdir(parents=True)
+    config.save(checkpoint / "config.yml")
+    TrainerState(step=4, vocabulary={"size": VOCABULARY, "name": read_vocabulary(config.data).name}).write(checkpoint)
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    save_file(weights, checkpoint / "model.safetensors")
+    return name

@@ -1,0 +1,45 @@
+"""Farfield for scripts and notebooks: train, load a run, and ask its model, without the command line.
+
+    import farfield
+
+    run = farfield.train("quickstart_model.yml", pos_emb="kerple_log", save="runs/kerple")
+    model = farfield.load("runs/kerple")
+    model.score(text, length=2048).perplexity
+    model.bias_table(512)  # [layers, heads, distances]
+    model.attention_maps("for i in range(", layers=[0])[0].weights  # [heads, queries, keys]
+    model.generate("def main(", temperature=0.8)
+
+docs/python.md explains it with examples. What the user got wrong is a `UserError`, what failed while running a
+`RunError`; each is one line. Importing this package takes a few milliseconds: torch comes with the first model.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farfield.commands import analyze, evaluate, list_methods, prepare, read_results, sweep, train
+    from farfield.models import AttentionMaps, Model, Scores, load
+    from megatron.utils.errors import RunError, UserError
+
+_MODULES = {
+    "farfield.commands": ("analyze", "evaluate", "list_methods", "prepare", "read_results", "sweep", "train"),
+    "farfield.models": ("AttentionMaps", "Model", "Scores", "load"),
+    "megatron.utils.errors": ("RunError", "UserError"),
+}
+__all__ = [
+    "AttentionMaps", "Model", "RunError", "Scores", "UserError", "analyze", "evaluate", "list_methods", "load",
+    "prepare", "read_results", "sweep", "train",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, when it is asked for (PEP 562)."""
+    for module, names in _MODULES.items():
+        if name in names:
+            from importlib import import_module
+
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'farfield' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -1,0 +1,353 @@
+"""A trained model in a script: what it predicts, what its encoding adds, and what its attention does.
+
+Nothing is computed here that the command line computes otherwise: losses are those of `evaluate`, texts those of
+`generate`, maps those that `analyze` draws. Arrays are NumPy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.checkpoint.trained_run import TrainedRun, open_run
+from megatron.data.load_tokenizer import load_run_tokenizer
+from megatron.options.commands import GenerationOptions
+from megatron.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.attention.inputs import AttentionInputs
+    from megatron.checkpoint.load_model import LoadedModel
+    from megatron.data.tokenizers import Tokenizer
+
+LOADED_OPTIONS = ("window", "attention_temperature", "rope", "device", "precision", "backend")
+"""Options of `GenerationOptions` that a model has been loaded with."""
+MAX_MAP_BYTES = 4 << 30
+"""Of all maps together: 32 heads of 4 layers at 1,400 tokens."""
+
+
+def load(
+    run: str | Path,
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    backend: str | None = None,
+    window: int | None = None,
+    attention_temperature: str | None = None,
+    rope: str | None = None,
+) -> Model:
+    """Load a run's newest checkpoint, or one of its checkpoints.
+
+    Args:
+        run: the run's folder, or `RUN/checkpoints/step_…`.
+        device: auto, cpu, cuda or cuda:1.
+        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, the run's own on a GPU.
+        backend: attention backend in place of the run's.
+        window, attention_temperature, rope: read the model otherwise than it was trained, as `evaluate` does.
+
+    Raises:
+        UserError: there is no such run, or it cannot be read so.
+        RunError: its checkpoint is damaged.
+    """
+    from megatron.checkpoint.load_model import load_model
+    from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
+
+    check_precision(precision, device)
+    check_backend(backend)
+    opened = open_run(run)
+    tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
+    place = resolve_device(device)
+    loaded = load_model(
+        opened.checkpoint, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
+        backend=backend, window=window, temperature=attention_temperature, rope=rope, end_of_document=tokenizer.eod,
+    )  # fmt: skip
+    return Model(opened, loaded, tokenizer)
+
+
+class Model:
+    """A trained model in evaluation mode; `load` makes one."""
+
+    def __init__(self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
+        self._run, self._loaded = run, loaded
+        self.tokenizer = tokenizer
+
+    def __repr__(self) -> str:
+        return (
+            f"<farfield.Model {self.position}, {self.num_parameters:,} parameters, trained {self.step:,} steps of "
+            f"{self.train_length:,} tokens, {self._loaded.checkpoint}>"
+        )
+
+    @property
+    def module(self) -> Any:
+        """The `torch.nn.Module`: `module(tokens [B, T])` gives logits [B, T, vocabulary]."""
+        return self._loaded.model
+
+    @property
+    def position(self) -> str:
+        """The position method with its options, as tables name it: cdape(width=16)+kerple_log."""
+        from megatron.evaluation.provenance import format_method_name
+
+        return format_method_name(self._run.config.position, self._loaded.position)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of its training: every key with its value."""
+        return self._run.config.to_flat()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that it was trained for."""
+        return self._run.trainer_state.step
+
+    @property
+    def train_length(self) -> int:
+        """Tokens of a training sequence."""
+        return self._run.config.model.seq_length
+
+    @property
+    def num_layers(self) -> int:
+        return self._run.config.model.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self._run.config.model.num_attention_heads
+
+    @property
+    def num_parameters(self) -> int:
+        return self._loaded.model.num_parameters()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the tokenizer's beginning of a text where it has one."""
+        return self.tokenizer.encode_with_bos(text)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens."""
+        return self.tokenizer.decode(list(tokens))
+
+    def score(
+        self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, last: int | None = None
+    ) -> Scores:
+        """The loss of each token of a text that is read in windows of one length, from its beginning on.
+
+        A window has `length` tokens and predicts the successor of each; what is left at the end of the text and fills
+        no window is not scored.
+
+        Args:
+            text: a text, or the tokens of one.
+            length: tokens of a window; the training length if None.
+            last: score only so many targets at the end of each window, and let windows follow each other by as many:
+                every target then has at least length − last tokens before it.
+
+        Raises:
+            UserError: the text is too short, or the model has no positions for so long a window.
+        """
+        from megatron.evaluation.perplexity import compute_window_losses
+
+        length = self.train_length if length is None else length
+        tokens = self._to_tokens(text)
+        num_scored = length if last is None else last
+        if length < 1 or not 1 <= num_scored <= length:
+            raise UserError(f"length is {length} and last is {last}; both must be at least 1, and last at most length")
+        self._check_length(length)
+        if len(tokens) < length + 1:
+            raise UserError(f"the text has {len(tokens):,} tokens; a window of {length:,} needs {length + 1:,}")
+        starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
+        losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
+        targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
+        return Scores(length, tokens[targets], losses)
+
+    def generate(self, prompt: str | Sequence[str] = "", **options: Any) -> Any:
+        """Go on with a text, or with each of several.
+
+        Args:
+            prompt: a text, or a list of them.
+            options: those of `./deepy.py generate`: maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size.
+
+        Returns:
+            What is written after the prompt, or a list of that for a list.
+
+        Raises:
+            UserError: an option's name or value, or the model has no positions for so many tokens.
+        """
+        from megatron.config.validation_errors import section_from_cli
+        from megatron.generation.text_generator import TextGenerator
+
+        if unusable := [name for name in options if name in LOADED_OPTIONS]:
+            raise UserError(f"{unusable[0]} belongs to farfield.load")
+        generator = TextGenerator(self._loaded.model, self.tokenizer, section_from_cli(GenerationOptions, options))
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if not prompts:
+            return []
+        texts = [""] * len(prompts)
+        for completion, _ in generator.generate([generator.encode(each) for each in prompts]):
+            texts[completion.prompt_index] = completion.text
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def bias_table(self, length: int | None = None) -> np.ndarray:
+        """What the encoding adds to the scores at each distance: float64 [layers, heads, length].
+
+        Where a bias depends on the query's position too, it is that of the query at position length − 1; a layer's
+        window is −∞ beyond it.
+
+        Args:
+            length: distances 0 … length − 1; the training length if None.
+
+        Raises:
+            UserError: the encoding adds no bias, or one that what a layer reads decides.
+        """
+        import torch
+
+        from megatron.analysis.attention_capture import list_attention_layers
+        from megatron.analysis.bias_series import compute_bias_by_distance, mask_window
+
+        length = self.train_length if length is None else length
+        if length < 1:
+            raise UserError(f"length is {length}; it must be at least 1")
+        self._check_length(length)
+        layers = list_attention_layers(self._loaded.model)
+        encodings = [layer.encoding for layer in layers]
+        if any(type(encoding).overrides_hook("gate") for encoding in encodings):
+            raise UserError(
+                f"what a layer of {self.position} reads decides its bias; attention_maps shows it on a text"
+            )
+        if not any(encoding.adds_bias for encoding in encodings) and all(layer.window is None for layer in layers):
+            raise UserError(f"{self.position} adds no bias to the scores")
+        with torch.no_grad():
+            tables = [
+                mask_window(compute_bias_by_distance(layer.encoding, length), layer.window).cpu() for layer in layers
+            ]
+        return torch.stack(tables).numpy()
+
+    def attention_maps(
+        self, text: str | Sequence[int] | np.ndarray, layers: Iterable[int] | None = None
+    ) -> dict[int, AttentionMaps]:
+        """Scores, bias, logits and attention weights of layers while the model reads a text as one window.
+
+        Args:
+            text: a text, or the tokens of one.
+            layers: counted from 0; all if None.
+
+        Raises:
+            UserError: a layer that is not there, no token, too many for the model or for `MAX_MAP_BYTES`.
+        """
+        from megatron.analysis.attention_capture import run_forward
+
+        tokens = self._to_tokens(text)
+        wanted = list(range(self.num_layers)) if layers is None else sorted(set(layers))
+        if outside := [layer for layer in wanted if not 0 <= layer < self.num_layers]:
+            raise UserError(f"layer {outside[0]} is not there; the model has layers 0 to {self.num_layers - 1}")
+        if not len(tokens):
+            raise UserError("the text has no tokens")
+        self._check_length(len(tokens))
+        num_bytes = 4 * 4 * len(wanted) * self.num_heads * len(tokens) ** 2
+        if num_bytes > MAX_MAP_BYTES:
+            raise UserError(
+                f"maps of {len(wanted)} layers at {len(tokens):,} tokens take {num_bytes / (1 << 30):.1f} GiB, more "
+                f"than {MAX_MAP_BYTES >> 30}; ask for fewer layers or a shorter text"
+            )
+        found: dict[int, AttentionMaps] = {}
+
+        def capture_layer(layer: int, inputs: AttentionInputs) -> None:
+            if layer in wanted:
+                found[layer] = _compute_maps(inputs)
+
+        run_forward(self._loaded.model, tokens, capture_layer)
+        return found
+
+    def analyze(self, output: str | Path | None = None, **options: Any) -> Path:
+        """The page that `./deepy.py analyze` makes of this run (`farfield.analyze`)."""
+        from farfield.commands import analyze
+
+        return analyze([str(self._loaded.checkpoint)], output, **options)
+
+    def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        tokens = np.asarray(self.encode(text) if isinstance(text, str) else text)
+        size = self.tokenizer.vocab_size
+        is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
+        if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
+            raise UserError(f"tokens must be a list of whole numbers from 0 to {size - 1:,}")
+        return tokens.astype(np.int64)
+
+    def _check_length(self, length: int) -> None:
+        max_length = self._loaded.model.max_length
+        if max_length is not None and length > max_length:
+            raise UserError(f"the model knows {max_length:,} positions; a window of {length:,} tokens is too long")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Losses of the tokens of a text."""
+
+    length: int
+    """Tokens of a window."""
+    tokens: np.ndarray
+    """int64 [windows, targets]: the tokens that were predicted."""
+    losses: np.ndarray
+    """float64 [windows, targets]: −log p of each, in nats."""
+
+    @property
+    def loss(self) -> float:
+        """The mean, in nats per token."""
+        return float(self.losses.mean())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def by_position(self) -> np.ndarray:
+        """float64 [targets]: the mean loss at each place of the window, which has that many tokens before it."""
+        mean: np.ndarray = self.losses.mean(axis=0)
+        return mean
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """What one layer computed while it read one window: float32 [heads, queries, keys], NaN where a key is hidden."""
+
+    scores: np.ndarray
+    """q·k/√d, weighted and with contextual terms, as a processor reads them."""
+    bias: np.ndarray | None
+    """What the encoding adds; None if it adds nothing."""
+    logits: np.ndarray
+    """Scores and bias after the score processor; their sum without one."""
+    weights: np.ndarray
+    """After the softmax."""
+
+    @property
+    def processor(self) -> np.ndarray:
+        """What the score processor adds to scores and bias."""
+        added: np.ndarray = self.logits - self.scores - (0 if self.bias is None else self.bias)
+        return added
+
+
+def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
+    import torch
+
+    from megatron.analysis.attention_capture import choose_block_size, compute_attention_weights
+    from megatron.attention.inputs import iter_row_blocks
+    from megatron.attention.reference import (
+        compute_logits,
+        compute_scores_and_bias,
+        compute_visible_mask,
+        precompute_terms,
+    )
+
+    shape = (inputs.q.shape[1], inputs.query.length, inputs.key.length)
+    maps: dict[str, np.ndarray] = {}
+    with torch.no_grad():
+        for block in iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)):
+            rows = slice(block.query.start, block.query.stop)
+            columns = slice(block.key.start, block.key.start + block.key.length)
+            is_hidden = ~compute_visible_mask(block)
+            scores, bias = compute_scores_and_bias(block)
+            parts = {"scores": scores, "logits": compute_logits(block), "weights": compute_attention_weights(block)}
+            if bias is not None:
+                parts["bias"] = bias.expand_as(scores)
+            for name, values in parts.items():
+                whole = maps.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
+                whole[:, rows, columns] = values[0].float().masked_fill(is_hidden[0], torch.nan).cpu().numpy()
+    return AttentionMaps(maps["scores"], maps.get("bias"), maps["logits"], maps["weights"])

@@ -1,0 +1,109 @@
+"""Commands in a script: what they return, and what they say when they fail."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import tiny_config, write_corpora
+
+import farfield
+from farfield.commands import format_overrides
+from megatron.config.load import load_config
+from megatron.position import catalog, registry
+from megatron.position.facts import AttentionDims
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = '''"""A penalty."""
+from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.facts import EncodingCost
+
+class {name}(Encoding):
+    formula = "-n/8"
+    parameters_summary, source, advice = "", "a test", "None."
+    adds_bias = True
+    cost = EncodingCost()
+
+    def table(self, distances):
+        return ScoreTerms(bias=(-distances / 8).expand(self.dims.num_heads, -1))
+'''
+
+
+@pytest.fixture
+def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one encoding, which `FARFIELD_METHODS` names."""
+    (tmp_path / "methods" / "encodings").mkdir(parents=True)
+    (tmp_path / "methods" / "encodings" / "eighths.py").write_text(OWN.format(name="Eighths"))
+    monkeypatch.setenv(catalog.METHODS_VARIABLE, str(tmp_path / "methods"))
+    return tmp_path / "methods" / "encodings"
+
+
+def test_torch_waits_for_the_first_model() -> None:
+    code = "import sys, farfield; dir(farfield); farfield.UserError; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    with pytest.raises(AttributeError, match=r"has no attribute 'laod'; it has .* load, "):
+        farfield.laod  # noqa: B018
+
+
+def test_keys_are_what_the_command_line_would_read(tmp_path: Path) -> None:
+    keys = {
+        "pos_emb": ["rotary", "none"], "save": str(tmp_path / "1e5"), "attention_window": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "optimizer.params.eps": 1e-7,
+    }  # fmt: skip
+    config = load_config(["162M"], format_overrides(keys)).config
+    assert config.position.pos_emb == ["rotary", "none"]
+    assert config.checkpoint.save == str(tmp_path / "1e5")
+    assert config.position.attention_window is None
+    params = config.optimizer.optimizer.params
+    assert (params.lr, params.eps) == (1e-3, 1e-7)
+
+
+def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    """It is trained by a process of its own, loaded here, and refused by a process that does not know its file."""
+    corpus = write_corpora(tmp_path / "text")
+    config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
+    config.save(tmp_path / "run.yml")
+    run = farfield.train(tmp_path / "run.yml", seed=5)
+    assert run == tmp_path / "run"
+    assert "step" in capsys.readouterr().out
+    model = farfield.load(run, device="cpu")
+    assert model.position == "eighths"
+    assert model.config["seed"] == 5
+    assert model.bias_table(9)[0, 0].tolist() == [-n / 8 for n in range(9)]
+    assert "eighths" in [method["name"] for method in farfield.list_methods()]
+    environment = {"PATH": "/usr/bin:/bin"}
+    asked = [sys.executable, str(ROOT / "deepy.py"), "evaluate", str(run)]
+    refused = subprocess.run(asked, env=environment, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "unknown encoding 'eighths'" in refused.stderr
+    assert "FARFIELD_METHODS" in refused.stderr
+
+
+def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
+    with pytest.raises(farfield.UserError, match="save is not set"):
+        farfield.train("162M")
+    with pytest.raises(farfield.UserError, match="no data to train on"):
+        farfield.train("162M", save=str(tmp_path / "run"), quiet=True)
+    with pytest.raises(farfield.UserError, match="nothing: no such file"):
+        farfield.prepare("nothing", output=tmp_path / "corpus", quiet=True)
+    with pytest.raises(farfield.UserError, match=r"results.json: no such file"):
+        farfield.read_results(tmp_path)
+
+
+def test_ones_own_method_must_not_hide_ours(own_methods: Path) -> None:
+    (own_methods / "rotary.py").write_text(OWN.format(name="Mine"))
+    with pytest.raises(catalog.MethodFileError, match=r"rotary.py: .*rotary.py has that name already"):
+        catalog.list_encodings()
+    with pytest.raises(farfield.UserError, match="give the file another one"):
+        farfield.list_methods()
+
+
+def test_mistakes_in_ones_own_file_are_one_line(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dims = AttentionDims(num_heads=2, head_dim=4, hidden_size=8, train_length=16, max_length=16)
+    assert registry.build_encoding("eighths", dims).formula == "-n/8"
+    (own_methods / "broken.py").write_text("import nothing_of_that_name\n" + OWN.format(name="Broken"))
+    with pytest.raises(catalog.MethodFileError, match=r"broken.py:1: ModuleNotFoundError"):
+        registry.build_encoding("broken", dims)
+    monkeypatch.setenv(catalog.METHODS_VARIABLE, str(own_methods.parent.parent / "nowhere"))
+    with pytest.raises(catalog.MethodFileError, match="nowhere has no folder encodings, processors or temperatures"):
+        catalog.list_encodings()

@@ -1,0 +1,155 @@
+"""A run in a script, against plain PyTorch, the commands, and formulas."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_runs import make_run, write_corpora
+
+import farfield
+
+CDAPE = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 4}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpora(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> farfield.Model:
+    return farfield.load(make_run(str(tmp_path_factory.mktemp("runs") / "cdape"), corpus, **CDAPE), device="cpu")
+
+
+def load(corpus: Path, folder: Path, **keys: object) -> farfield.Model:
+    return farfield.load(make_run(str(folder / "run"), corpus, **keys), device="cpu")
+
+
+TEXT = " ".join(str(number % 53) for number in range(200))
+
+
+def test_losses_are_those_of_the_logits(model: farfield.Model) -> None:
+    tokens = model.encode(TEXT)
+    scores = model.score(TEXT, 24)
+    assert scores.losses.shape == ((len(tokens) - 1) // 24, 24)
+    window = torch.tensor(tokens[24 : 2 * 24 + 1])
+    with torch.no_grad():
+        logits = model.module(window[None, :-1])[0].double()
+    expected = torch.nn.functional.cross_entropy(logits, window[1:], reduction="none")
+    np.testing.assert_allclose(scores.losses[1], expected.numpy(), rtol=1e-5)
+    assert scores.tokens[1].tolist() == window[1:].tolist()
+    assert scores.perplexity == pytest.approx(math.exp(scores.losses.mean()))
+    assert scores.by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
+
+
+def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfield.Model) -> None:
+    whole, last = model.score(TEXT, 96), model.score(TEXT, 96, last=8)
+    np.testing.assert_allclose(last.losses[0], whole.losses[0, -8:], rtol=1e-5)
+    flat = last.tokens.reshape(-1).tolist()
+    assert flat == model.encode(TEXT)[89 : 89 + len(flat)], "no target is left out, none is scored twice"
+
+
+def test_scores_are_those_of_evaluate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run", corpus, pos_emb="alibi")
+    Path("text.txt").write_text(TEXT)
+    (row,) = farfield.evaluate(run, "out", lengths=[40], protocol="nonoverlapping", data="text.txt")
+    model = farfield.load(run, device="cpu")
+    scores = model.score([*model.encode(TEXT), model.tokenizer.eod], 40)
+    assert row["tokens"] == scores.losses.size
+    assert row["perplexity"] == pytest.approx(scores.perplexity, rel=1e-6)
+    assert farfield.read_results("out")[0]["perplexity"] == row["perplexity"]
+
+
+def test_bias_is_the_formula(corpus: Path, tmp_path: Path) -> None:
+    model = load(corpus, tmp_path, pos_emb="alibi", attention_window=40)
+    table = model.bias_table(64)
+    slopes = 2.0 ** (-8 * np.arange(1, model.num_heads + 1) / model.num_heads)
+    expected = -slopes[:, None] * np.arange(64.0)
+    expected[:, 40:] = -np.inf
+    np.testing.assert_allclose(table, np.broadcast_to(expected, table.shape), rtol=1e-6)
+    assert table.shape == (model.num_layers, model.num_heads, 64)
+
+
+def test_maps_are_softmax_of_what_they_say(model: farfield.Model) -> None:
+    maps = model.attention_maps(TEXT[:80])
+    assert sorted(maps) == list(range(model.num_layers))
+    length = len(model.encode(TEXT[:80]))
+    for layer, found in maps.items():
+        assert found.weights.shape == (model.num_heads, length, length)
+        hidden = np.triu(np.ones((length, length), dtype=bool), 1)
+        assert np.isnan(found.weights[:, hidden]).all()
+        assert not np.isnan(found.weights[:, ~hidden]).any()
+        logits = torch.from_numpy(found.logits).double().nan_to_num(-torch.inf)
+        np.testing.assert_allclose(np.nan_to_num(found.weights), logits.softmax(-1).numpy(), atol=1e-6)
+        distances = np.subtract.outer(np.arange(length), np.arange(length))
+        table = model.bias_table(length)[layer]
+        np.testing.assert_allclose(found.bias[:, ~hidden], table[:, distances[~hidden]], rtol=1e-5, atol=1e-6)
+        assert np.abs(found.processor[:, ~hidden]).max() > 1e-4
+    (only,) = model.attention_maps(TEXT[:80], layers=[1]).items()
+    np.testing.assert_array_equal(only[1].weights, maps[1].weights)
+
+
+def test_rotary_has_maps_and_no_bias(corpus: Path, tmp_path: Path) -> None:
+    model = load(corpus, tmp_path, pos_emb="rotary")
+    assert model.attention_maps(TEXT[:40])[0].bias is None
+    assert np.nanmax(np.abs(model.attention_maps(TEXT[:40])[0].processor)) == 0
+    with pytest.raises(farfield.UserError, match="rotary adds no bias to the scores"):
+        model.bias_table()
+
+
+def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
+    written = model.generate("1 2 3", maximum_tokens=5, temperature=0)
+    tokens = model.encode("1 2 3")
+    for _ in range(5):
+        with torch.no_grad():
+            tokens.append(int(model.module(torch.tensor([tokens]))[0, -1, : model.tokenizer.vocab_size].argmax()))
+    assert written.split() == model.decode(tokens[3:]).split()
+    both = model.generate(["1 2 3", "7"], maximum_tokens=5, temperature=0)
+    assert both[0] == written
+    assert model.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
+        (lambda model: model.score(TEXT, 16, last=17), "length is 16 and last is 17; both must be at least 1"),
+        (lambda model: model.score([1, 2.5, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
+        (lambda model: model.score([1, 99, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
+        (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
+        (lambda model: model.generate("1", top_q=3), "top_q"),
+        (lambda model: model.generate("1", window=3), "window belongs to farfield.load"),
+        (lambda model: model.attention_maps("1 2", [2]), "layer 2 is not there; the model has layers 0 to 1"),
+        (lambda model: model.attention_maps(""), "the text has no tokens"),
+        (lambda model: model.bias_table(0), "length is 0; it must be at least 1"),
+        (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB, more than 4; ask for fewer layers"),
+        (lambda model: farfield.load("nowhere"), "nowhere: no such folder"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(model: farfield.Model, ask, told: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(farfield.UserError) as caught:
+        ask(model)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_positions_that_end_are_refused(corpus: Path, tmp_path: Path) -> None:
+    model = load(corpus, tmp_path, pos_emb="learned")
+    for ask in (lambda: model.score(TEXT, 17), lambda: model.attention_maps(TEXT)):
+        with pytest.raises(farfield.UserError, match="the model knows 16 positions"):
+            ask()
+    assert "learned" in repr(model)
+    assert model.config["pos_emb"] == "learned"
+    assert (model.step, model.train_length) == (4, 16)
+
+
+def test_what_a_layer_reads_is_no_table(corpus: Path, tmp_path: Path) -> None:
+    model = load(corpus, tmp_path, pos_emb="fox")
+    with pytest.raises(farfield.UserError, match="what a layer of fox reads decides its bias"):
+        model.bias_table()
+    bias = model.attention_maps(TEXT[:40])[0].bias
+    assert (np.nan_to_num(bias) <= 0).all()
+    assert np.diagonal(bias, axis1=1, axis2=2).max() == 0

@@ -1,0 +1,34 @@
+"""The notebooks of docs/notebooks/ run from their first cell to their last, in an empty folder."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tools.notebooks.run_notebooks import NOTEBOOKS, run_notebook
+
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
+    """What each cell shows is of the kind that the stored notebook shows."""
+    notebook = run_notebook(path, tmp_path)
+    for cell, stored in zip(notebook.cells, nbformat.read(path, as_version=4).cells, strict=True):
+        shown, kept = (
+            [(output.output_type, sorted(output.get("data", {}))) for output in book.get("outputs", [])]
+            for book in (cell, stored)
+        )
+        assert shown == kept, cell.source
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_with_what_it_shows(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run in order, once"
+    assert any(cell.outputs for cell in code)
+    assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
+    assert path.stat().st_size < 600_000
