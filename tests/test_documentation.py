@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = "megatron|kernels|tools|tests|configs|docs"
+FOLDERS = "farfield|megatron|kernels|tools|tests|configs|docs"
 PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*)")
 MODULE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b")
 PLACEHOLDER = re.compile(r"(^|/)(?!README\b)[A-Z]+(?=[/.]|$)")
