@@ -201,6 +201,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.training",
         *OURS,
     ),
+    "megatron/monitoring": (
+        "megatron.checkpoint.run_folder",
+        "megatron.launch.run_status",
+        "megatron.reports",
+        "megatron.training.metrics_log",
+        *OURS,
+    ),
     "megatron/rehearsal": (
         "torch",
         "numpy",
@@ -232,6 +239,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.evaluation",
         "megatron.reports",
         "megatron.tasks",
+        "megatron.monitoring",
         "megatron.launch",
         *OURS,
     ),

@@ -39,6 +39,28 @@ LOCK_TIMEOUT = 10.0
 """Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
 
 
+def is_lock_held(path: Path) -> bool | None:
+    """Does a process hold a lock (`RunLock`) by its file? None where that cannot be known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # a file system without locks
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def is_sweep_running(folder: Path) -> bool:
+    """Does a sweep on this machine work in a folder?"""
+    return bool(is_lock_held(folder / SWEEP_LOCK))
+
+
 class RunLock:
     """Holds a run's folder, or a sweep's, until `release`.
 

@@ -7,6 +7,9 @@ import typer
 
 from megatron.cli.arguments import with_options
 from megatron.options.commands import ReportOptions
+from megatron.utils.errors import UserError
+
+DEFAULT_PORT = 8800
 
 
 @with_options(ReportOptions)
@@ -19,6 +22,10 @@ def report(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="A page to write: report.html.", show_default=False),
     ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the report on this machine, anew while runs train, until Ctrl-C.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="Of --serve; 0 takes one that is free.", min=0, max=65535)] = DEFAULT_PORT,
     **options: Any,
 ) -> None:
     """Put results together: tables, who extrapolates, and who is better than another beyond chance.
@@ -31,10 +38,20 @@ def report(
       ./deepy.py report runs/quickstart --against kerple_log
 
       ./deepy.py report runs/a runs/b elsewhere/results.json -o all.html --delta 0.05
+
+      ./deepy.py report runs/quickstart --serve
     """
     from megatron.config.validation_errors import section_from_cli
     from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
 
     request = section_from_cli(ReportOptions, options)
+    if serve:
+        from megatron.monitoring.live_server import serve_report
+
+        if output is not None:
+            raise UserError("--serve shows the page; --output writes it: ask for one of them")
+        console = PlainConsole(highlight=False)
+        serve_report(results, port, lambda line: console.print(line, soft_wrap=True), **request.model_dump())
+        return
     combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

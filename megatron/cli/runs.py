@@ -37,17 +37,19 @@ def status(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN…", help="Run folders, or folders of runs.", show_default=False)
     ],
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every five seconds, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Look again every five seconds, until nothing trains or Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Show how far runs are: step, loss, speed, time left, last checkpoint, and whether they are alive.
 
     [bold]Examples[/]
 
       ./deepy.py status runs/a
 
-      ./deepy.py status runs --watch
+      ./deepy.py status runs --follow
     """
     from megatron.launch.run_status import print_status
 
-    print_status(runs, as_json=as_json, watch=watch)
+    return 0 if print_status(runs, as_json=as_json, follow=follow) else 1

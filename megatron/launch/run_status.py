@@ -1,13 +1,11 @@
 """`./deepy.py status RUN…` and `./deepy.py checkpoints RUN`: how far runs are and which checkpoints they have, from the
 files in their folders alone. Without torch."""
 
-import fcntl
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,42 +161,39 @@ def _read_heartbeat(run: Path) -> dict[str, Any]:
     return text
 
 
+def is_alive(run: Path) -> bool:
+    """Does a run train now, here or elsewhere?"""
+    try:
+        return _is_alive(run, _read_heartbeat(run))
+    except (OSError, ValueError):
+        return _is_alive(run, {})
+
+
 def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
     """Its lock is held, or its heartbeat is fresh, wherever the run is; on this machine a lock that nobody holds tells
     more than the heartbeat of a run that was killed."""
-    held, at = _is_lock_held(run), _finite(beat.get("time"))
+    held, at = run_folder.is_lock_held(run / LOCK), _finite(beat.get("time"))
     if held or at is None or time.time() - at >= MAX_HEARTBEAT_AGE:
         return bool(held)
     return held is None or beat.get("host") != socket.gethostname()
 
 
-def _is_lock_held(run: Path) -> bool | None:
-    """Does a process hold the run's lock? None where that cannot be known."""
-    try:
-        descriptor = os.open(run / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None  # a file system without locks
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def build_status_table(statuses: Sequence[RunStatus]) -> Table:
     """A row for each run."""
-    names = ("run", "state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
-    cells = Table(*names, box=None, pad_edge=False, header_style="dim")
-    for status in statuses:
-        total = "" if status.train_iters is None else f" / {status.train_iters:,}"
-        cells.add_row(
-            Text(status.run),
-            Text(status.state),
-            f"{status.step:,}{total}",
+    headers, rows = format_status_cells(statuses)
+    table = Table("run", *headers, box=None, pad_edge=False, header_style="dim")
+    for status, cells in zip(statuses, rows, strict=True):
+        table.add_row(*map(Text, (status.run, *cells)))
+    return table
+
+
+def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What is told of runs: the heads of the columns, and the cells of each run."""
+    headers = ("state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
+    rows: list[tuple[str, ...]] = [
+        (
+            status.state,
+            f"{status.step:,}" + ("" if status.train_iters is None else f" / {status.train_iters:,}"),
             _format_number(status.loss, ".4f"),
             _format_number(status.valid_loss, ".4f"),
             _format_number(status.tokens_per_second, ",.0f"),
@@ -206,34 +201,55 @@ def build_status_table(statuses: Sequence[RunStatus]) -> Table:
             "–" if status.seconds_left is None else format_duration(status.seconds_left),
             _format_number(status.checkpoint, ","),
         )
-    return cells
+        for status in statuses
+    ]
+    return headers, rows
 
 
 def _format_number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def print_status(paths: Sequence[Path], *, as_json: bool, watch: bool, console: Console | None = None) -> None:
-    """Print the table, once or again and again until Ctrl-C.
+def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, console: Console | None = None) -> bool:
+    """Print the table, once or again and again until no run and no sweep there is alive.
+
+    On a terminal a table is drawn over the one before; elsewhere what has changed is printed.
+
+    Returns:
+        Whether no run diverged.
 
     Raises:
         UserError: there is no run.
     """
-    runs = find_runs(paths)
+    statuses = [read_status(run) for run in find_runs(paths)]
     if as_json:
-        print(json.dumps([asdict(read_status(run)) for run in runs], indent=2))
-        return
+        print(json.dumps([asdict(status) for status in statuses], indent=2))
+        return True
     console = console or PlainConsole(highlight=False)
-    if not watch:
-        statuses = [read_status(run) for run in runs]
+    if not follow or not console.is_terminal:
         console.print(build_status_table(statuses))
         for line in (line for status in statuses for line in status.problems):
             console.print(f"note: {line}", markup=False, soft_wrap=True)
-        return
-    with Live(build_status_table([read_status(run) for run in runs]), console=console, auto_refresh=False) as live:
-        while True:
+    if not follow:
+        return True
+    with (
+        Live(build_status_table(statuses), console=console, auto_refresh=False)
+        if console.is_terminal
+        else (nullcontext()) as live
+    ):
+        while is_alive_below(paths):
             time.sleep(REFRESH_SECONDS)
-            live.update(build_status_table([read_status(run) for run in find_runs(paths)]), refresh=True)
+            shown, statuses = statuses, [read_status(run) for run in find_runs(paths)]
+            if live is not None:
+                live.update(build_status_table(statuses), refresh=True)
+            elif changed := [status for status in statuses if status not in shown]:
+                console.print(build_status_table(changed))
+    return not any(status.state == DIVERGED_KIND for status in statuses)
+
+
+def is_alive_below(paths: Sequence[Path]) -> bool:
+    """Is a run of these folders alive, or a sweep that will start some?"""
+    return any(map(run_folder.is_sweep_running, paths)) or any(map(is_alive, find_runs(paths)))
 
 
 def prune_and_report(run: Path, keep: int, log: Callable[[str], None]) -> None:

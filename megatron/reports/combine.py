@@ -7,7 +7,7 @@ once, by the last of them.
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -60,11 +60,7 @@ def combine_results(
     if output is not None:
         _check_output_page(output)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
-    experiments = {
-        path: file_experiment
-        for path in records_by_path
-        if (file_experiment := paper_experiment.read_experiment(path)) is not None
-    }
+    experiments = _read_experiments(records_by_path)
     failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
     for message in find_contradictions(
@@ -90,6 +86,20 @@ def combine_results(
         report.write_report(output, sections, title=title, command=format_command())
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     return [record for section in sections for record in section.records]
+
+
+def build_sections(
+    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA
+) -> list[ReportSection]:
+    """The parts of the page; arguments and errors as for `combine_results`."""
+    records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
+    return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)
+
+
+def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
+    found = {path: paper_experiment.read_experiment(path) for path in paths}
+    return {path: experiment for path, experiment in found.items() if experiment is not None}
 
 
 def _check_output_page(output: Path) -> None:

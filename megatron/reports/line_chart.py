@@ -127,7 +127,7 @@ def build_line_chart(
             build_point(x, y, band) for (x, y), band in zip(line.points, bands, strict=True) if not math.isnan(y)
         )
         series.append(ChartSeries(line.name, points, line in drawn, line.style))
-    ticks = tuple((value, f"{value:,.4g}") for value in choose_linear_ticks(low, high))
+    ticks = tuple((value, f"{value:,.10g}") for value in choose_linear_ticks(low, high))
     room = 0.02 * (high - low)
     return Chart(
         name,

@@ -11,7 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from megatron.reports.charts import build_curve_chart
+from megatron.reports.charts import Chart, build_curve_chart
 from megatron.reports.citation import describe_reproduction
 from megatron.reports.comparison_table import (
     ComparisonTable,
@@ -92,6 +92,17 @@ class ReportSection:
     """Told at its head; pictures then show the best methods alone."""
 
 
+@dataclass(frozen=True)
+class TrainingSection:
+    """How the runs of a page train."""
+
+    table: TextTable
+    """A row for each run."""
+    charts: Sequence[Chart] = ()
+    is_live: bool = False
+    """Do some train now? Then it stands in front of the results, and behind them if not."""
+
+
 def write_report(
     path: str | Path,
     sections: Sequence[ReportSection],
@@ -100,6 +111,7 @@ def write_report(
     num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
     command: str | None = None,
+    training: TrainingSection | None = None,
 ) -> Path:
     """Write the report.
 
@@ -111,16 +123,16 @@ def write_report(
         num_pending_runs: runs that are still to come, which the heading says.
         configurations: name → text of a configuration file, shown folded at the end.
         command: that made the page, for those who want to make it again.
+        training: how the runs trained.
 
     Raises:
-        UserError: there are no records.
+        UserError: there is nothing to show.
     """
-    return write_text_atomically(
-        path,
-        render_report(
-            sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command
-        ),
-    )
+    text = render_report(
+        sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command,
+        training=training,
+    )  # fmt: skip
+    return write_text_atomically(path, text)
 
 
 def render_report(
@@ -130,25 +142,36 @@ def render_report(
     num_pending_runs: int = 0,
     configurations: Mapping[str, str] | None = None,
     command: str | None = None,
+    training: TrainingSection | None = None,
+    refresh_seconds: int | None = None,
 ) -> str:
-    """The report as a string of HTML; arguments and errors as for `write_report`."""
+    """The report as a string of HTML; arguments and errors as for `write_report`.
+
+    refresh_seconds: how often an open page asks its server for itself; None of a page that is a file.
+    """
     records = [record for section in sections for record in section.records]
-    if not records:
+    if not records and training is None:
         raise UserError("no records to report")
     tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
     metrics = list(dict.fromkeys(table.metric for table in tables))
     pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
     if title is None:
+        assert sections
         title = _build_title(tables) if len(sections) > 1 or sections[0].title is None else sections[0].title
     return render_template(
         TEMPLATES_FOLDER / "report.html",
         title=title + pending_text,
         sections=[_describe_section(section, f"figure-{index}") for index, section in enumerate(sections, start=1)],
+        training=training,
+        training_table=None if training is None else training.table.to_html(),
+        refresh_seconds=refresh_seconds,
         downloads=[
             Download("results.csv", format_records_csv(records), "all records"),
             Download("tables.tex", render_report_latex(sections), "the tables in LaTeX, with booktabs"),
-        ],
+        ]
+        if records
+        else [],
         reproduction=describe_reproduction([record.position or record.method for record in records], command),
         measurements=describe_measurements(sections),
         models=_build_models_table(records),

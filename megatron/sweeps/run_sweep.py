@@ -373,6 +373,7 @@ def _write_results(
     sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure], done: Sequence[SweepMember]
 ) -> None:
     """Rewrite the results and the report of what is measured so far, of the members that are done."""
+    from megatron.monitoring.training_curves import TrainingMonitor
     from megatron.reports import paper_experiment, report
     from megatron.reports.citation import format_command
     from megatron.reports.results_output import write_results
@@ -385,6 +386,7 @@ def _write_results(
     texts = dict(sweep.texts)
     texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
     missing = len(sweep.members) - len(done) - len(failures)
+    runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     report.write_report(
         output / REPORT_FILE,
         [
@@ -400,6 +402,7 @@ def _write_results(
         num_pending_runs=missing,
         configurations=texts,
         command=format_command(),
+        training=TrainingMonitor().describe(runs),
     )
 
 

@@ -1,5 +1,6 @@
 """How far a run is, from the files that it leaves."""
 
+import io
 import json
 import socket
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from permissions import unprivileged, unreadable
+from rich.console import Console
 from tiny_runs import tiny_config
 
 from megatron.checkpoint.run_folder import RunLock
@@ -63,7 +65,7 @@ def test_damaged_records_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     run = make(tmp_path / "a")
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
-    print_status([run], as_json=False, watch=False)
+    print_status([run], as_json=False)
     told = capsys.readouterr().out
     assert "40 / 100" in told
     assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in told
@@ -84,7 +86,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     wrong = [make(tmp_path / "runs" / f"wrong{number}") for number, _ in enumerate(BROKEN[name])]
     for run, content in zip(wrong, BROKEN[name], strict=True):
         (run / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    print_status([tmp_path / "runs"], as_json=True, watch=False)
+    print_status([tmp_path / "runs"], as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [each["run"] for each in found] == list(map(str, [whole, *wrong]))
     assert (found[0]["loss"], found[0]["problems"]) == (2.5, [])
@@ -92,7 +94,7 @@ def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.C
     told_of = [each for each, content in zip(found[1:], BROKEN[name], strict=True) if "time" not in str(content)]
     problems = [each["problems"] for each in told_of]
     assert all(len(each) == 1 and name in each[0] for each in problems), problems
-    print_status([tmp_path / "runs"], as_json=False, watch=False)
+    print_status([tmp_path / "runs"], as_json=False)
     told = capsys.readouterr().out
     assert told.count("note: ") == len(problems)
 
@@ -144,9 +146,35 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     (runs[0] / "checkpoints" / "step_0000020" / "config.yml").write_text("")
     assert find_runs([tmp_path / "runs"]) == sorted(runs)
     assert find_runs([runs[0], tmp_path / "runs"]) == runs
-    print_status([tmp_path / "runs"], as_json=True, watch=False)
+    print_status([tmp_path / "runs"], as_json=True)
     assert [each["run"] for each in json.loads(capsys.readouterr().out)] == [str(runs[1]), str(runs[0])]
     assert build_status_table([read_status(run) for run in runs]).row_count == 2
+
+
+def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make(tmp_path / "runs" / name) for name in ("a", "b")]
+    lock = RunLock(runs[0])
+
+    def train(seconds: float) -> None:
+        """What happens between two looks: a step, then nothing, then the end."""
+        looks.append(seconds)
+        if len(looks) == 1:
+            with open(runs[0] / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({**RECORD, "step": 77}) + "\n")
+        elif len(looks) == 3:
+            lock.release()
+
+    looks: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", train)
+    console = Console(file=io.StringIO(), width=300)
+    assert print_status([tmp_path / "runs"], as_json=False, follow=True, console=console)
+    assert len(looks) == 3
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert [line.count("a starting") + line.count("a stopped") for line in lines] == [0, 1, 0, 0, 1, 0, 1]
+    assert sum(str(runs[1]) in line for line in lines) == 1, "what has not changed is not printed again"
+    with open(runs[1] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "diverged", "step": 80, "reason": "its loss is nan"}) + "\n")
+    assert not print_status([tmp_path / "runs"], as_json=False, follow=True)
 
 
 def test_no_run(tmp_path: Path) -> None:

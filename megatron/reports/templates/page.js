@@ -2,6 +2,7 @@
 "use strict";
 {
 const root = document.documentElement;
+const choices = new Map();  // what a reader chose of a chart, by its id, for when it is drawn anew
 
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -85,6 +86,13 @@ function setUpChart(figure) {
   const drawn = data.series.map((series) => series.drawn);
   const hasFaint = drawn.includes(false);
   let scale = data.scales[0], place = null, read = null;
+  const chosen = choices.get(figure.id);
+  if (chosen) {
+    scale = data.scales.find((other) => other.name === chosen.scale) ?? scale;
+    data.series.forEach((series, index) => { drawn[index] = chosen.drawn.get(series.name) ?? drawn[index]; });
+  }
+  const keep = () => choices.set(figure.id, {scale: scale.name, isFaintless: canvas.classList.contains("faintless"),
+    drawn: new Map(data.series.map((series, index) => [series.name, drawn[index]]))});
 
   const percent = (share) => `${+(100 * share).toFixed(2)}%`;
   const locate = (value) => {
@@ -229,7 +237,7 @@ function setUpChart(figure) {
     const button = make("button", {type: "button"}, ...item.childNodes);
     item.replaceChildren(button);
     const highlight = (is) => () => { read = is ? index : null; show(); };
-    button.addEventListener("click", () => { drawn[index] = !drawn[index]; drawAll(); });
+    button.addEventListener("click", () => { drawn[index] = !drawn[index]; drawAll(); keep(); });
     for (const name of ["pointerenter", "focus"]) button.addEventListener(name, highlight(true));
     for (const name of ["pointerleave", "blur"]) button.addEventListener(name, highlight(false));
   });
@@ -237,7 +245,7 @@ function setUpChart(figure) {
   const addTool = (text, act, pressed) => {
     const button = make("button", {type: "button", textContent: text});
     if (pressed !== undefined) button.setAttribute("aria-pressed", pressed);
-    button.addEventListener("click", () => act(button));
+    button.addEventListener("click", () => { act(button); keep(); });
     tools.append(button);
   };
   if (data.scales.length > 1) {
@@ -254,9 +262,9 @@ function setUpChart(figure) {
     addTool("As at first", () => { initial.forEach((is, index) => { drawn[index] = is; }); drawAll(); });
     addTool("Others faintly", (button) => {
       button.setAttribute("aria-pressed", !canvas.classList.toggle("faintless"));
-    }, hasFaint);
+    }, !(chosen?.isFaintless ?? !hasFaint));
   }
-  canvas.classList.toggle("faintless", !hasFaint);
+  canvas.classList.toggle("faintless", chosen?.isFaintless ?? !hasFaint);
   addTool("Save SVG", () => saveChart(figure, canvas));
   if (!isPoints) drawAll();
 }
@@ -313,8 +321,38 @@ function saveChart(figure, canvas) {
   save(`${figure.id}.svg`, new Blob([new XMLSerializer().serializeToString(whole)], {type: "image/svg+xml"}));
 }
 
+function setUpPage() {
+  document.querySelectorAll("a[data-name]").forEach(setUpDownload);
+  document.querySelectorAll("table").forEach(setUpTable);
+  document.querySelectorAll("figure.chart").forEach(setUpChart);
+}
+
+// A page of a server asks for itself again and again, and takes what has changed. What has the focus stays as it is.
+function setUpRefresh(status) {
+  const parts = ["h1", "nav", "main", "footer"];
+  let shown = null;
+  const look = async () => {
+    try {
+      const answer = await fetch(location.href, {cache: "no-store"});
+      const text = await answer.text();
+      if (!answer.ok) throw new Error(text);
+      const next = new DOMParser().parseFromString(text, "text/html"), word = next.getElementById("refresh").textContent;
+      status.textContent = `${word}, looked at ${new Date().toLocaleTimeString()}, every ${status.dataset.seconds} s`;
+      if (text === shown || document.querySelector("main :focus, .readout:not([hidden])")) return;
+      document.title = next.title;
+      for (const part of parts) document.querySelector(part)?.replaceWith(next.querySelector(part) ?? "");
+      setUpPage();
+      shown = text;
+    } catch {
+      status.textContent = "The server does not answer: this is what it showed last";
+    }
+  };
+  setInterval(look, 1000 * status.dataset.seconds);
+  look();
+}
+
 setUpTheme(document.getElementById("theme"));
-document.querySelectorAll("a[data-name]").forEach(setUpDownload);
-document.querySelectorAll("table").forEach(setUpTable);
-document.querySelectorAll("figure.chart").forEach(setUpChart);
+setUpPage();
+const refreshed = document.getElementById("refresh");
+if (refreshed) setUpRefresh(refreshed);
 }

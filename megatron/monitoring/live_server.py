@@ -1,0 +1,151 @@
+"""`./deepy.py report FOLDER --serve`: the report of a run or sweep on this machine, shown anew while it trains.
+
+The page is the report that `report -o` writes, with how the runs train in front of it; a script in it asks for the
+page every few seconds and puts in what has changed. The server speaks to this machine alone: it listens at 127.0.0.1,
+answers requests that name it so, gives out this one page and no file, and takes nothing in.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.run_folder import is_sweep_running
+from megatron.launch.run_status import find_runs, is_alive
+from megatron.monitoring.training_curves import TrainingMonitor
+from megatron.reports.combine import build_sections
+from megatron.reports.records import RESULTS_FILE
+from megatron.reports.report import ReportSection, TrainingSection, render_report
+from megatron.training.metrics_log import METRICS_FILE
+from megatron.utils.errors import UserError
+
+HOST = "127.0.0.1"
+HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "img-src data:; connect-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+
+
+class LivePage:
+    """The page of some folders, made anew where a file of theirs has changed.
+
+    Args:
+        folders: of runs or sweeps.
+        options: `against`, `delta` and `title` of the report.
+    """
+
+    def __init__(self, folders: Sequence[Path], **options: Any) -> None:
+        self.folders, self.options = folders, options
+        self._monitor, self._lock = TrainingMonitor(), threading.Lock()
+        self._state: tuple[object, ...] | None = None
+        self._text = ""
+
+    def render(self) -> str:
+        """The page now. Raises UserError if a folder is no run or sweep, or holds results that cannot be read."""
+        with self._lock:
+            runs = self._find_runs()
+            files = [run / METRICS_FILE for run in runs]
+            files += [folder / RESULTS_FILE for folder in (*self.folders, *runs)]
+            alive = tuple(is_alive(run) for run in runs)
+            is_live = any(alive) or any(map(is_sweep_running, self.folders))
+            state = (is_live, alive, *((path, *_stat(path)) for path in files))
+            if state != self._state:
+                self._text = self._render(runs, is_live)
+                self._state = state
+            return self._text
+
+    def _find_runs(self) -> list[Path]:
+        try:
+            return find_runs(self.folders)
+        except UserError:
+            if any(map(is_sweep_running, self.folders)):  # which prepares its corpus
+                return []
+            raise
+
+    def _render(self, runs: Sequence[Path], is_live: bool) -> str:
+        training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
+        results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
+        sections: Sequence[ReportSection] = ()
+        if results:
+            sections = build_sections(results, self.options.get("against"), self.options["delta"])
+        title = self.options.get("title") or (None if sections else f"{', '.join(map(str, self.folders))} in training")
+        return render_report(sections, title=title, training=training, refresh_seconds=REFRESH_SECONDS)
+
+
+REFRESH_SECONDS = 5
+"""Between two looks of an open page."""
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
+
+
+def serve_report(folders: Sequence[Path], port: int, log: Callable[[str], None], **options: Any) -> None:
+    """Serve the page until the process is interrupted.
+
+    Args:
+        folders: of runs or sweeps.
+        port: to listen at; 0 takes one that is free.
+        log: takes the line with the page's address.
+        options: `against`, `delta` and `title` of the report.
+
+    Raises:
+        UserError: the port is taken, or a folder is no run or sweep.
+    """
+    page = LivePage(folders, **options)
+    page.render()
+    with build_server(page, port) as server:
+        log(f"http://{HOST}:{server.server_address[1]}/ shows {', '.join(map(str, folders))} until Ctrl-C")
+        server.serve_forever(poll_interval=0.2)
+
+
+def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
+    """A server that listens, and serves nothing yet. Raises UserError if the port cannot be had."""
+
+    class Handler(BaseHTTPRequestHandler):
+        server_version, sys_version = "farfield", ""
+
+        def do_GET(self) -> None:
+            names = {f"{host}:{self.server.server_address[1]}" for host in (HOST, "localhost")}  # type: ignore[index]
+            if self.headers.get("Host") not in names:  # a page from elsewhere whose name was bound to this address
+                return self._answer(403, "this server answers to its own address alone")
+            if self.path.partition("?")[0] != "/":
+                return self._answer(404, "there is one page, /")
+            try:
+                self._answer(200, page.render())
+            except UserError as error:
+                self._answer(503, str(error))
+
+        def _answer(self, code: int, text: str) -> None:
+            content = text.encode("utf-8")
+            self.send_response(code)
+            headers = HEADERS if code == 200 else {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *values: Any) -> None:
+            """Nothing: a line for every look would hide everything else."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, address: Any) -> None:
+            """Nothing: a reader that leaves early is no error."""
+
+    try:
+        return Server((HOST, port), Handler)
+    except OSError as error:
+        raise UserError(
+            f"--port {port}: cannot be listened at ({error.strerror}); --port 0 takes a free one"
+        ) from error

@@ -1,0 +1,181 @@
+"""The course of runs, read from their metrics.jsonl as it grows, as charts and a table of a page.
+
+A file is read from where the last look ended, so a long run costs no more than a short one. Half a line at the end is
+left for the next look. A file that became shorter, or another one, is read from its beginning; a step that was recorded
+before belongs to a run that was resumed, and what was after it does not count any more.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.launch.run_status import RunStatus, format_status_cells, read_status
+from megatron.reports.charts import Chart
+from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
+from megatron.reports.report import TrainingSection
+from megatron.reports.table_formats import TextTable
+from megatron.training.metrics_log import METRICS_FILE
+from megatron.utils.atomic_io import parse_json
+
+MAX_POINTS = 160
+"""Of a curve."""
+MAX_CURVES = 40
+"""Runs of a page with curves; of more the table alone is shown."""
+START_SHARE = 0.1
+"""Losses of the first tenth of all steps may lie above the chart, which would otherwise be theirs alone."""
+
+
+@dataclass
+class CurveReader:
+    """The recorded steps of one run.
+
+    Args:
+        run: its folder.
+    """
+
+    run: Path
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    """Step and mean loss of the interval that ended there, in nats per token."""
+    validations: list[tuple[int, float]] = field(default_factory=list)
+    speeds: list[tuple[int, float]] = field(default_factory=list)
+    """Step and tokens per second."""
+    _offset: int = 0
+    _inode: int = 0
+
+    def read(self) -> bool:
+        """Read what was written since the last look. Returns whether there was something."""
+        try:
+            with open(self.run / METRICS_FILE, "rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size < self._offset or status.st_ino != self._inode:
+                    self._forget_from(0)
+                    self._offset, self._inode = 0, status.st_ino
+                file.seek(self._offset)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return False
+        self._offset += len(whole) + len(end)
+        for line in whole.split(b"\n") if end else ():
+            self._add(line)
+        return bool(end)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = parse_json(line)
+            kind, step = record["kind"], int(record["step"])
+        except (ValueError, KeyError, TypeError):
+            return  # a damaged line, which `status` tells of
+        if kind == "train":
+            if self.losses and step <= self.losses[-1][0]:
+                self._forget_from(step)
+            pairs = [(self.losses, record.get("loss")), (self.speeds, record.get("tokens_per_second"))]
+        else:
+            pairs = [(self.validations, record.get("loss") if kind == "valid" else None)]
+        for points, value in pairs:
+            if isinstance(value, int | float) and abs(value) < 1e300:
+                points.append((step, float(value)))
+
+    def _forget_from(self, step: int) -> None:
+        for points in (self.losses, self.validations, self.speeds):
+            points[:] = [point for point in points if point[0] < step]
+
+
+class TrainingMonitor:
+    """The runs of a folder, looked at again and again."""
+
+    def __init__(self) -> None:
+        self._readers: dict[Path, CurveReader] = {}
+
+    def describe(self, runs: Sequence[Path], *, is_live: bool = False) -> TrainingSection:
+        """The part of a page on how runs train, with what was written until now.
+
+        Args:
+            runs: their folders.
+            is_live: whether the page is shown anew while they train.
+        """
+        names = _shorten_names(runs)
+        for run in runs:
+            self._readers.setdefault(run, CurveReader(run)).read()
+        statuses = {names[run]: read_status(run) for run in runs}
+        curves = {names[run]: self._readers[run] for run in runs}
+        charts: list[Chart] = []
+        if len(runs) <= MAX_CURVES:
+            found = (_build_loss_chart(curves), _build_speed_chart(curves))
+            charts = [chart for chart in found if chart is not None]
+        return TrainingSection(_build_table(statuses, shows_curves=len(runs) <= MAX_CURVES), charts, is_live)
+
+
+def _shorten_names(runs: Sequence[Path]) -> dict[Path, str]:
+    """The folders without what all of them begin with."""
+    if len(runs) <= 1:
+        return {run: run.name for run in runs}
+    common = Path(os.path.commonpath(runs))
+    return {run: run.relative_to(common).as_posix() for run in runs}
+
+
+def _build_table(statuses: dict[str, RunStatus], *, shows_curves: bool) -> TextTable:
+    notes = () if shows_curves else (f"Curves are shown of at most {MAX_CURVES} runs.",)
+    problems = tuple(problem for status in statuses.values() for problem in status.problems)
+    headers, rows = format_status_cells(list(statuses.values()))
+    return TextTable(
+        "Trainings", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
+    )  # fmt: skip
+
+
+def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
+    lines, shown = [], []
+    last = max((curve.losses[-1][0] for curve in curves.values() if curve.losses), default=0)
+    for style, (name, curve) in enumerate(curves.items()):
+        if curve.losses:
+            lines.append(Line(name, _thin_out(curve.losses), style=style))
+            shown += [loss for step, loss in curve.losses if step >= START_SHARE * last or len(curve.losses) < 3]
+    if not lines:
+        return None
+    validations = [
+        f"{name} {curve.validations[-1][1]:.4f} at step {curve.validations[-1][0]:,}"
+        for name, curve in curves.items()
+        if curve.validations
+    ]
+    note = f"Validation: {'; '.join(validations)}." if validations else ""
+    low, high = min(shown), max(shown)
+    return _build_chart("training_loss", "Loss of the trainings", "loss in nats per token", lines, (low, high), note)
+
+
+def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
+    lines = [
+        Line(name, _thin_out(curve.speeds), style=style)
+        for style, (name, curve) in enumerate(curves.items())
+        if curve.speeds
+    ]
+    if not lines:
+        return None
+    highest = max(speed for line in lines for _, speed in line.points)
+    return _build_chart("training_speed", "Speed of the trainings", "tokens per second", lines, (0.0, highest), "")
+
+
+def _build_chart(
+    name: str, title: str, y_title: str, lines: list[Line], limits: tuple[float, float], note: str
+) -> Chart:
+    steps = [step for line in lines for step, _ in line.points]
+    ends = "; ".join(f"{line.name} {line.points[-1][1]:,.4g} at step {line.points[-1][0]:,.0f}" for line in lines[:8])
+    low, high = limits
+    return build_line_chart(
+        name,
+        title,
+        f"{title} over the steps. Last: {ends}.",
+        HorizontalAxis("step", min(steps), max(max(steps), min(steps) + 1)),
+        y_title,
+        lines,
+        y_limits=(low, high) if high > low else (low - 0.5, low + 0.5),
+        note=note,
+        series_word="runs",
+    )
+
+
+def _thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS`, evenly spaced, the last among them."""
+    if len(points) <= MAX_POINTS:
+        return [(float(step), value) for step, value in points]
+    indices = (round(index * (len(points) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS))
+    return [(float(points[index][0]), points[index][1]) for index in indices]

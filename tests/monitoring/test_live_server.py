@@ -1,0 +1,108 @@
+"""The live page over a real socket: what it shows as runs go on, and what it refuses."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
+from megatron.monitoring import live_server
+from megatron.monitoring.live_server import LivePage, build_server, serve_report
+from megatron.reports.records import Record, write_records
+from megatron.utils.errors import UserError
+
+from .test_training_curves import make_run, write_line
+
+
+@contextmanager
+def serving(page: LivePage) -> Iterator[int]:
+    with build_server(page, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str, http.client.HTTPMessage]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text, answer.headers
+
+
+def make_page(*folders: Path) -> LivePage:
+    return LivePage(list(folders), against=None, delta=0.1, title=None)
+
+
+def write_results(folder: Path) -> None:
+    records = [
+        Record(
+            method="rotary", train_length=64, length=length, protocol="last", metric="perplexity", value=value,
+            tokens=2048, seed=1, run=str(folder),
+        )
+        for length, value in ((64, 6.5), (2048, 16.25))
+    ]  # fmt: skip
+    write_records(folder / "results.json", records)
+
+
+def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", 40)
+    lock = RunLock(run)
+    with serving(make_page(run)) as port:
+        code, text, headers = ask(port)
+        assert code == 200
+        assert "run in training</h1>" in text
+        assert 'data-seconds="5" role="status">Live</p>' in text
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert "step: 50" not in text
+        write_line(run, 50, 0.5)
+        assert "step: 50" in ask(port)[1]
+        lock.release()
+        write_results(run)
+        text = ask(port)[1]
+        assert "Nothing trains now" in text
+        assert text.index("16.25") < text.index('id="training"'), "results come first"
+        assert 'id="cite"' in text
+
+
+def test_a_sweep_that_has_no_run_yet_is_live(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "sweep", name=SWEEP_LOCK, key="sweep.output")
+    page = make_page(tmp_path / "sweep")
+    assert ">Live</p>" in page.render()
+    make_run(tmp_path / "sweep" / "a" / "seed_1", 3)
+    assert "seed_1" in page.render()
+    lock.release()
+
+
+def test_nothing_is_made_anew_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", 4)
+    page, made = make_page(run), []
+    monkeypatch.setattr(live_server, "render_report", lambda *_, **more: made.append(more) or str(len(made)))
+    assert [page.render(), page.render()] == ["1", "1"]
+    write_line(run, 5, 1.0)
+    assert page.render() == "2"
+
+
+def test_others_are_refused(tmp_path: Path) -> None:
+    with serving(make_page(make_run(tmp_path / "run", 2))) as port:
+        assert ask(port, Host=f"localhost:{port}")[0] == 200
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1:1"):
+            assert ask(port, Host=host)[0] == 403
+        for path in ("/config.yml", "/../run/config.yml", "/index.html"):
+            assert ask(port, path)[0] == 404
+        assert ask(port, method="POST")[0] == 501
+        with pytest.raises(UserError, match=f"--port {port}: cannot be listened at"):
+            build_server(make_page(tmp_path), port)
+
+
+def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run in it"):
+        serve_report([tmp_path], 0, print, against=None, delta=0.1, title=None)

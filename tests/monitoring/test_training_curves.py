@@ -1,0 +1,89 @@
+"""Curves of runs that grow: lines as they are written, runs that begin again, and what a page shows of them."""
+
+import json
+from pathlib import Path
+
+from tiny_runs import tiny_config
+
+from megatron.monitoring.training_curves import MAX_CURVES, MAX_POINTS, CurveReader, TrainingMonitor
+
+
+def write_line(run: Path, step: int, loss: float | None, kind: str = "train", mode: str = "a") -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / "metrics.jsonl", mode) as file:
+        file.write(json.dumps({"kind": kind, "step": step, "loss": loss, "tokens_per_second": 100.0 + step}) + "\n")
+
+
+def test_only_what_was_written_since_is_read(tmp_path: Path) -> None:
+    reader = CurveReader(tmp_path)
+    assert not reader.read()
+    write_line(tmp_path, 10, 3.0)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "st')
+    assert reader.read()
+    assert reader.losses == [(10, 3.0)]
+    # What is before the last look is not read again, whatever it says now.
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    with open(tmp_path / "metrics.jsonl", "r+b") as file:
+        file.write(content.replace(b"3.0", b"9.0"))
+        file.seek(0, 2)
+        file.write(b'ep": 20, "loss": 2.5}\n{"kind": "valid", "step": 20, "loss": 2.75}\nno JSON\n[1]\n')
+    reader.read()
+    assert reader.losses == [(10, 3.0), (20, 2.5)]
+    assert reader.validations == [(20, 2.75)]
+    assert not reader.read()
+
+
+def test_a_resumed_run_takes_its_steps_back(tmp_path: Path) -> None:
+    reader = CurveReader(tmp_path)
+    for step in (10, 20, 30):
+        write_line(tmp_path, step, 4 - step / 10)
+    reader.read()
+    write_line(tmp_path, 20, 1.5)
+    reader.read()
+    assert reader.losses == [(10, 3.0), (20, 1.5)]
+    assert reader.speeds == [(10, 110.0), (20, 120.0)]
+    # A shorter file is another course.
+    write_line(tmp_path, 5, 7.0, mode="w")
+    reader.read()
+    assert reader.losses == [(5, 7.0)]
+
+
+def test_losses_that_are_none_have_no_point(tmp_path: Path) -> None:
+    reader = CurveReader(tmp_path)
+    write_line(tmp_path, 10, None)
+    write_line(tmp_path, 20, float("nan"))
+    write_line(tmp_path, 30, float("inf"))
+    write_line(tmp_path, 40, 2.0)
+    reader.read()
+    assert reader.losses == [(40, 2.0)]
+
+
+def make_run(run: Path, steps: int) -> Path:
+    for step in range(1, steps + 1):
+        write_line(run, step, 5 / step)
+    tiny_config(run, run, train_iters=steps).save(run / "config.yml")
+    return run
+
+
+def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "runs" / name / "seed_1", steps) for name, steps in (("a", 3), ("b", 700))]
+    section = TrainingMonitor().describe(runs)
+    assert [name for name, _ in section.table.rows] == ["a/seed_1", "b/seed_1"]
+    assert section.table.rows[1][1][:2] == ("finished", "700 / 700")
+    loss, speed = section.charts
+    assert [line.name for line in loss.series] == ["a/seed_1", "b/seed_1"]
+    assert len(loss.series[1].points) == MAX_POINTS
+    assert loss.places[loss.series[1].points[-1].place].text == "step: 700"
+    assert speed.series[0].points[-1].value == 103.0
+    # The first tenth of the steps may lie above the chart: its upper edge is the loss of step 70.
+    assert loss.scale.high < 5 / 70 * 1.1
+    assert loss.series[0].points[0].value == max(point.value for point in loss.series[1].points)
+
+
+def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"{number:02}", 2) for number in range(MAX_CURVES + 1)]
+    section = TrainingMonitor().describe(runs)
+    assert len(section.table.rows) == MAX_CURVES + 1
+    assert not section.charts
+    assert f"at most {MAX_CURVES} runs" in section.table.notes[0]
