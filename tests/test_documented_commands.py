@@ -1,5 +1,6 @@
 """Every command of the documentation is one that the command line takes: its options, its configuration files merged,
-its keys and their values. Nothing is trained; docs/tutorial.md is run as a whole by test_tutorial.py."""
+its keys and their values. Those that need nothing of the reader's are run; of the others `NOT_RUN` says why they are
+not, and which tests run their like. docs/tutorial.md is run as a whole by test_tutorial.py."""
 
 import re
 import shlex
@@ -23,6 +24,22 @@ PAGES = [
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CONFIGURED = ("train", "plan", "rehearse")
 """Commands whose arguments are configuration files and keys."""
+RUN = ("keys", "plan", "positions", "tasks")
+"""Commands that are run as they stand."""
+NOT_RUN = {
+    "train": "minutes on a CPU, or GPUs; tests/training, tests/launch",
+    "sweep": "minutes on a CPU, or GPUs; tests/sweeps",
+    "rehearse": "the CUDA build of torch; tests/cuda",
+    "prepare": "texts of the reader's; tests/data",
+    "evaluate": "runs of the reader's; tests/evaluation",
+    "analyze": "runs of the reader's; tests/analysis",
+    "generate": "runs of the reader's; tests/generation",
+    "status": "runs of the reader's; tests/launch/test_run_status.py",
+    "report": "results of the reader's; tests/reports, tests/monitoring",
+    "export": "runs of the reader's; tests/conversion",
+    "import": "models of others; tests/conversion",
+}
+"""Command → what it needs, and the tests of it."""
 READERS_OVERLAYS = ("mine.yml", "corpus.yml", "kerple_log.yml")
 """Files that the reader writes and that say a few keys: here they say none."""
 READERS_CONFIGURATIONS = ("my.yml", "run.yml", "config.yml")
@@ -96,6 +113,21 @@ def write_readers_file(path: Path, *, is_task: bool) -> None:
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_command_line_takes_what_a_page_shows(words: list[str], readers_files: Path) -> None:
     check_command(words, readers_files)
+
+
+def test_a_command_is_run_or_said_why_not() -> None:
+    shown = {words[1] for words in (each.values[0] for each in COMMANDS) if words[0] == "./deepy.py"}
+    assert shown == {*RUN, *NOT_RUN}
+    for reason in NOT_RUN.values():
+        assert all((ROOT / path).exists() for path in re.findall(r"tests/[\w/.]+\w", reason)), reason
+
+
+@pytest.mark.parametrize("words", [each for each in COMMANDS if each.values[0][1:2] and each.values[0][1] in RUN])
+def test_a_command_that_needs_nothing_runs(
+    words: list[str], readers_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not app(words[1:], standalone_mode=False)
+    assert len(capsys.readouterr().out) > 50
 
 
 @pytest.mark.parametrize(

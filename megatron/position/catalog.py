@@ -35,6 +35,7 @@ METHODS_VARIABLE = "FARFIELD_METHODS"
 SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
 """The hooks whose answers change the scores of attention."""
 KINDS = ("encodings", "processors", "temperatures")
+_PROJECT_FOLDERS = {kind: FOLDER / kind for kind in KINDS}
 BASES = ("Encoding", "Processor", "Temperature")
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost", "source")
 _NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
@@ -217,13 +218,20 @@ def find_method_file(kind: str, name: str) -> Path:
 
     kind: encodings, processors or temperatures.
     """
-    found = [folder / f"{name}.py" for folder in _list_folders(kind) if name in _read_folder(folder)]
-    return found[0] if found else FOLDER / kind / f"{name}.py"
+    own = _get_project_file(kind, name)
+    folders = _list_folders(kind)[1:]
+    return next((folder / f"{name}.py" for folder in folders if name in _read_folder(folder)), own)
+
+
+@cache
+def _get_project_file(kind: str, name: str) -> Path:
+    return FOLDER / kind / f"{name}.py"
 
 
 def _list_names(kind: str) -> list[str]:
-    names: dict[str, Path] = {}
-    for folder in _list_folders(kind):
+    project_folder, *folders = _list_folders(kind)
+    names = dict.fromkeys(_read_folder(project_folder), project_folder)
+    for folder in folders:
         for name in _read_folder(folder):
             if name in names:
                 raise MethodFileError(
@@ -236,7 +244,7 @@ def _list_names(kind: str) -> list[str]:
 
 def _list_folders(kind: str) -> list[Path]:
     """The project's folder and the user's own, of one kind of method."""
-    folders = [FOLDER / kind]
+    folders = [_PROJECT_FOLDERS[kind]]
     for text in filter(None, os.environ.get(METHODS_VARIABLE, "").split(os.pathsep)):
         root = Path(text).absolute()
         if not any((root / other).is_dir() for other in KINDS):
