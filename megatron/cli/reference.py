@@ -43,7 +43,7 @@ def positions(
     """List encodings, score processors and temperatures: formula, parameters, options, traits, when to use it."""
     import json
 
-    from megatron.config.method_names import find_methods
+    from megatron.config.method_names import describe_compositions, find_methods
 
     names = find_methods(name)
     from megatron.position.registry import describe_methods
@@ -74,6 +74,9 @@ def positions(
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
             print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
         console.print()
+    if not name:
+        console.print("[bold underline]compositions[/] (overlays of configs/position)\n")
+        print_facts(console, describe_compositions())
 
 
 def tasks(

@@ -6,6 +6,7 @@ names, which each method's file declares, are refused with ours. Nothing here im
 (`megatron/position/catalog.py`).
 """
 
+import itertools
 import re
 
 from megatron.config.yaml_files import SHIPPED_CONFIGS
@@ -98,6 +99,19 @@ def changes_scores(encoding: str) -> bool:
 def list_overlays() -> list[str]:
     """Names of the files of configs/position: of methods, and of keys that make one of another."""
     return sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
+
+
+def describe_compositions() -> dict[str, str]:
+    """The overlays of configs/position that are no single method, with the first sentence of their comments."""
+    methods = {*list_encodings(), *list_processors(), *list_temperatures()}
+    found = {}
+    for name in list_overlays():
+        if name not in methods:
+            text = (SHIPPED_CONFIGS / "position" / f"{name}.yml").read_text(encoding="utf-8")
+            lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+            comment = " ".join(line.lstrip("# ") for line in lines)
+            found[name] = re.split(r"(?<!et al)\.(?= |$)", comment)[0]
+    return found
 
 
 def find_methods(text: str) -> list[str]:
