@@ -52,6 +52,6 @@ def report(
         if output is not None:
             raise UserError("--serve shows the page; --output writes it: ask for one of them")
         console = PlainConsole(highlight=False)
-        serve_report(results, port, lambda line: console.print(line, soft_wrap=True), **request.model_dump())
+        serve_report(results, port, lambda line: console.print(line, soft_wrap=True), request)
         return
     combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

@@ -6,6 +6,7 @@ answers requests that name it so, gives out this one page and no file, and takes
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,13 +15,18 @@ from typing import Any
 from megatron.checkpoint.run_folder import is_sweep_running
 from megatron.launch.run_status import find_runs, is_alive
 from megatron.monitoring.training_curves import TrainingMonitor
+from megatron.options.commands import ReportOptions
 from megatron.reports.combine import build_sections
 from megatron.reports.records import RESULTS_FILE
 from megatron.reports.report import ReportSection, TrainingSection, render_report
 from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.errors import UserError
+from megatron.utils.errors import FarfieldError, UserError
 
 HOST = "127.0.0.1"
+REFRESH_SECONDS = 5
+"""Between two looks of an open page."""
+RENDER_SHARE = 0.1
+"""Of the time that making the page of a large sweep may take: it shares the machine with the trainings."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -35,18 +41,22 @@ class LivePage:
 
     Args:
         folders: of runs or sweeps.
-        options: `against`, `delta` and `title` of the report.
+        options: of the report.
     """
 
-    def __init__(self, folders: Sequence[Path], **options: Any) -> None:
+    def __init__(self, folders: Sequence[Path], options: ReportOptions) -> None:
         self.folders, self.options = folders, options
         self._monitor, self._lock = TrainingMonitor(), threading.Lock()
         self._state: tuple[object, ...] | None = None
         self._text = ""
+        self._next_time = 0.0
 
     def render(self) -> str:
         """The page now. Raises UserError if a folder is no run or sweep, or holds results that cannot be read."""
         with self._lock:
+            start_time = time.monotonic()
+            if start_time < self._next_time:
+                return self._text
             runs = self._find_runs()
             files = [run / METRICS_FILE for run in runs]
             files += [folder / RESULTS_FILE for folder in (*self.folders, *runs)]
@@ -56,6 +66,9 @@ class LivePage:
             if state != self._state:
                 self._text = self._render(runs, is_live)
                 self._state = state
+                now = time.monotonic()
+                if now - start_time > 1:
+                    self._next_time = now + (now - start_time) / RENDER_SHARE
             return self._text
 
     def _find_runs(self) -> list[Path]:
@@ -71,13 +84,11 @@ class LivePage:
         results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
         sections: Sequence[ReportSection] = ()
         if results:
-            sections = build_sections(results, self.options.get("against"), self.options["delta"])
-        title = self.options.get("title") or (None if sections else f"{', '.join(map(str, self.folders))} in training")
+            sections = build_sections(results, self.options.against, self.options.delta)
+        title = self.options.title
+        if title is None and not sections:
+            title = f"Training of {', '.join(map(str, self.folders))}"
         return render_report(sections, title=title, training=training, refresh_seconds=REFRESH_SECONDS)
-
-
-REFRESH_SECONDS = 5
-"""Between two looks of an open page."""
 
 
 def _stat(path: Path) -> tuple[int, int]:
@@ -88,19 +99,19 @@ def _stat(path: Path) -> tuple[int, int]:
     return status.st_mtime_ns, status.st_size
 
 
-def serve_report(folders: Sequence[Path], port: int, log: Callable[[str], None], **options: Any) -> None:
+def serve_report(folders: Sequence[Path], port: int, log: Callable[[str], None], options: ReportOptions) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
         folders: of runs or sweeps.
         port: to listen at; 0 takes one that is free.
         log: takes the line with the page's address.
-        options: `against`, `delta` and `title` of the report.
+        options: of the report.
 
     Raises:
         UserError: the port is taken, or a folder is no run or sweep.
     """
-    page = LivePage(folders, **options)
+    page = LivePage(folders, options)
     page.render()
     with build_server(page, port) as server:
         log(f"http://{HOST}:{server.server_address[1]}/ shows {', '.join(map(str, folders))} until Ctrl-C")
@@ -121,7 +132,7 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                 return self._answer(404, "there is one page, /")
             try:
                 self._answer(200, page.render())
-            except UserError as error:
+            except FarfieldError as error:
                 self._answer(503, str(error))
 
         def _answer(self, code: int, text: str) -> None:

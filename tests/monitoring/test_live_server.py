@@ -11,6 +11,7 @@ import pytest
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.monitoring import live_server
 from megatron.monitoring.live_server import LivePage, build_server, serve_report
+from megatron.options.commands import ReportOptions
 from megatron.reports.records import Record, write_records
 from megatron.utils.errors import UserError
 
@@ -39,7 +40,7 @@ def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tupl
 
 
 def make_page(*folders: Path) -> LivePage:
-    return LivePage(list(folders), against=None, delta=0.1, title=None)
+    return LivePage(list(folders), ReportOptions())
 
 
 def write_results(folder: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
     with serving(make_page(run)) as port:
         code, text, headers = ask(port)
         assert code == 200
-        assert "run in training</h1>" in text
+        assert f"Training of {run}</h1>" in text
         assert 'data-seconds="5" role="status">Live</p>' in text
         assert "default-src 'none'" in headers["Content-Security-Policy"]
         assert "step: 50" not in text
@@ -91,6 +92,27 @@ def test_nothing_is_made_anew_that_has_not_changed(tmp_path: Path, monkeypatch: 
     assert page.render() == "2"
 
 
+def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 3 s, so the next is made 30 s later at the earliest."""
+    now = [100.0]
+    run = make_run(tmp_path / "run", 4)
+    page, made = make_page(run), []
+
+    def render(*_: object, **more: object) -> str:
+        now[0] += 3
+        made.append(more)
+        return str(len(made))
+
+    monkeypatch.setattr(live_server, "render_report", render)
+    monkeypatch.setattr(live_server.time, "monotonic", lambda: now[0])
+    shown = [page.render()]
+    for step, seconds in ((5, 10.0), (6, 19.0), (7, 2.0)):
+        write_line(run, step, 1.0)
+        now[0] += seconds
+        shown.append(page.render())
+    assert shown == ["1", "1", "1", "2"]
+
+
 def test_others_are_refused(tmp_path: Path) -> None:
     with serving(make_page(make_run(tmp_path / "run", 2))) as port:
         assert ask(port, Host=f"localhost:{port}")[0] == 200
@@ -105,4 +127,4 @@ def test_others_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in it"):
-        serve_report([tmp_path], 0, print, against=None, delta=0.1, title=None)
+        serve_report([tmp_path], 0, print, ReportOptions())
