@@ -39,7 +39,7 @@ from megatron.utils.signals import end_with_parent
 from megatron.utils.temporary_folder import temporary_folder
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8")
-FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_")
+FORWARDED_VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "WANDB_", "HF_", "FARFIELD_METHODS")
 """Prefixes of the variables that the machines get from here. Through the connection: nobody sees them in a list of
 processes."""
 HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=(\d+)")

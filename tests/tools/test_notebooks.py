@@ -1,20 +1,29 @@
 """The notebooks of docs/notebooks/ run from their first cell to their last, in an empty folder."""
 
+import shutil
 from pathlib import Path
 
 import nbformat
 import pytest
 
+import farfield
 from tools.notebooks.run_notebooks import NOTEBOOKS, run_notebook
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What all of them prepare, and find prepared here."""
+    return farfield.prepare("python", output=tmp_path_factory.mktemp("corpus") / "data", quiet=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:
-    """What each cell shows is of the kind that the stored notebook shows."""
-    notebook = run_notebook(path, tmp_path)
+def test_a_notebook_runs(path: Path, tmp_path: Path, corpus: Path) -> None:
+    """What each cell shows is of the kind that the stored notebook shows, here after a few steps of training."""
+    shutil.copytree(corpus, tmp_path / "data")
+    notebook = run_notebook(path, tmp_path, num_steps=20)
     for cell, stored in zip(notebook.cells, nbformat.read(path, as_version=4).cells, strict=True):
         shown, kept = (
             [(output.output_type, sorted(output.get("data", {}))) for output in book.get("outputs", [])]

@@ -6,6 +6,7 @@ Each is run in an empty folder of its own, with the project importable, by a ker
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,22 +21,27 @@ TIMEOUT_SECONDS = 600
 """Of a cell."""
 
 
-def run_notebook(path: Path, folder: Path) -> NotebookNode:
+def run_notebook(path: Path, folder: Path, num_steps: int | None = None) -> NotebookNode:
     """The notebook with the outputs of a run; progress bars, warnings and the machine's paths are left out.
 
     Args:
         path: the notebook.
         folder: where it is run.
+        num_steps: of its trainings, in place of its own, for a test of the rest.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(path, as_version=4)
+    sources = [cell.source for cell in notebook.cells]
+    if num_steps is not None:
+        for cell in notebook.cells:
+            cell.source = re.sub(r'("(?:train_iters|checkpoint_factor)"): \d+', rf"\1: {num_steps}", cell.source)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     client = NotebookClient(notebook, timeout=TIMEOUT_SECONDS, kernel_name="python3")
     client.execute(cwd=str(folder), env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-    for cell in notebook.cells:
-        cell.metadata = NotebookNode()
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.metadata, cell.source = NotebookNode(), source
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
             for output in cell.outputs:
