@@ -232,15 +232,12 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
             console.print(f"note: {line}", markup=False, soft_wrap=True)
     if not follow:
         return True
-    with (
-        Live(build_status_table(statuses), console=console, auto_refresh=False)
-        if console.is_terminal
-        else (nullcontext()) as live
-    ):
+    live = Live(build_status_table(statuses), console=console, auto_refresh=False)
+    with live if console.is_terminal else nullcontext():
         while is_alive_below(paths):
             time.sleep(REFRESH_SECONDS)
             shown, statuses = statuses, [read_status(run) for run in find_runs(paths)]
-            if live is not None:
+            if console.is_terminal:
                 live.update(build_status_table(statuses), refresh=True)
             elif changed := [status for status in statuses if status not in shown]:
                 console.print(build_status_table(changed))

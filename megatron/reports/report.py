@@ -156,8 +156,9 @@ def render_report(
     metrics = list(dict.fromkeys(table.metric for table in tables))
     pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
-    if title is None:
-        assert sections
+    if title is None and not sections:
+        title = "Trainings"
+    elif title is None:
         title = _build_title(tables) if len(sections) > 1 or sections[0].title is None else sections[0].title
     return render_template(
         TEMPLATES_FOLDER / "report.html",

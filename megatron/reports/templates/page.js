@@ -256,7 +256,7 @@ function setUpChart(figure) {
     }, scale.name === "log");
   }
   if (data.series.length > 4 && !isPoints) {
-    const initial = [...drawn];
+    const initial = data.series.map((series) => series.drawn);
     addTool(`All ${data.word}`, () => { drawn.fill(true); drawAll(); });
     addTool("None", () => { drawn.fill(false); drawAll(); });
     addTool("As at first", () => { initial.forEach((is, index) => { drawn[index] = is; }); drawAll(); });
@@ -321,15 +321,23 @@ function saveChart(figure, canvas) {
   save(`${figure.id}.svg`, new Blob([new XMLSerializer().serializeToString(whole)], {type: "image/svg+xml"}));
 }
 
-function setUpPage() {
-  document.querySelectorAll("a[data-name]").forEach(setUpDownload);
-  document.querySelectorAll("table").forEach(setUpTable);
-  document.querySelectorAll("figure.chart").forEach(setUpChart);
+function setUpPart(part) {
+  part.querySelectorAll("a[data-name]").forEach(setUpDownload);
+  part.querySelectorAll("table").forEach(setUpTable);
+  part.querySelectorAll("figure.chart").forEach(setUpChart);
+}
+
+// Another text of a part of the page. What a reader has unfolded stays so.
+function replacePart(part, next) {
+  const unfolded = new Set([...part.querySelectorAll("details[open] > summary")].map((each) => each.textContent));
+  part.replaceWith(next);
+  next.querySelectorAll("summary").forEach((each) => { each.parentNode.open = unfolded.has(each.textContent); });
+  setUpPart(next);
 }
 
 // A page of a server asks for itself again and again, and takes what has changed. What has the focus stays as it is.
 function setUpRefresh(status) {
-  const parts = ["h1", "nav", "main", "footer"];
+  const parts = ["h1", "#downloads", "nav", "main", "footer"];
   let shown = null;
   const look = async () => {
     try {
@@ -340,8 +348,7 @@ function setUpRefresh(status) {
       status.textContent = `${word}, looked at ${new Date().toLocaleTimeString()}, every ${status.dataset.seconds} s`;
       if (text === shown || document.querySelector("main :focus, .readout:not([hidden])")) return;
       document.title = next.title;
-      for (const part of parts) document.querySelector(part)?.replaceWith(next.querySelector(part) ?? "");
-      setUpPage();
+      for (const part of parts) replacePart(document.querySelector(part), next.querySelector(part));
       shown = text;
     } catch {
       status.textContent = "The server does not answer: this is what it showed last";
@@ -352,7 +359,7 @@ function setUpRefresh(status) {
 }
 
 setUpTheme(document.getElementById("theme"));
-setUpPage();
+setUpPart(document);
 const refreshed = document.getElementById("refresh");
 if (refreshed) setUpRefresh(refreshed);
 }
