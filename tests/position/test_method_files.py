@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.position import catalog, registry
-from megatron.position.catalog import MethodFileError
+from megatron.position.catalog import METHODS_VARIABLE, MethodFileError
 from megatron.position.encoding import Encoding
 from megatron.position.facts import OVERRIDABLE, AttentionDims, EncodingCost, ProcessorCost
 
@@ -24,26 +24,15 @@ class Mine(Encoding):
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Add a file of an encoding `mine`, beside the real ones."""
-    import megatron.position.encodings as package
-
-    encodings = tmp_path / "encodings"
-    encodings.mkdir()
-    for path in (catalog.FOLDER / "encodings").glob("*.py"):
-        (encodings / path.name).symlink_to(path)
-    for folder in ("processors", "temperatures"):
-        (tmp_path / folder).symlink_to(catalog.FOLDER / folder)
-    monkeypatch.setattr(package, "__path__", [str(encodings)])
-    for module in (catalog, registry):
-        monkeypatch.setattr(module, "FOLDER", tmp_path)
-    sys.modules.pop("megatron.position.encodings.mine", None)
+    """Add a file of an encoding `mine`, in a folder of one's own beside the project's."""
+    (tmp_path / "encodings").mkdir()
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
     registry._load_class.cache_clear()
 
     def write(body: str, head: str = HEAD) -> None:
-        (encodings / "mine.py").write_text(head + body)
+        (tmp_path / "encodings" / "mine.py").write_text(head + body)
 
     yield write
-    sys.modules.pop("megatron.position.encodings.mine", None)
     registry._load_class.cache_clear()
 
 

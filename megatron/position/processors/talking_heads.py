@@ -39,7 +39,9 @@ class HeadMixing(nn.Module):
         num_groups, size, _ = self.weight.shape
         matrices = self.weight.to(maps.dtype) + torch.eye(size, dtype=maps.dtype, device=maps.device)
         if num_groups == 1:
-            return torch.matmul(matrices[0, heads], maps.flatten(2)).unflatten(2, maps.shape[2:])
+            # one product a sequence, whether or not gradients are kept: matmul of a matrix would fold for gradients
+            batch = matrices[0, heads].expand(len(maps), -1, -1)
+            return torch.bmm(batch, maps.flatten(2)).unflatten(2, maps.shape[2:])
         grouped = maps.unflatten(1, (num_groups, size)).flatten(3)
         mixed: Tensor = torch.matmul(matrices, grouped).view(maps.shape)[:, heads]
         return mixed
