@@ -30,6 +30,7 @@ from megatron.reports.html_page import (
     render_template,
 )
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import build_cost_chart
 from megatron.reports.records import Record, format_records_csv
 from megatron.reports.results_output import build_missing_table
@@ -220,7 +221,7 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
     drawn_tables = select_curve_tables(tables)
     return {
         "title": get_section_title(section),
-        "answers": [] if board is None else board.build_answers(),
+        "answers": [] if board is None else build_answers(board),
         "board_tables": [] if board is None else [table.to_html() for table in board.build_tables()],
         "cost_chart": None if board is None else build_cost_chart(board, f"{name}-costs"),
         "summary": " ".join(_summarize_table(table) for table in tables) if board is None else None,

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.reports import plots
 from megatron.reports.comparison_table import build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import split_depth_maps
+from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
 from megatron.reports.report import (
     ReportSection,
@@ -63,7 +64,7 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     board = build_leaderboard_report(section)
     parts = []
     if board is not None:
-        for answer in board.build_answers():
+        for answer in build_answers(board):
             parts.append(f"## {answer.question}\n\n{_break_sentences(' '.join(answer.sentences))}\n")
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in board.build_tables()]
         if list_cost_points(board):

@@ -19,6 +19,7 @@ from megatron.reports.comparison_table import ComparisonTable, build_comparison_
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import LeaderboardReport
+from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
@@ -83,7 +84,7 @@ def describe_changes(table: ComparisonTable) -> list[str]:
 
 def print_leaderboard(console: Console, board: LeaderboardReport) -> None:
     """Print what a leaderboard says in place of all tables, which are on the page."""
-    for answer in board.build_answers():
+    for answer in build_answers(board):
         console.print(Text(f"{answer.question}\n{' '.join(answer.sentences)}\n"), soft_wrap=True)
     for table in board.build_tables():
         console.print(Text(table.to_text()), soft_wrap=True)

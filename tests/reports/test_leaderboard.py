@@ -11,9 +11,12 @@ from scipy import stats
 
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.contests import Contest
 from megatron.reports.failures import RunFailure
-from megatron.reports.leaderboard import Ablation, Contest, Leaderboard, LeaderboardReport, compare_texts
+from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import find_frontier
+from megatron.reports.method_comparison import compare_texts
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row, write_records
@@ -135,7 +138,7 @@ def test_seeds_that_disagree_are_no_difference() -> None:
 
 def test_words_follow_the_numbers() -> None:
     board = board_of(records())
-    holds, adds, costs = (" ".join(answer.sentences) for answer in board.build_answers())
+    holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
     assert "Of 5 methods 4 hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "least rotary (+447%" in holds.replace("+448%", "+447%")
@@ -151,7 +154,7 @@ def test_words_follow_the_numbers() -> None:
     # The same methods with their numbers exchanged: every sentence turns round.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
-    holds, adds, _ = (" ".join(answer.sentences) for answer in turned.build_answers())
+    holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
     assert "least perplexity at 32× is that of alibi" in holds
     assert "least fox (+44" in holds
     assert "raises it on 1 of 2 (alibi +11." in adds
@@ -185,7 +188,7 @@ def test_what_is_not_known_is_not_claimed() -> None:
     """Records without sums of blocks, or without times, as those of other programs."""
     known = {"block_sums", "step_seconds", "seconds", "step_cpu_seconds", "cpu_seconds"}
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
-    holds, adds, costs = (" ".join(answer.sentences) for answer in board_of(bare).build_answers())
+    holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
     assert "whether others are as good within chance is not known" in holds
     assert "no pair of methods with cdape and without could be compared" in adds
     assert costs == "Against rotary, cdape+alibi, the best at 32×, takes as many parameters."
@@ -197,10 +200,10 @@ def test_one_method_alone_is_told_of() -> None:
     """As the page of a sweep is after its first run."""
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.contests) == (["rotary"], [])
-    assert "Of 1 methods 0 hold" in board.build_answers()[0].sentences[0]
+    assert "Of 1 methods 0 hold" in build_answers(board)[0].sentences[0]
     assert [table.title for table in board.build_tables()] == ["What methods cost, against rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
-    assert (tasks_alone.build_answers(), tasks_alone.ranking) == ([], ["alibi", "rotary"])
+    assert (build_answers(tasks_alone), tasks_alone.ranking) == ([], ["alibi", "rotary"])
     assert "Leaderboard" in render_report(
         [ReportSection(None, [task("rotary", 0.5), task("alibi", 0.9)], leaderboard=BOARD)]
     )
@@ -210,7 +213,7 @@ def test_a_failed_method_is_last_and_told() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
-    assert "Without a number there: gone." in " ".join(board.build_answers()[0].sentences)
+    assert "Without a number there: gone." in " ".join(build_answers(board)[0].sentences)
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
@@ -229,7 +232,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
         render_report([ReportSection("All methods", records(), leaderboard=BOARD)]),
         (tmp_path / "board.md").read_text(),
     )
-    for answer in board_of(records()).build_answers():
+    for answer in build_answers(board_of(records())):
         assert answer.question in page
         assert answer.question in markdown
         for sentence in answer.sentences:

@@ -16,6 +16,7 @@ from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.records import read_records
 from megatron.sweeps import worker_pool
 from megatron.sweeps.member_run import read_last_step
@@ -123,7 +124,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     combine_results([Path("out")], Console(quiet=True), output=Path("out/board.md"))
     markdown = Path("out/board.md").read_text(encoding="utf-8").replace("\n", " ")
     assert [contest.kind for contest in board.contests] == ["text", "tasks"]
-    for answer in board.build_answers():
+    for answer in build_answers(board):
         assert all(sentence in said and sentence in page and sentence in markdown for sentence in answer.sentences)
     assert len(initialiser.calls()) == 6
     Path("out/mine/copy/seed_2/evaluated.json").unlink()

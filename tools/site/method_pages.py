@@ -1,15 +1,23 @@
 """A page for each position method, and docs/positions.md with links to them in the place of its entries.
 
 An entry of docs/positions.md (formula, parameters, options, advice, source, picture) is the page's beginning. Then come
-the overlays that choose the method, and what the leaderboard's record (docs/results/zoo.json) has of it.
+the overlays that choose the method, the kernels that compute it, and what the leaderboard's record
+(docs/results/zoo.json) has of it.
 """
 
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.attention.backends.capabilities import BACKEND_CAPABILITIES, find_unsupported_method
 from megatron.config.yaml_files import parse_yaml, read_text
-from megatron.position.catalog import list_encodings, list_processors, list_temperatures
+from megatron.position.catalog import (
+    list_encodings,
+    list_processors,
+    list_temperatures,
+    read_encoding_facts,
+    read_processor_facts,
+)
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.records import Record, read_records
@@ -23,6 +31,8 @@ KEYS = ("pos_emb", "score_processor", "attention_temperature")
 """What an overlay chooses a method by."""
 RECORD = Path("docs/results/zoo.json")
 BASELINE = "rotary"
+FUSED_PROCESSOR, PLAIN_BIAS = "cdape", "kerple_log"
+"""What stands for a processor beside an encoding, and for an encoding under a processor."""
 
 
 def write_method_pages(root: Path) -> dict[str, str | bytes]:
@@ -42,6 +52,8 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
                 _link_entry(entry),
                 "## Train with it",
                 _describe_use(overlays.get(name, [])),
+                "## What computes it",
+                _describe_backends(kind, name),
                 "## In the leaderboard",
                 _describe_results(tables, _list_variants(records, name)),
                 f"[All methods](../{PAGE}) · [the code](../../megatron/position/{kind.lower()}/{name}.py)",
@@ -93,6 +105,35 @@ def _describe_use(overlays: list[str]) -> str:
     own, others = overlays[0], [f"[`{name}`](../../configs/position/{name}.yml)" for name in overlays]
     block = f"``` console\n./deepy.py train 125M {own} local_setup\n```"
     return f"{block}\n\nOverlays that choose it: {', '.join(others)}."
+
+
+def _describe_backends(kind: str, name: str) -> str:
+    """Which of the fast backends compute the method, and why the others do not."""
+    if kind == "Temperatures":
+        return "It multiplies queries before attention, so every `attention_backend` computes it."
+    if kind == "Processors":
+        cases = {f"on `{PLAIN_BIAS}`": (PLAIN_BIAS, name)}
+    else:
+        cases = {"alone": (name, None), f"under `{FUSED_PROCESSOR}`": (name, FUSED_PROCESSOR)}
+    lines = [f"| `attention_backend` | {' | '.join(cases)} |", "| --- " * (1 + len(cases)) + "|"]
+    for backend in BACKEND_CAPABILITIES:
+        reasons = [
+            find_unsupported_method(
+                backend,
+                read_encoding_facts(encoding),
+                processor_facts=None if processor is None else read_processor_facts(processor),
+                has_softcap=False,
+            )
+            for encoding, processor in cases.values()
+        ]
+        cells = ["yes" if reason is None else f"no: {reason}" for reason in reasons]
+        lines.append(f"| `{backend}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + (
+        "\n\n`triton` and `flex` need a GPU, `native` is a kernel for CPUs. "
+        "`chunked` and `eager`, in plain PyTorch, compute every combination of methods. "
+        "[`auto`](../configuration.md) measures on the machine which of those that can is fastest. "
+        "Tensor, context, data and pipeline parallelism divide every method ([parallel](../parallel.md))."
+    )
 
 
 def _list_variants(records: list[Record], name: str) -> set[str]:

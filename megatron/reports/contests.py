@@ -1,0 +1,125 @@
+"""Contests: what the methods of a leaderboard are ranked by.
+
+Each table of perplexity over lengths is a contest, at its largest length. Each task is one, by its mean accuracy beyond
+training or, where it was asked by depth, by its effective length. In a contest methods are ranked, equal ones share the
+mean of their ranks, and one without a number is last. A kind of contest (text, tasks, needles) is the mean of its
+ranks; methods are sorted by the mean over kinds, so that many tasks count no more than one text. Ranks are among the
+methods that every contest asked; the others follow without a rank, by the first contest.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.reports.comparison_table import ComparisonTable
+from megatron.reports.metrics import Metric
+from megatron.reports.x_axes import format_multiple
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One column of ranks."""
+
+    kind: str
+    """text, tasks or needles."""
+    title: str
+    metric: Metric
+    scores: Mapping[str, float]
+    """Method → what it is ranked by; methods without a number are missing."""
+    deviations: Mapping[str, float]
+    """Over seeds, of methods with several."""
+    methods: frozenset[str]
+    """That were asked, with a number or without."""
+    floor: float | None = None
+    """What the best predictor that learned nothing reaches."""
+
+    def is_above_floor(self, method: str) -> bool:
+        """Is a method better than what learned nothing? So is every one where nothing is known of that."""
+        get_key = self.metric.get_sort_key
+        return self.floor is None or get_key(self.scores[method]) < get_key(self.floor)
+
+    def format_score(self, method: str) -> str:
+        score = self.scores.get(method)
+        if score is None:
+            return "–"
+        deviation = self.deviations.get(method)
+        if deviation is None:
+            return self.metric.format_value(score)
+        return self.metric.format_value_with_deviation(score, deviation)
+
+    def rank_methods(self, methods: Sequence[str]) -> dict[str, float]:
+        """From 1, the best. Equal scores share the mean of their ranks; methods without one share the last."""
+        keys = {
+            method: self.metric.get_sort_key(self.scores[method]) if method in self.scores else math.inf
+            for method in methods
+        }
+        ordered = sorted(keys.values())
+        return {method: ordered.index(key) + 1 + (ordered.count(key) - 1) / 2 for method, key in keys.items()}
+
+
+def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
+    """The contests of tables: of a dataset's metrics the one that says most."""
+    contests = []
+    for table in tables:
+        name, dataset = table.metric.name, table.records[0].dataset
+        if table.axis.name != "length" or len(set(table.methods) - set(table.trivial_baselines)) < 2:
+            continue
+        task = _name_task(table, tables)
+        last = table.x_values[-1]
+        if name == "perplexity" and len(table.x_values) > 1:
+            title = f"perplexity at {format_multiple(last / table.train_length)}"
+            contests.append(_build_contest("text", title, table, last))
+        elif name == "effective_length":
+            contests.append(_build_contest("needles", f"effective length, {task}", table, last))
+        elif name == "mean_accuracy" and not _has_metric(tables, dataset, "effective_length"):
+            contests.append(_build_contest("tasks", f"{task}, % beyond training", table, last))
+    return contests
+
+
+def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
+    """A task's name, with its options where another table's differs in nothing else."""
+    names = [(other.records[0].dataset or other.protocol).removeprefix("task ") for other in (table, *tables)]
+    short = names[0].partition("(")[0]
+    return names[0] if any(name.partition("(")[0] == short for name in set(names) - {names[0]}) else short
+
+
+def _has_metric(tables: Sequence[ComparisonTable], dataset: str | None, name: str) -> bool:
+    return any(table.metric.name == name and table.records[0].dataset == dataset for table in tables)
+
+
+def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> Contest:
+    cells = {
+        method: table.cells[method, x]
+        for method in table.methods
+        if (method, x) in table.cells and method not in table.trivial_baselines
+    }
+    floors = [table.cells[method, x].mean for method in table.trivial_baselines if (method, x) in table.cells]
+    return Contest(
+        kind,
+        title,
+        table.metric,
+        {method: cell.mean for method, cell in cells.items()},
+        {method: cell.deviation for method, cell in cells.items() if cell.deviation is not None},
+        frozenset(table.methods) - set(table.trivial_baselines),
+        table.metric.select_best(floors) if floors else None,
+    )
+
+
+def rank_methods(contests: Sequence[Contest], methods: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """All methods in the order of the leaderboard, and of those that every contest asked the mean rank by kind."""
+    if not contests:  # one method alone
+        return list(methods), {}
+    asked = [method for method in methods if all(method in contest.methods for contest in contests)]
+    scores, get_key = contests[0].scores, contests[0].metric.get_sort_key
+    others = sorted(
+        set(methods) - set(asked),
+        key=lambda method: (get_key(scores[method]) if method in scores else math.inf, method),
+    )
+    kinds = list(dict.fromkeys(contest.kind for contest in contests))
+    ranks = [(contest.kind, contest.rank_methods(asked)) for contest in contests]
+    by_method = {
+        method: {kind: statistics.fmean(each[method] for other, each in ranks if other == kind) for kind in kinds}
+        for method in asked
+    }
+    return [*sorted(asked, key=lambda method: statistics.fmean(by_method[method].values())), *others], by_method

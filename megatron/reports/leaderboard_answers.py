@@ -1,0 +1,197 @@
+"""Three questions about a leaderboard, answered in sentences that are made of its numbers."""
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.reports.contests import Contest
+from megatron.reports.leaderboard import Ablation, LeaderboardReport
+from megatron.reports.metrics import format_percent
+from megatron.reports.x_axes import format_multiple
+
+HOLDS_WITHIN = 1.05
+"""Perplexity at the largest length over that at the training length, up to which a method is said to hold."""
+VERDICT_WORDS = {
+    "better": "lowers perplexity",
+    "worse": "raises it",
+    "no difference": "makes no difference beyond chance",
+}
+"""What the component of an ablation does, in a sentence."""
+MAX_NAMED = 8
+"""Methods that a sentence names; more are counted."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question and what the numbers say."""
+
+    question: str
+    sentences: tuple[str, ...]
+
+
+def build_answers(board: LeaderboardReport) -> list[Answer]:
+    """The questions in their order; none where no text was scored."""
+    if board.text is None:
+        return []
+    names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
+    return [
+        Answer(f"Which method holds at {board.largest}?", tuple(_tell_who_holds(board))),
+        *(Answer(f"Does {name} add something to others?", tuple(_tell_what_adds(board, name))) for name in names),
+        Answer("What does it cost?", tuple(_tell_costs(board, names))),
+    ]
+
+
+def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
+    text = board.text
+    assert text is not None
+    last = text.x_values[-1]
+    changes = {
+        method: change.mean
+        for method in board.ranking
+        if (change := text.compute_change(method, text.train_length, last)) is not None
+    }
+    best = board.best_text_method
+    if best is None or not changes:
+        yield f"No method has a number at {board.largest}."
+        return
+    holding = [method for method in changes if changes[method] <= HOLDS_WITHIN]
+    holding.sort(key=lambda method: text.cells[method, last].mean)
+    limit = format_percent(HOLDS_WITHIN - 1)
+    yield (
+        f"Of {len(changes)} methods {len(holding)} hold: their perplexity at {board.largest} is at most {limit} "
+        f"above that at the training length ({_name_methods(holding)})."
+    )
+    lost = sorted((method for method in changes if method not in holding), key=changes.__getitem__)
+    if lost:
+        worst = lost[-1]
+        yield (
+            f"The others rise, least {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and most {worst} "
+            f"({format_percent(changes[worst] - 1)})."
+        )
+    equal = [method for method, c in board.against_best.items() if c.verdict == "no difference"]
+    equal.sort(key=lambda method: text.cells[method, last].mean)
+    value = text.metric.format_value(text.cells[best, last].mean)
+    if not board.against_best:
+        told = "whether others are as good within chance is not known"
+    elif not equal:
+        told = "no other method is as good within chance"
+    else:
+        told = f"{len(equal)} {'is' if len(equal) == 1 else 'are'} not worse beyond chance ({_name_methods(equal)})"
+    yield f"The least perplexity at {board.largest} is that of {best}, {value}; {told}."
+    missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
+    if missing:
+        yield f"Without a number there: {_name_methods(missing)}."
+    for contest in board.contests:
+        if contest.kind != "text" and contest.scores:
+            yield _tell_winner(contest)
+
+
+def _tell_what_adds(board: LeaderboardReport, name: str) -> Iterator[str]:
+    text = board.text
+    assert text is not None
+    bases = {(a.method, a.base) for a in board.leaderboard.ablations if a.name == name}
+    for length, comparisons in board.ablations.items():
+        own = [c for c in comparisons if (c.method, c.base) in bases]
+        where = format_multiple(length / text.train_length)
+        if not own:
+            yield f"At {where} no pair of methods with {name} and without could be compared."
+            continue
+        parts = []
+        for verdict, words in VERDICT_WORDS.items():
+            some = sorted((c for c in own if c.verdict == verdict), key=lambda c: c.change)
+            named = [f"{c.base} {format_percent(c.change - 1, min_decimals=1)}" for c in some]
+            if some:
+                parts.append(f"{words} on {len(some)} of {len(own)} ({_name_methods(named)})")
+        yield f"At {where} {name} {', '.join(parts)}."
+    single = sum(len(c.seed_changes) == 1 for c in board.ablations[text.x_values[-1]] if (c.method, c.base) in bases)
+    if single:
+        yield f"{single} of these pairs rest on one seed, so another training may say otherwise."
+
+
+def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]:
+    text, baseline = board.text, board.leaderboard.baseline
+    assert text is not None
+    best = board.best_text_method
+    if best is not None and best in board.costs and best != baseline:
+        yield f"Against {baseline}, {best}, the best at {board.largest}, takes {_describe_cost(board, best)}."
+    for name in names:
+        pairs = [a for a in board.leaderboard.ablations if a.name == name]
+        steps = _compare_costs(board, pairs, "step")
+        scoring = _compare_costs(board, pairs, "scoring")
+        if steps and scoring:
+            yield (
+                f"{name} makes a training step {statistics.median(steps):.2f} times as long as the same method "
+                f"without it ({min(steps):.2f} to {max(steps):.2f}), and reading {board.largest} "
+                f"{statistics.median(scoring):.2f} times ({min(scoring):.2f} to {max(scoring):.2f})."
+            )
+    if best is None or not board.against_best or not board.costs[best].has_times:
+        return
+    cheap = _find_cheap(board)
+    if cheap:
+        yield (
+            f"Not worse than the best beyond chance, and at most 10% slower than {baseline} in training and in "
+            f"reading {board.largest}: {_name_methods(cheap)}."
+        )
+    else:
+        yield (
+            f"No method that is not worse than the best beyond chance is at most 10% slower than {baseline} in "
+            f"training and in reading {board.largest}."
+        )
+
+
+def _find_cheap(board: LeaderboardReport) -> list[str]:
+    equal = [method for method, c in board.against_best.items() if c.verdict == "no difference"]
+    return [
+        method
+        for method in (board.best_text_method, *equal)
+        if method is not None
+        and (cost := board.costs.get(method)) is not None
+        and (cost.step or math.inf) <= 1.1
+        and (cost.scoring or math.inf) <= 1.1
+    ]
+
+
+def _describe_cost(board: LeaderboardReport, method: str) -> str:
+    cost, base = board.costs[method], board.costs.get(board.leaderboard.baseline)
+    parts = []
+    if cost.step is not None:
+        parts.append(f"{cost.step:.2f} times the training step")
+    if cost.scoring is not None:
+        parts.append(f"{cost.scoring:.2f} times the time to read {board.largest}")
+    if cost.parameters is not None and base is not None and base.parameters:
+        share = cost.parameters / base.parameters - 1
+        kind = "as many" if not share else f"{abs(share):.1%} {'more' if share > 0 else 'fewer'}"
+        parts.append(f"{kind} parameters")
+    return ", ".join(parts) or "an unknown share"
+
+
+def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: str) -> list[float]:
+    ratios = []
+    for ablation in pairs:
+        if ablation.method in board.costs and ablation.base in board.costs:
+            own, base = (getattr(board.costs[name], field) for name in (ablation.method, ablation.base))
+            if own is not None and base:
+                ratios.append(own / base)
+    return ratios
+
+
+def _tell_winner(contest: Contest) -> str:
+    """Who is best in a task, and how many have learned something of it."""
+    order = sorted(contest.scores, key=lambda method: contest.metric.get_sort_key(contest.scores[method]))
+    top = [method for method in order if contest.scores[method] == contest.scores[order[0]]]
+    text = f"In {contest.title}, the best is {_name_methods(top)} with {contest.format_score(order[0])}"
+    if contest.floor is None:
+        return f"{text}."
+    learned = [method for method in order if contest.is_above_floor(method)]
+    floor = contest.metric.format_value(contest.floor)
+    return f"{text}; {len(learned)} of {len(order)} are above {floor}, which is reached without learning anything."
+
+
+def _name_methods(names: Sequence[str]) -> str:
+    """In a sentence: a, b and c, or the first ones and how many more."""
+    if not names:
+        return "none"
+    if len(names) > MAX_NAMED:
+        return f"{', '.join(names[:MAX_NAMED])} and {len(names) - MAX_NAMED} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
