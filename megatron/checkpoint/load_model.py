@@ -20,7 +20,7 @@ from megatron.distributed.process_groups import single_process
 from megatron.model.backend_choice import recall_choice
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.options.model import PositionOptions
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import RunError
 
 

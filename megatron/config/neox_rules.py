@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
 from megatron.config.schema import KeyPath, map_key_owners
 from megatron.config.yaml_files import format_value
-from megatron.options.model import find_period
+from megatron.options.position import find_period
 
 MODEL_SECTIONS = ("model", "position")
 """The sections whose keys say what a model computes."""

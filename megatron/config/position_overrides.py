@@ -14,7 +14,8 @@ from typing import Any, Literal
 from megatron.config import method_names
 from megatron.config.validation import validate_methods
 from megatron.config.yaml_files import parse_scalar, read_yaml
-from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
+from megatron.options.model import ModelOptions, get_attention_sizes
+from megatron.options.position import PositionOptions
 from megatron.options.section import ConfigSection
 from megatron.position.catalog import read_encoding_facts, read_temperature_facts, select_encoding_options
 from megatron.utils.errors import UserError

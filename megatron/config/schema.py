@@ -20,7 +20,8 @@ from megatron.config.yaml_files import dump_yaml
 from megatron.options.checkpoint import CheckpointOptions
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
 from megatron.options.training import BATCH_SIZES, LoggingOptions, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.position_overrides import format_rope, override_position
-from megatron.options.model import PositionOptions, find_period
+from megatron.options.position import PositionOptions, find_period
 from megatron.utils.atomic_io import get_farfield_version
 
 if TYPE_CHECKING:

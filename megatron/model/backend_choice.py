@@ -42,7 +42,8 @@ from megatron.attention.segments import SampleFunction, concatenate_ranges, no_s
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import tensor_parallel_heads
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions

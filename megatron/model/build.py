@@ -55,10 +55,7 @@ from megatron.options.model import (
     GATED_ACTIVATIONS,
     InitMethod,
     ModelOptions,
-    PositionOptions,
     ffn_hidden_size,
-    find_indivisible_sizes,
-    find_model_conflicts,
     has_qkv_bias,
     head_dim,
     norm_epsilon,
@@ -67,6 +64,8 @@ from megatron.options.model import (
     padded_vocab_size,
     qk_norm,
 )
+from megatron.options.model_conflicts import find_indivisible_sizes, find_model_conflicts
+from megatron.options.position import PositionOptions
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.options.model import ModelOptions, PositionOptions, get_attention_sizes
+from megatron.options.model import ModelOptions, get_attention_sizes
+from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
     MethodFileError,
     list_encodings,

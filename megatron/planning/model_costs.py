@@ -17,7 +17,6 @@ from megatron.model.position_modules import build_attention_dims, list_layer_pos
 from megatron.options.model import (
     GATED_ACTIVATIONS,
     ModelOptions,
-    PositionOptions,
     ffn_hidden_size,
     has_qkv_bias,
     head_dim,
@@ -28,6 +27,7 @@ from megatron.options.model import (
     q_hidden_size,
     qk_norm,
 )
+from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
     MethodFacts,
     MethodFileError,

@@ -16,7 +16,8 @@ from megatron.distributed.sharding import (
     shard_tensor,
     unshard_tensors,
 )
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 
 
 def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:

@@ -15,7 +15,8 @@ from megatron.evaluation.perplexity import evaluate_perplexity
 from megatron.evaluation.protocols import plan_from_options
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.reports.records import Record
 
 TRAIN_LENGTH = 8

@@ -21,7 +21,8 @@ from megatron.evaluation.probes.passkey import Passkey
 from megatron.evaluation.targets import build_probe
 from megatron.evaluation.task_eval import TaskDepthEval, build_task_eval
 from megatron.options.evaluation import EvaluationOptions as Options
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.plots import render_plots_png

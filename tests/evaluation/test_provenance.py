@@ -5,7 +5,7 @@ import pytest
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.evaluation.provenance import assign_distinct_names, format_method_name
-from megatron.options.model import PositionOptions
+from megatron.options.position import PositionOptions
 
 BASE = ["num_layers=2", "hidden_size=16", "num_attention_heads=2", "seq_length=8", "train_iters=5"]
 

@@ -20,7 +20,7 @@ from megatron.evaluation.eval_target import ScoringContext
 from megatron.evaluation.task_eval import NUM_FITTING_SEQUENCES, TaskEval, build_task_eval, is_task_run
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.model import PositionOptions
+from megatron.options.position import PositionOptions
 from megatron.reports import table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.tasks.task_config import read_task_config

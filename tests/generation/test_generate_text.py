@@ -12,7 +12,8 @@ from megatron.data.tokenizers import ByteTokenizer
 from megatron.generation import generate_text as generation
 from megatron.generation.text_generator import Completion, TextGenerator
 from megatron.options.commands import GenerationOptions
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 
 SHAPE = ModelOptions(

@@ -10,7 +10,8 @@ from megatron.generation.sampling import TokenSampler
 from megatron.generation.text_generator import Completion, TextGenerator
 from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 
 SHAPE = ModelOptions(

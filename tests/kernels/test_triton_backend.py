@@ -22,7 +22,8 @@ from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.backends.triton import KernelChoice, TritonBackend, select_kernel
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.base import FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims

@@ -28,7 +28,8 @@ from megatron.model.backend_choice import (
     recall_choice,
     settle_choice,
 )
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.token_range import ALL_HEADS
 from megatron.utils.errors import RunError
 

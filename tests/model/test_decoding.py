@@ -8,7 +8,8 @@ from models import SUMS, TERMS, VOCABULARY, build_model, small_gpt
 from position_methods import ALL
 
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.utils.errors import UserError
 from tools.rounding import assert_close_in_rounding, compute_tolerance

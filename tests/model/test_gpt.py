@@ -9,7 +9,8 @@ from models import build_model
 from torch.nn import functional as F
 
 from megatron.model.parameter_groups import parameter_groups
-from megatron.options.model import ModelOptions, PositionOptions, padded_vocab_size
+from megatron.options.model import ModelOptions, padded_vocab_size
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 from tools.bench.plain_gpt import PlainGPT
 from tools.rounding import assert_close_in_rounding, count_gpt_sums

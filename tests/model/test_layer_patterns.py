@@ -9,7 +9,8 @@ from models import build_model
 from torch import Tensor
 
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_close_in_rounding, compute_tolerance, count_gpt_sums
 

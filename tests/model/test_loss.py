@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions, count_scored_at_once
+from megatron.options.model import ModelOptions, count_scored_at_once
+from megatron.options.position import PositionOptions
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY, LENGTH, WIDTH = 300, 40, 16

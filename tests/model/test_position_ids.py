@@ -5,7 +5,8 @@ import torch
 from models import build_model
 
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 
 LENGTH = 12

@@ -15,7 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron.config.position_overrides import format_rope, override_position, parse_rope
 from megatron.generation.decoding import decode_tokens
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.encodings.rotary import Rotary
 from megatron.position.facts import AttentionDims
 from megatron.utils.errors import UserError

@@ -16,7 +16,8 @@ from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
 from megatron.model.layer import apply_gate
 from megatron.model.parameter_groups import find_model_parts, parameter_groups
-from megatron.options.model import SOFTMAX_TYPES, ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import SOFTMAX_TYPES, PositionOptions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_close_in_rounding
 

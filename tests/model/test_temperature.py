@@ -12,7 +12,8 @@ from megatron.attention.segments import build_segments
 from megatron.model.attention import AttentionContext
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import find_model_parts, parameter_groups
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.utils.errors import UserError
 from tools.rounding import assert_close_in_rounding

@@ -23,7 +23,8 @@ from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.evidence import RECORD_FILE
 from megatron.config.load import load_config
 from megatron.distributed.hardware import get_gpu_spec
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.planning import attention_memory, memory_estimate
 from megatron.planning.attention_memory import ATTENTION_MEMORY, AttentionShape, choose_chunk_rows, list_backends
 from megatron.planning.model_costs import plan_encoding, plan_processor

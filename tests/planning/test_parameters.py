@@ -16,7 +16,7 @@ from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, pipeline_layer_
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, get_shard_spec
 from megatron.model import build
-from megatron.options.model import SOFTMAX_TYPES
+from megatron.options.position import SOFTMAX_TYPES
 from megatron.planning.model_costs import count_layer_kinds, count_parameters, count_rank_parameters
 from megatron.position import catalog
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron.attention.reference import add_row_and_key_bias, sum_gates
 from megatron.model.parameter_groups import parameter_groups
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.position.encodings.alibi import slopes
 from megatron.position.facts import AttentionDims

@@ -8,7 +8,8 @@ from torch import Tensor
 from megatron.distributed.process_groups import single_process
 from megatron.model import build
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.processor import Processor
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 

@@ -8,7 +8,8 @@ from models import disturb
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import get_shard_spec
 from megatron.model.build import build_model
-from megatron.options.model import MAX_LOGITS, ModelOptions, PositionOptions
+from megatron.options.model import MAX_LOGITS, ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position.processor import Processor
 
 VOCABULARY = 30  # padded to 32: 16 for each rank

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.options.model import SOFTMAX_TYPES, PositionOptions
+from megatron.options.position import SOFTMAX_TYPES, PositionOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.sweeps.spec import find_ablations, read_sweep
 from megatron.utils.errors import UserError

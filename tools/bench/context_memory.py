@@ -43,7 +43,8 @@ def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> l
     from megatron.distributed.mesh import ParallelSizes
     from megatron.distributed.process_groups import init_distributed
     from megatron.model.build import build_model
-    from megatron.options.model import ModelOptions, PositionOptions
+    from megatron.options.model import ModelOptions
+    from megatron.options.position import PositionOptions
 
     length, place = job["length"], connect()
     processes = init_distributed(place, ParallelSizes(context=place.world_size), device="cpu", backend="gloo")

@@ -40,7 +40,8 @@ from megatron.distributed.process_groups import single_process  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
-from megatron.options.model import ModelOptions, PositionOptions  # noqa: E402
+from megatron.options.model import ModelOptions  # noqa: E402
+from megatron.options.position import PositionOptions  # noqa: E402
 from megatron.training.metrics import find_peak_tflops  # noqa: E402
 from tools.bench.error_gate import disable_tf32, format_exception  # noqa: E402
 from tools.bench.plain_gpt import PlainGPT  # noqa: E402

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megatron.distributed.process_groups import single_process
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, PositionOptions
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 
 LAYERS, WIDTH, HEADS, VOCABULARY, END = 3, 48, 4, 96, 95
 LAYER_NAMES = {  # BAM's, after Meta's Llama; transformers'

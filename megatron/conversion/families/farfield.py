@@ -25,7 +25,6 @@ from megatron.model.mup import Multipliers, get_multipliers
 from megatron.model.position_modules import list_layer_positions
 from megatron.options.model import (
     ModelOptions,
-    PositionOptions,
     ffn_hidden_size,
     has_qkv_bias,
     head_dim,
@@ -35,6 +34,7 @@ from megatron.options.model import (
     num_kv_heads,
     qk_norm,
 )
+from megatron.options.position import PositionOptions
 
 AUTO_MAP = {
     "AutoConfig": "configuration_farfield.FarfieldConfig",
