@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from megatron.model.attention import KVCache
+    from megatron.model.kv_cache import KVCache
 
 # torch is imported where it is used: a mistake in the options is reported at once.
 

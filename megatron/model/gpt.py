@@ -36,7 +36,6 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica, mark_replica
 from megatron.model.attention import (
     AttentionContext,
-    KVCache,
     PositionedAttention,
     compute_layer_masks,
     compute_processor_terms,
@@ -45,6 +44,7 @@ from megatron.model.attention import (
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
+from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_held_whole, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling

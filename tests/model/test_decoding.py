@@ -55,7 +55,7 @@ def test_decoding_token_by_token(encoding: str, processor: str) -> None:
 
 @pytest.mark.parametrize(("encoding", "processor"), ALL)
 def test_decoding_in_a_window(encoding: str, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.attention.WINDOW_SLACK", 2)
+    monkeypatch.setattr("megatron.model.kv_cache.WINDOW_SLACK", 2)
     gpt, x = small_gpt(LENGTH, encoding, processor, attention_window=5), tokens()
     with torch.no_grad():
         whole = gpt(x)
@@ -83,7 +83,7 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str, continu
 
 
 def test_a_cache_grows_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.attention.MIN_CAPACITY", 4)
+    monkeypatch.setattr("megatron.model.kv_cache.MIN_CAPACITY", 4)
     gpt, x = small_gpt(LENGTH, "rotary", "cdape"), tokens()
     with torch.inference_mode():
         cache = gpt.new_kv_cache(10**9)

@@ -124,7 +124,7 @@ def test_each_layer_is_that_of_a_model_of_its_kind(name: str) -> None:
 @pytest.mark.parametrize("name", MIXED)
 @torch.no_grad()
 def test_the_cache_keeps_windows_and_computes_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.attention.WINDOW_SLACK", 2)
+    monkeypatch.setattr("megatron.model.kv_cache.WINDOW_SLACK", 2)
     gpt, x = build(**MIXED[name]), tokens()
     wanted, mask = gpt(x), torch.ones_like(tokens(), dtype=torch.bool)
     mask[0, :8] = False
@@ -144,7 +144,7 @@ def test_the_cache_keeps_windows_and_computes_the_same(name: str, monkeypatch: p
 @pytest.mark.parametrize("backend", ["chunked", "auto"])
 @torch.no_grad()
 def test_documents_are_read_as_if_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.model.attention.WINDOW_SLACK", 2)
+    monkeypatch.setattr("megatron.model.kv_cache.WINDOW_SLACK", 2)
     keys = {**MIXED["processor in global layers"], "attention_mask": "document"}
     gpt, x = build({"attention_backend": backend}, **keys), tokens(1)
     starts = torch.tensor([[0] * 9 + [9] * 13])
