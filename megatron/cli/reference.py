@@ -25,7 +25,8 @@ def keys(
 
     matches = reference.lookup_keys(pattern)
     if not matches:
-        raise UserError(f"no key contains {pattern!r}; {reference.find_nearest_key(pattern)}".removesuffix("; "))
+        hint = reference.find_nearest_key(pattern) or "`./deepy.py keys` lists all"
+        raise UserError(f"no key contains {pattern!r}; {hint}")
     from megatron.launch.console import PlainConsole
 
     console = PlainConsole(highlight=False)

@@ -144,6 +144,8 @@ def _suggest_config(stem: str, config_names: set[str]) -> str:
         return f"; {stem!r} is {own_name!r} here" + ("" if own_name in config_names else f": {key}={own_name}")
     if stem in POSITION_ALIASES:
         return f"; it is a value: pos_emb={stem}"
+    if method is not None:
+        return f"; it is a method without an overlay: {method[0]}={stem}"
     hint = suggest_names(stem, sorted(config_names), max_suggestions=3)
     return f"; {hint}" if hint else ""
 

@@ -131,7 +131,8 @@ def find_methods(text: str) -> list[str]:
         raise UserError(f"no method's name contains {text!r}, but names of overlays do, which set keys: {files}")
     if not methods:
         hint = suggest_names(pattern, [name for names in all_names.values() for name in names], max_suggestions=3)
-        raise UserError(f"no method's name contains {text!r}; {hint}".removesuffix("; "))
+        choices = hint or f"choose from {', '.join(all_names)}"
+        raise UserError(f"no method's name contains {text!r}; {choices}")
     return methods
 
 

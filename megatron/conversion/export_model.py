@@ -119,7 +119,8 @@ def _find_native_family(run: TrainedRun) -> ModelFamily:
             common_reasons if len(common_reasons) == 1 else [f"{name}: {reason}" for name, reason in reasons.items()]
         )
         raise UserError(
-            f"--native: no model of transformers' own computes {run.name}: {', '.join(messages)}; leave --native out"
+            f"--native: no model of transformers' own computes {run.name}, whose pos_emb is "
+            f"{run.config.position.pos_emb}: {', '.join(messages)}; leave --native out"
         )
     return family
 

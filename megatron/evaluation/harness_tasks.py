@@ -195,6 +195,11 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         names += [match for match in matches if match not in names]
     try:
         loaded = manager.load(names)
+    except ConnectionError as error:
+        raise RunError(
+            f"--tasks {','.join(names)}: the data of a task are not in the cache of Hugging Face's hub, and the hub "
+            "cannot be reached; fetch them on a machine with a network, or name tasks of your own with --include-path"
+        ) from error
     except Exception as error:  # whatever a task's code and its data's library raise
         raise RunError(
             f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {describe_cause(error)}"

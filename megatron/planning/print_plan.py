@@ -47,7 +47,8 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB, of which {RESERVED_FRACTION:.0%} stay free for CUDA, "
-            f"NCCL and the allocator; its worst moment is {layout.memory.worst.name}, (…) is not or not all held then"
+            f"NCCL and the allocator; memory peaks at {layout.memory.worst.name}, when what stands in brackets is "
+            "partly or wholly freed"
         )
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
@@ -78,8 +79,8 @@ def describe_auto(plan: Plan) -> str:
         return f"takes {plan.checked_backend}, as the run's record of a check on its card says"
     pytorch = "PyTorch's fused attention" if plan.supports_sdpa else "row blocks in PyTorch"
     return (
-        f"{pytorch} where no check on the card has told it better; the fastest that passes one is taken, and its "
-        "column holds then"
+        f"takes {pytorch} until a check on your GPU finds a backend that is right and faster; that one's column holds "
+        "then"
     )
 
 

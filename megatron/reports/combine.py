@@ -121,6 +121,11 @@ def _check_output_page(output: Path) -> None:
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
     """The files with records. What a sweep says of its experiment, and of runs that failed, lies beside its records and
     is read with them."""
+    for path in result_paths:
+        if path.is_dir() and not (path / RESULTS_FILE).exists():
+            raise UserError(
+                f"{path}: holds no {RESULTS_FILE}, which `./deepy.py evaluate RUN… --output FOLDER` and sweeps write"
+            )
     files = [path / RESULTS_FILE if path.is_dir() else path for path in result_paths]
     companion_files = {
         companion

@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.attention import softmax
 from megatron.config import neox_keys
+from megatron.config.method_names import describe_compositions
 from megatron.config.reference import describe_default, describe_type, format_table
 from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
@@ -83,9 +84,10 @@ CONTRACT = """\
 Per layer and head, for query i and key j ≤ i at the distance n = i − j:
 
 1. `embed` adds a vector per position to the token embeddings, once; `rotate` turns q_i and k_j by their positions.
+   `gate` makes of the layer's input, at each token l and in each head, a number that is at most 0.
 2. A temperature multiplies q_i by a factor of its row and head.
-3. S = weight(n) · q_i·k_j/√d + contextual terms. Bias and weight come from `table`, as functions of n alone, or
-   from `dense`.
+3. S = weight(n) · q_i·k_j/√d + the terms of `contextual`. Bias and weight come from `table`, as functions of n alone,
+   or from `dense`; the sum of the gates of l = j + 1 … i is a bias too.
 4. logits = processor(S, bias), or S + bias without a processor. The bias is added after the scaling by 1/√d.
 5. The causal mask, the window, padding and document boundaries hide keys; a processor sees zeros there.
 6. The softmax is taken in float32, with a sink or without, or stick-breaking in its place (`softmax_type`); then comes
@@ -118,8 +120,25 @@ the paper's counter-examples. The theorem is about the bias alone and says nothi
 
 Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
 DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
-are theirs, at their sizes and on their data. What this code measures at a small size is in
-[results/zoo.md](results/zoo.md).
+are theirs, at their sizes and on their data. What this code measures at a small size, for every method that is here,
+is in [results/zoo.md](results/zoo.md): look there first if you mean to train a small model.
+
+## Compare some of them
+
+An overlay is named after the model, and each run gets a folder of its own:
+
+```
+./deepy.py train 125M rotary local_setup save=runs/rotary
+./deepy.py train 125M fox local_setup save=runs/fox
+./deepy.py train 125M cdape_kerple_log local_setup save=runs/cdape
+./deepy.py evaluate runs/rotary runs/fox runs/cdape --lengths 1x,4x,32x -o results/comparison
+```
+
+The 125M model is for GPUs; `configs/quickstart.yml` is a sweep of a model that two CPU cores train in minutes.
+`pos_emb` is `learned` if no file sets it, and the files of models set `rotary`, so the overlay `cdape` on a model's
+file puts CDAPE on rotary positions.
+`fox` and `cdape_kerple_log` give each layer parameters of its own, `kerple_log` gives all layers one set
+([below](#one-set-of-parameters-or-one-per-layer)).
 """
 
 SHARING = f"""\
@@ -157,7 +176,7 @@ What is added to the token embeddings (`learned`, `sinusoidal`) belongs to no la
 A cache of keys and values keeps of a layer with a window the keys that later tokens can see, and no others.
 `evaluate --window W` gives every layer the window W.
 
-There are five overlays of this kind.
+Five overlays are of this kind.
 `rnope_swa` (Yang et al. 2025) and `swan` (Puvvada et al. 2025) put layers with RoPE in a window beside layers that see
 all tokens without positions.
 `smollm3` leaves RoPE out of every fourth layer, and `irope` gives such a layer Llama 4's temperature.
@@ -169,15 +188,10 @@ megatron-core's keys are understood: `no_rope_freq` and `window_attn_skip_freq` 
 ADDING = """\
 ## Add a method
 
-1. One file, `megatron/position/encodings/NAME.py`, with one subclass of `Encoding`: the hooks it needs (most need
-   only `table`), and `formula`, `parameters_summary`, `source` and `advice`. Options are keyword arguments of the
-   constructor, with defaults; learned scalars are `BoundedParameter`; `bias_tails` says how a bias ends. A processor is
-   the same in `processors/`.
-2. One overlay, `configs/position/NAME.yml`, with `pos_emb: NAME` (or `score_processor: NAME`).
-3. One test in `tests/position/test_formulas.py` against the paper's equation in float64; then `make docs`.
-
-The registry finds the file; the laws of `tests/position/test_laws.py`, `./deepy.py positions` and this page then
-cover it. [The tutorial](tutorial.md) does all of this step by step.
+[The tutorial](tutorial.md) takes an encoding of your own from an empty file to a curve.
+A method may lie in a folder outside the project ([python.md](python.md#methods-of-your-own)).
+What a method needs that is to stay in the project is told in
+[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-position-encoding).
 """
 
 TEMPERATURES = """\
@@ -358,6 +372,7 @@ def render_page() -> str:
             ROTARY_SCALINGS,
             _render_windows(encodings),
             LAYERS_THAT_DIFFER,
+            _render_compositions(),
             _render_names(),
             ADDING,
             PICTURES,
@@ -370,6 +385,17 @@ def render_page() -> str:
             *(_render_temperature(record) for record in temperatures),
         ]
     )
+
+
+def _render_compositions() -> str:
+    rows = [[f"`{name}`", f"{sentence}."] for name, sentence in describe_compositions().items()]
+    return f"""\
+## Overlays that are no single method
+
+Every method has an overlay of its own name in `configs/position/`. These set several keys, or another key:
+
+{format_table(["overlay", "what it sets"], rows)}
+"""
 
 
 def _format_link(name: str) -> str:
@@ -435,7 +461,7 @@ one file each; all work with one another. `./deepy.py positions` prints the same
 distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
 
 {format_table(headings, rows)}
-- **hooks:** where the method acts; [the attention contract](#the-attention-contract) names the five places.
+- **hooks:** where the method acts; [the attention contract](#the-attention-contract) says where each stands.
 - **parameters:** learned numbers of one set, for all layers or for each
   (see [below](#one-set-of-parameters-or-one-per-layer)).
 - **relative:** whether moving all positions by the same amount changes nothing.

@@ -51,8 +51,13 @@ class Fox(Encoding):
         init_bias = init_constant(bias_init)
         if times != (None, None):
             for name, time in zip(("decay_time_min_init", "decay_time_max_init"), times, strict=True):
-                if time is None or not time > 0:
-                    raise OptionError(name, f"is {time}; both decay times must be given and positive, in tokens")
+                if time is None:
+                    raise OptionError(name, "is missing; both decay times must be given")
+                if not time > 0:
+                    raise OptionError(
+                        name,
+                        f"is {time}; decay times are positive, in tokens",
+                    )
             if times[0] > times[1]:  # type: ignore[operator]
                 raise OptionError("decay_time_min_init", f"is {times[0]}, more than decay_time_max_init, {times[1]}")
             if bias_init != 0.0:
