@@ -73,7 +73,7 @@ def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **opt
         sources: files, folders, or `python` for the standard library's own code.
         output: the corpus' folder.
         quiet: print nothing of it.
-        options: those of the command, with underscores: `tokenizer="bytes"`.
+        options: those of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`, `overwrite=True`.
 
     Returns:
         The folder.
@@ -81,8 +81,7 @@ def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **opt
     Raises:
         UserError, RunError: as the command ends with.
     """
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    run_command("prepare", *map(str, sources), "--output", str(output), *flags, quiet=quiet)
+    run_command("prepare", *map(str, sources), "--output", str(output), *format_flags(options), quiet=quiet)
     return Path(output)
 
 
@@ -166,6 +165,19 @@ def list_methods() -> list[dict[str, Any]]:
 def format_overrides(keys: dict[str, Any]) -> list[str]:
     """Keys with their values as the command line takes them: KEY=VALUE, values in YAML."""
     return [f"{name}={json.dumps(value, default=str)}" for name, value in keys.items()]
+
+
+def format_flags(options: dict[str, Any]) -> list[str]:
+    """Options as the command line takes them: --add-bos for True, --no-add-bos for False, a list with commas."""
+    flags = []
+    for name, value in options.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            flags.append(f"--{name}={text}")
+    return flags
 
 
 def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:

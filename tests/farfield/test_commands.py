@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import tiny_config, write_corpora
 
 import farfield
-from farfield.commands import format_overrides
+from farfield.commands import format_flags, format_overrides, prepare
 from megatron.config.load import load_config
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
@@ -56,6 +56,20 @@ def test_keys_are_what_the_command_line_would_read(tmp_path: Path) -> None:
     assert config.position.attention_window is None
     params = config.optimizer.optimizer.params
     assert (params.lr, params.eps) == (1e-3, 1e-7)
+
+
+def test_options_become_flags() -> None:
+    options = {"suffixes": [".tex", ".bib"], "vocab_size": 300, "overwrite": True, "add_bos": False, "merge_file": None}
+    assert format_flags(options) == ["--suffixes=.tex,.bib", "--vocab-size=300", "--overwrite", "--no-add-bos"]
+
+
+def test_a_corpus_is_prepared_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "one.tex").write_text("alpha beta " * 40)
+    (tmp_path / "two.md").write_text("not read")
+    folder = prepare(tmp_path, output=tmp_path / "corpus", suffixes=[".tex"], split="none", add_bos=False, quiet=True)
+    (found,) = folder.glob("*.bin")
+    assert found.read_bytes()
+    assert b"not read" not in found.read_bytes()
 
 
 def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
