@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from farfield.arguments import method_errors, to_paths
 from megatron.launch.child_command import DEEPY, build_command_error, stop_child
 from megatron.utils.errors import UserError
 
@@ -22,6 +23,7 @@ KEPT_LINES = 200
 """Of what a command printed, to find its error in."""
 
 
+@method_errors()
 def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     """Train a model as `./deepy.py train` does, and wait for its end.
 
@@ -39,13 +41,15 @@ def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     """
     from megatron.config.load import load_config
 
-    save = load_config(files, format_overrides(keys)).config.checkpoint.save
+    names = to_paths("files", files)
+    save = load_config(names, format_overrides(keys)).config.checkpoint.save
     if save is None:
         raise UserError("save is not set; a training in a script needs the folder of its run")
-    run_command("train", *map(str, files), *format_overrides(keys), quiet=quiet)
+    run_command("train", *names, *format_overrides(keys), quiet=quiet)
     return Path(save)
 
 
+@method_errors()
 def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str, Any]]:
     """Run a sweep as `./deepy.py sweep` does, from wherever an earlier attempt left it.
 
@@ -60,9 +64,11 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
     """
     from megatron.sweeps.spec import read_sweep
 
-    overrides = format_overrides(keys)
-    output = read_sweep(files, overrides).output_folder
-    run_command("sweep", *map(str, files), *overrides, quiet=quiet)
+    names, overrides = to_paths("files", files), format_overrides(keys)
+    if not names:
+        raise UserError("name the files of the sweep")
+    output = read_sweep(names, overrides).output_folder
+    run_command("sweep", *names, *overrides, quiet=quiet)
     return read_results(output)
 
 
@@ -81,10 +87,11 @@ def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **opt
     Raises:
         UserError, RunError: as the command ends with.
     """
-    run_command("prepare", *map(str, sources), "--output", str(output), *format_flags(options), quiet=quiet)
+    run_command("prepare", *to_paths("sources", sources), "--output", str(output), *format_flags(options), quiet=quiet)
     return Path(output)
 
 
+@method_errors()
 def evaluate(
     runs: str | Path | Sequence[str | Path], output: str | Path | None = None, **options: Any
 ) -> list[dict[str, Any]]:
@@ -102,12 +109,13 @@ def evaluate(
     Raises:
         UserError, RunError: as the command ends with.
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.evaluation.run import evaluate_runs
     from megatron.options.evaluation import EvaluationOptions
 
-    names = [runs] if isinstance(runs, str | Path) else list(runs)
-    records = evaluate_runs(names, section_from_cli(EvaluationOptions, options), output=output)
+    records = evaluate_runs(
+        to_paths("runs", runs), parse_section(EvaluationOptions, options, source=None), output=output
+    )
     return [record.to_row() for record in records]
 
 
@@ -118,10 +126,11 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     """
     from megatron.reports.records import RESULTS_FILE, read_records
 
-    file = Path(path)
+    (file,) = map(Path, to_paths("path", [path]))
     return [record.to_row() for record in read_records(file / RESULTS_FILE if file.is_dir() else file)]
 
 
+@method_errors()
 def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None = None, **options: Any) -> Path:
     """Look into runs as `./deepy.py analyze` does.
 
@@ -137,26 +146,23 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
         UserError, RunError: as the command ends with.
     """
     from megatron.analysis.run import analyze as analyze_runs
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.options.commands import AnalysisOptions
 
-    names = [str(runs)] if isinstance(runs, str | Path) else list(map(str, runs))
-    return analyze_runs(names, section_from_cli(AnalysisOptions, options), output=output)
+    return analyze_runs(to_paths("runs", runs), parse_section(AnalysisOptions, options, source=None), output=output)
 
 
+@method_errors()
 def list_methods() -> list[dict[str, Any]]:
     """All position encodings, score processors and temperatures, those of `FARFIELD_METHODS` among them: kind, name,
     formula, parameters, options with their defaults, traits, source and advice of each.
 
     Raises UserError: a file of a method cannot be used.
     """
-    from megatron.position.catalog import MethodFileError, list_encodings, list_processors, list_temperatures
+    from megatron.position.catalog import list_encodings, list_processors, list_temperatures
     from megatron.position.registry import describe_methods
 
-    try:
-        records, errors = describe_methods([*list_encodings(), *list_processors(), *list_temperatures()])
-    except MethodFileError as error:
-        raise UserError(str(error)) from error
+    records, errors = describe_methods([*list_encodings(), *list_processors(), *list_temperatures()])
     if errors:
         raise UserError("\n".join(errors))
     return records

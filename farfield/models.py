@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farfield.arguments import method_errors, to_integer, to_paths, to_text
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
@@ -30,6 +31,7 @@ MAX_MAP_BYTES = 4 << 30
 """Of all maps together: 32 heads of 4 layers at 1,400 tokens."""
 
 
+@method_errors()
 def load(
     run: str | Path,
     *,
@@ -56,9 +58,13 @@ def load(
     from megatron.checkpoint.load_model import load_model
     from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
-    check_precision(precision, device)
+    check_precision(precision, to_text("device", device))
     check_backend(backend)
-    opened = open_run(run)
+    window = None if window is None else to_integer("window", window, 1)
+    for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
+        _ = None if value is None else to_text(name, value)
+    (path,) = to_paths("run", [run])
+    opened = open_run(path)
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
     place = resolve_device(device)
     loaded = load_model(
@@ -126,7 +132,7 @@ class Model:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
-        return self.tokenizer.decode(list(tokens))
+        return self.tokenizer.decode(self._to_tokens(list(tokens)).tolist())
 
     def score(
         self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, last: int | None = None
@@ -147,11 +153,9 @@ class Model:
         """
         from megatron.evaluation.perplexity import compute_window_losses
 
-        length = self.train_length if length is None else length
+        length = self.train_length if length is None else to_integer("length", length, 1)
         tokens = self._to_tokens(text)
-        num_scored = length if last is None else last
-        if length < 1 or not 1 <= num_scored <= length:
-            raise UserError(f"length is {length} and last is {last}; both must be at least 1, and last at most length")
+        num_scored = length if last is None else to_integer("last", last, 1, length)
         self._check_length(length)
         if len(tokens) < length + 1:
             raise UserError(f"the text has {len(tokens):,} tokens; a window of {length:,} needs {length + 1:,}")
@@ -173,13 +177,17 @@ class Model:
         Raises:
             UserError: an option's name or value, or the model has no positions for so many tokens.
         """
-        from megatron.config.validation_errors import section_from_cli
+        from megatron.config.validation_errors import parse_section
         from megatron.generation.text_generator import TextGenerator
 
         if unusable := [name for name in options if name in LOADED_OPTIONS]:
             raise UserError(f"{unusable[0]} belongs to farfield.load")
-        generator = TextGenerator(self._loaded.model, self.tokenizer, section_from_cli(GenerationOptions, options))
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        generator = TextGenerator(
+            self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
+        )
+        if not isinstance(prompt, str | Sequence):
+            raise UserError(f"prompt is {prompt!r}; it must be a text, or a list of texts")
+        prompts = [prompt] if isinstance(prompt, str) else [to_text("prompt", each) for each in prompt]
         if not prompts:
             return []
         texts = [""] * len(prompts)
@@ -204,9 +212,8 @@ class Model:
         from megatron.analysis.attention_capture import list_attention_layers
         from megatron.analysis.bias_series import compute_bias_by_distance, mask_window
 
-        length = self.train_length if length is None else length
-        if length < 1:
-            raise UserError(f"length is {length}; it must be at least 1")
+        most = MAX_MAP_BYTES // (8 * self.num_layers * self.num_heads)
+        length = self.train_length if length is None else to_integer("length", length, 1, most)
         self._check_length(length)
         layers = list_attention_layers(self._loaded.model)
         encodings = [layer.encoding for layer in layers]
@@ -237,9 +244,10 @@ class Model:
         from megatron.analysis.attention_capture import run_forward
 
         tokens = self._to_tokens(text)
-        wanted = list(range(self.num_layers)) if layers is None else sorted(set(layers))
-        if outside := [layer for layer in wanted if not 0 <= layer < self.num_layers]:
-            raise UserError(f"layer {outside[0]} is not there; the model has layers 0 to {self.num_layers - 1}")
+        if layers is not None and not isinstance(layers, Iterable):
+            raise UserError(f"layers is {layers!r}; it must be a list of layers")
+        asked = range(self.num_layers) if layers is None else layers
+        wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not len(tokens):
             raise UserError("the text has no tokens")
         self._check_length(len(tokens))
@@ -265,8 +273,11 @@ class Model:
         return analyze([str(self._loaded.checkpoint)], output, **options)
 
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        tokens = np.asarray(self.encode(text) if isinstance(text, str) else text)
         size = self.tokenizer.vocab_size
+        try:
+            tokens = np.asarray(self.encode(text) if isinstance(text, str) else text)
+        except ValueError:  # lists of different lengths
+            raise UserError(f"tokens must be a list of whole numbers from 0 to {size - 1:,}") from None
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
             raise UserError(f"tokens must be a list of whole numbers from 0 to {size - 1:,}")

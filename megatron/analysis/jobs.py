@@ -114,7 +114,10 @@ def read_analysis_request(
 
 def _load_config(text: str) -> Config:
     """A configuration as `train` takes it."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--config {text!r}: {str(error)[0].lower()}{str(error)[1:]}") from error
     pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
     return load_config([word for word in words if word not in pairs], pairs).config
 
@@ -164,6 +167,8 @@ def _choose_lengths_and_inputs(
         return lengths, inputs_from_text(text, lengths, options.windows, inside_documents=apart)
     if options.data is not None:
         raise UserError("--data names a text, and nothing that was asked for reads one")
+    if options.windows != AnalysisOptions.model_fields["windows"].default:
+        raise UserError("--windows is of a text, and nothing that was asked for reads one")
     return lengths, None
 
 

@@ -37,6 +37,7 @@ from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.position_modules import canonical_position_options
+from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
@@ -120,6 +121,19 @@ class ResumePlan:
             f"{keys}: the data have the vocabulary {name} ({size} tokens), but {self.source.path} was trained with the "
             f"vocabulary {stored.get('name')} ({stored.get('size')} tokens)"
         )
+
+    def check_methods(self, position: PositionOptions) -> tuple[str, ...]:
+        """Refuse to go on with methods of the user's own whose code is another one than the checkpoint's.
+
+        Returns notes on them for a run that takes the weights alone. Raises UserError.
+        """
+        changed = [] if self.source is None else self.source.trainer_state.find_changed_methods(position)
+        if changed and self.source is not None and self.resumes:
+            raise UserError(
+                f"{changed[0]}: its code has changed since {self.source.path} was written; put it back, or begin "
+                "another run with these weights: load=… finetune=true save=…"
+            )
+        return tuple(f"the code of {file} has changed since the weights were trained" for file in changed)
 
     def load_weights(self, config: Config, model: Any) -> tuple[str, ...]:
         """Finetuning: copy the weights of the checkpoint into a model that no engine has yet; else nothing is done.

@@ -13,6 +13,7 @@ changed has changed for the data as well.
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron.checkpoint.layout import CONFIG, PROGRESS, get_run_of_checkpoint, 
 from megatron.checkpoint.stored_config import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
-from megatron.utils.errors import UserError
+from megatron.utils.errors import FarfieldWarning, UserError
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,20 @@ class TrainedRun:
 
 
 def open_run(path: str | Path) -> TrainedRun:
-    """A run by its folder or one of its checkpoints. Raises UserError if there is none, RunError if it is damaged."""
+    """A run by its folder or one of its checkpoints.
+
+    Warns (FarfieldWarning) where the code of a method of the user's own has changed since.
+
+    Raises:
+        UserError: there is none, or the file of one of its methods is not there.
+        RunError: it is damaged.
+    """
     checkpoint = resolve_checkpoint_path(path)
     manifest.verify_checkpoint(checkpoint, (CONFIG, PROGRESS))
     config, trainer_state = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
+    for file in trainer_state.find_changed_methods(config.position):
+        text = f"{path}: the code of {file} has changed since the training, so numbers may be other ones"
+        warnings.warn(text, FarfieldWarning, stacklevel=2)
     return TrainedRun(
         str(path), checkpoint, resolve_data_paths(config, checkpoint, trainer_state.directory), trainer_state
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint.layout import PROGRESS
+from megatron.config.method_names import compute_own_method_digests
 from megatron.distributed.mesh import ParallelSizes
+from megatron.options.position import PositionOptions
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, describe_cause
 
@@ -53,6 +55,8 @@ class TrainerState:
     """Of them, those that held different layers."""
     zero_stage: int = 0
     precision: str = "fp32"
+    method_digests: dict[str, str] | None = None
+    """Digests of the code of methods that lie outside the project (`catalog.compute_method_digests`)."""
     directory: str | None = None
     """Where it was trained: what relative paths of its configuration are relative to."""
     data_order: dict[str, Any] | None = None
@@ -72,6 +76,16 @@ class TrainerState:
         return ParallelSizes.from_world_size(
             self.world, tensor=self.tensor, context=self.context, pipeline=self.pipeline
         )
+
+    def find_changed_methods(self, position: PositionOptions) -> list[str]:
+        """The files of methods outside the project whose code is another one now than at this checkpoint.
+
+        position: of the model that is built from it.
+
+        Raises UserError: a method's file is not there.
+        """
+        now = compute_own_method_digests(position)
+        return [file for file, digest in (self.method_digests or {}).items() if now.get(file, digest) != digest]
 
     def collect(self, *parts: Stateful) -> "TrainerState":
         """This state with what the parts of a training have of it now. All ranks must call this."""

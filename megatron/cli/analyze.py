@@ -51,9 +51,9 @@ def analyze(
 
       ./deepy.py analyze runs/cdape --only score_maps --layers 0,3 --heads 0,1 --data book.txt
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
 
-    request = section_from_cli(AnalysisOptions, options)
+    request = parse_section(AnalysisOptions, options)
     with open_clean_console() as console:
         from megatron.analysis.run import analyze as run_analyses
 

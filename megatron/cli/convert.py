@@ -33,12 +33,12 @@ def import_(
 
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.conversion.import_model import import_model
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import WaitAnnouncer
 
-    request = section_from_cli(ImportOptions, {**options, "config": options["config"] or []})
+    request = parse_section(ImportOptions, {**options, "config": options["config"] or []})
     with WaitAnnouncer(print_to_stderr, f"reading {source}"):
         imported, notes = import_model(
             source,
@@ -81,10 +81,10 @@ def export(
 
     The last needs nothing but transformers, also in programs that know its models only.
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.conversion.export_model import export_model
 
-    request = section_from_cli(ExportOptions, options)
+    request = parse_section(ExportOptions, options)
     export_model(
         run,
         folder,

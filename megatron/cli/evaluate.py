@@ -49,11 +49,11 @@ def evaluate(
     A folder keeps its results of other runs, protocols and texts; what is measured again is replaced.
     """
     with open_clean_console() as console:
-        from megatron.config.validation_errors import section_from_cli
+        from megatron.config.validation_errors import parse_section
         from megatron.evaluation.run import evaluate_runs
 
         task_options = {name: options.pop(name) for name in TaskOptions.model_fields}
-        request = section_from_cli(EvaluationOptions, options)
+        request = parse_section(EvaluationOptions, options)
         if task_options["tasks"] is None:
             if unused := [f"--{name.replace('_', '-')}" for name, value in task_options.items() if value is not None]:
                 raise UserError(f"{unused[0]} is for tasks, and there is no --tasks")
@@ -61,4 +61,4 @@ def evaluate(
             return
         from megatron.evaluation.harness_tasks import evaluate_tasks
 
-        evaluate_tasks(runs, section_from_cli(TaskOptions, task_options), request, output=output, console=console)
+        evaluate_tasks(runs, parse_section(TaskOptions, task_options), request, output=output, console=console)

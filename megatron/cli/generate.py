@@ -41,11 +41,11 @@ def generate(
 
       ./deepy.py generate runs/kerple
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.generation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
 
-    generation_options = section_from_cli(GenerationOptions, {**options, "stop": options["stop"] or []})
+    generation_options = parse_section(GenerationOptions, {**options, "stop": options["stop"] or []})
     prompts = generation.collect_prompts(prompt or [], file or [], sys.stdin)
     request = generation.read_generation_request(run, generation_options, prompts)
     with temporary_log() as log, run_console(log), log_traceback(log):

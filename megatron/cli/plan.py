@@ -37,12 +37,12 @@ def plan(
     """
     from dataclasses import replace
 
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.distributed.hardware import get_gpu_spec
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
 
-    request = section_from_cli(PlanOptions, options)
+    request = parse_section(PlanOptions, options)
     gpu = get_gpu_spec(request.gpu)
     loaded = load_config_arguments(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)

@@ -48,13 +48,13 @@ def prepare(
 
       ./deepy.py prepare papers/ --suffixes .tex,.bib -o data/papers --tokenizer bpe --vocab-size 8192
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.data.corpus.prepare import find_unfinished, prepare_corpus
     from megatron.launch.console import log_traceback, run_console, temporary_log
     from megatron.utils.progress import ProgressMeter, WorkItem
     from megatron.utils.signals import StoppedBySignal
 
-    corpus_options = section_from_cli(CorpusOptions, {**options, "sources": sources})
+    corpus_options = parse_section(CorpusOptions, {**options, "sources": sources})
     with temporary_log() as log, run_console(log) as console, log_traceback(log):
         job = WorkItem(f"corpus {output}", "prepare", 1.0)
         try:

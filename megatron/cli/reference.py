@@ -1,6 +1,6 @@
 """`./deepy.py keys`, `positions` and `tasks`: what there is to configure."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -44,7 +44,7 @@ def positions(
     """List encodings, score processors and temperatures: formula, parameters, options, traits, when to use it."""
     import json
 
-    from megatron.config.method_names import describe_compositions, find_methods
+    from megatron.config.method_names import find_methods
 
     names = find_methods(name)
     from megatron.position.registry import describe_methods
@@ -52,13 +52,18 @@ def positions(
     records, errors = describe_methods(names)
     for error in errors:
         print_to_stderr(f"error: {error}")
-    if errors and not records:
-        raise typer.Exit(2)
     if as_json:
         print(json.dumps(records, indent=2))
-        return
+    else:
+        _print_methods(records, shows_compositions=not name)
+    if errors:
+        raise typer.Exit(2)
+
+
+def _print_methods(records: list[dict[str, Any]], *, shows_compositions: bool) -> None:
     from rich.markup import escape
 
+    from megatron.config.method_names import describe_compositions
     from megatron.config.yaml_files import format_value
     from megatron.launch.console import PlainConsole
 
@@ -75,7 +80,7 @@ def positions(
             facts = {"parameters": record["parameters"], "options": options, "traits": ", ".join(record["traits"])}
             print_facts(console, {**facts, "use": record["advice"], "source": record["source"]})
         console.print()
-    if not name:
+    if shows_compositions:
         console.print("[bold underline]compositions[/] (overlays of configs/position)\n")
         print_facts(console, describe_compositions())
 

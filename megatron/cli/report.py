@@ -20,12 +20,20 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="A page to write: report.html.", show_default=False),
+        typer.Option("-o", "--output", metavar="FILE", help="A page to write, .html, .md or .tex.", show_default=False),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="Show the report on this machine, anew while runs train, until Ctrl-C.")
     ] = False,
-    port: Annotated[int, typer.Option(help="Of --serve; 0 takes one that is free.", min=0, max=65535)] = DEFAULT_PORT,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Of --serve; 0 takes one that is free, and it is {DEFAULT_PORT} if absent.",
+            min=0,
+            max=65535,
+            show_default=False,
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Put results together: tables, who extrapolates, and who is better than another beyond chance.
@@ -41,17 +49,21 @@ def report(
 
       ./deepy.py report runs/quickstart --serve
     """
-    from megatron.config.validation_errors import section_from_cli
+    from megatron.config.validation_errors import parse_section
     from megatron.launch.console import PlainConsole
     from megatron.reports.combine import combine_results
 
-    request = section_from_cli(ReportOptions, options)
+    request = parse_section(ReportOptions, options)
     if serve:
         from megatron.monitoring.live_server import serve_report
 
         if output is not None:
             raise UserError("--serve shows the page; --output writes it: ask for one of them")
         console = PlainConsole(highlight=False)
-        serve_report(results, port, lambda line: console.print(line, soft_wrap=True), request)
+        serve_report(
+            results, DEFAULT_PORT if port is None else port, lambda line: console.print(line, soft_wrap=True), request
+        )
         return
+    if port is not None:
+        raise UserError("--port is of --serve, which was not asked for")
     combine_results(results, PlainConsole(highlight=False), output=output, **request.model_dump())

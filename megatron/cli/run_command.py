@@ -14,12 +14,13 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import FarfieldError, UserError, describe_error, to_path_error
+from megatron.utils.errors import FarfieldError, FarfieldWarning, UserError, describe_error, to_path_error
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
 from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raising_on_signals
 
@@ -55,6 +56,7 @@ def run_command(app: Any, name: str) -> int:
     """
     _prepare_streams()
     _prepare_terminal_size()
+    _print_own_warnings()
     with raising_on_signals(replacing=(exit_on_signal,)):
         try:
             return _run_app(app, name)
@@ -142,6 +144,20 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
         if number > 0:
             set_ascii_fallback(getattr(sys, name))
+
+
+def _print_own_warnings() -> None:
+    """Our warnings become notes; those of libraries stay what they are."""
+    show_others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if issubclass(category, FarfieldWarning):
+            print(f"note: {message}", file=sys.stderr, flush=True)
+        else:
+            show_others(message, category, *rest)
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    warnings.simplefilter("always", FarfieldWarning)
 
 
 def _prepare_terminal_size() -> None:

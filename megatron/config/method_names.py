@@ -10,9 +10,11 @@ import itertools
 import re
 
 from megatron.config.yaml_files import SHIPPED_CONFIGS
+from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
     MethodFacts,
     MethodFileError,
+    compute_method_digests,
     list_encodings,
     list_processors,
     list_temperatures,
@@ -114,6 +116,22 @@ def describe_compositions() -> dict[str, str]:
     return found
 
 
+def compute_own_method_digests(position: PositionOptions) -> dict[str, str]:
+    """Digests of the code of a model's methods that lie outside the project, by file.
+
+    Raises UserError: a method's file is not there.
+    """
+    names = {
+        "encodings": position.encodings,
+        "processors": [name for name in position.processors if name != "none"],
+        "temperatures": [name for name in position.temperatures if name != "none"],
+    }
+    try:
+        return compute_method_digests(names)
+    except MethodFileError as error:
+        raise UserError(str(error)) from error
+
+
 def find_methods(text: str) -> list[str]:
     """Methods of any kind one of whose names contains a text, in any case: `rope` finds rotary.
 
@@ -122,7 +140,7 @@ def find_methods(text: str) -> list[str]:
     """
     pattern = text.replace("-", "_").lower()
     all_names = {
-        method: (method, *list_other_names(method))
+        method: tuple(name.lower().replace("-", "_") for name in (method, *list_other_names(method)))
         for method in (*list_encodings(), *list_processor_values(), *list_temperatures())
     }
     methods = [method for method, names in all_names.items() if any(pattern in name for name in names)]

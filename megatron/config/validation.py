@@ -15,6 +15,7 @@ from megatron.options.model_conflicts import find_model_conflicts
 from megatron.options.position import PositionOptions
 from megatron.options.training import find_logging_conflicts, find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import (
+    METHODS_VARIABLE,
     MethodFileError,
     list_encodings,
     list_processors,
@@ -53,7 +54,8 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             reason = f"is no method but an overlay of keys, configs/position/{overlay}.yml"
             yield key, f"{key} {name} {reason}; name it beside the other files: ./deepy.py train CONFIG {overlay}"
         case None:
-            yield key, f"{key} {name} is not available; {format_choices(name, methods)}"
+            choices = format_choices(name, methods)
+            yield key, f"{key} {name} is not available; {choices}; {METHODS_VARIABLE} names folders of your own"
 
 
 def validate_methods(

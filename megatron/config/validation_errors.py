@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ EXPECTED_TYPES = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "bool_parsing": "true or false",
     "list_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a mapping",
@@ -34,6 +38,10 @@ BOUND_MESSAGES = {
     "too_short": ("a list of at least", "min_length"),
     "too_long": ("a list of at most", "max_length"),
 }
+
+
+UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|dict)\[.*\]|function-.*")
+"""What pydantic appends to the location of a problem with one of several types that a value may have."""
 
 
 def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
@@ -67,8 +75,18 @@ def describe_validation_error(
         keys: the keys, for their choices and meanings; those of a configuration if None.
     """
     keys = list_config_keys() if keys is None else keys
+    alternatives: dict[tuple[str, ...], list[str]] = {}
+    items = []
     for item in error.errors(include_url=False):
         location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
+        if location and UNION_MEMBER.fullmatch(location[-1]):
+            location.pop()
+            text = _list_valid_values(dict(item), None).removeprefix("it must be ")
+            alternatives.setdefault(tuple(location), []).append(text)
+            if len(alternatives[tuple(location)]) > 1:
+                continue
+        items.append((item, location))
+    for item, location in items:
         path = tuple(part for part in location if not part.isdigit())
         index = next((int(part) for part in location if part.isdigit()), None)
         name = ".".join(path)
@@ -79,16 +97,32 @@ def describe_validation_error(
             yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
             continue
         item_of = f"item {index + 1} of " if index is not None else ""
+        if tuple(location) in alternatives:
+            choices = " or ".join(dict.fromkeys(alternatives[tuple(location)]))
+            yield f"{prefix}{item_of}{name} is {format_value(item['input'])}; it must be {choices}"
+            continue
         yield (
             f"{prefix}{item_of}{name} is {format_value(item['input'])}; "
             f"{_list_valid_values(dict(item), keys.get(path))}"
         )
 
 
-def section_from_cli(section: type[SectionT], values: Mapping[str, Any]) -> SectionT:
-    """A section by the names and values of its keys. Raises UserError, one line per problem, if it is none."""
+def parse_section(section: type[SectionT], values: Mapping[str, Any], source: str | None = "command line") -> SectionT:
+    """A section by the names and values of its keys.
+
+    Args:
+        section: its class.
+        values: by the names of its keys.
+        source: where they were given, as messages name it.
+
+    Raises:
+        UserError: one line per problem.
+    """
+    prefix = f"{source}: " if source else ""
+    if unknown := [name for name in values if name not in section.model_fields]:
+        raise UserError(f"{prefix}there is no option {unknown[0]}; {format_choices(unknown[0], section.model_fields)}")
     wrapper = create_model("CommandLine", __base__=ConfigSection, options=(section, ...))
     try:
         return wrapper.model_validate({"options": dict(values)}).options  # type: ignore[attr-defined]
     except ValidationError as error:
-        raise UserError("\n".join(describe_validation_error(error, lambda _: "command line", keys={}))) from error
+        raise UserError("\n".join(describe_validation_error(error, lambda _: source, keys={}))) from error

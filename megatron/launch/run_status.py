@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from megatron.checkpoint import layout, run_folder
 from megatron.checkpoint.run_folder import LOCK, get_config_path
-from megatron.config.load import read_config
+from megatron.config.yaml_files import format_value, read_yaml
 from megatron.launch.console import PlainConsole
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
@@ -35,6 +35,8 @@ MAX_HEARTBEAT_AGE = 60.0
 """Seconds: a run on another machine whose heartbeat is older is not alive."""
 REFRESH_SECONDS = 5.0
 """Seconds between two looks."""
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def read_status(run: Path) -> RunStatus:
         beat = _read_heartbeat(run)
     with problems.report(run / layout.CONFIG):
         if (configured := get_config_path(run)).exists():
-            train_iters = read_config(configured).training.train_iters
+            train_iters = _read_key(configured, "train_iters", int)
     train = [record for record in records if record.get("kind") == "train"]
     valid = [record for record in records if record.get("kind") == "valid"]
     last: dict[str, Any] = train[-1] if train else {}
@@ -219,8 +221,10 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
         Whether no run diverged.
 
     Raises:
-        UserError: there is no run.
+        UserError: there is no run, or both JSON and following were asked for.
     """
+    if follow and as_json:
+        raise UserError("--json prints once, and --follow goes on: ask for one of them")
     statuses = [read_status(run) for run in find_runs(paths)]
     if as_json:
         print(json.dumps([asdict(status) for status in statuses], indent=2))
@@ -228,8 +232,8 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
     console = console or PlainConsole(highlight=False)
     if not follow or not console.is_terminal:
         console.print(build_status_table(statuses))
-        for line in (line for status in statuses for line in status.problems):
-            console.print(f"note: {line}", markup=False, soft_wrap=True)
+    for line in (line for status in statuses for line in status.problems):
+        console.print(f"note: {line}", markup=False, soft_wrap=True)
     if not follow:
         return True
     live = Live(build_status_table(statuses), console=console, auto_refresh=False)
@@ -306,7 +310,18 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
 
 def _list_extra_save_steps(run: Path) -> list[int]:
     """The steps whose checkpoints are never deleted. Raises UserError if the run's configuration cannot be read."""
-    return read_config(get_config_path(layout.find_run_folder(run))).checkpoint.extra_save_iters
+    return _read_key(get_config_path(layout.find_run_folder(run)), "extra_save_iters", list) or []
+
+
+def _read_key(path: Path, name: str, kind: type[ValueT]) -> ValueT | None:
+    """One key of a run's configuration, whatever the others are: methods of the user's own may be out of reach.
+
+    Raises UserError: the file cannot be read, or the value is of another kind.
+    """
+    value = read_yaml(path).values.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise UserError(f"{path}: {name} is {format_value(value)}, not what a run writes")
+    return value
 
 
 def _read_losses(run: Path) -> dict[tuple[str, int], float]:

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, get_args
 
 from megatron.options.model import ModelOptions
 from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     import torch
 
 # torch is imported where it is used: a mistake in what was asked for is told at once.
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
 
@@ -40,7 +43,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raises UserError if there is no such device, or it cannot compute in that precision; auto may be anything."""
+    """Raises UserError if there is no such precision or device, or it cannot compute in that; auto may be anything."""
+    if precision not in PRECISIONS:
+        raise UserError(f"precision = {precision!r}: {format_choices(str(precision), PRECISIONS)}")
     if parse_device(device)[0] == "cpu" and precision == "fp16":
         raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
 

@@ -72,19 +72,21 @@ class LivePage:
             return self._text
 
     def _find_runs(self) -> list[Path]:
-        try:
-            return find_runs(self.folders)
-        except UserError:
-            if any(map(is_sweep_running, self.folders)):  # which prepares its corpus
-                return []
-            raise
+        runs = []
+        for folder in self.folders:
+            try:
+                runs += find_runs([folder])
+            except UserError:  # a sweep may still prepare its corpus, and an evaluation has results alone
+                if not (is_sweep_running(folder) or (folder / RESULTS_FILE).is_file()):
+                    raise
+        return list(dict.fromkeys(runs))
 
     def _render(self, runs: Sequence[Path], is_live: bool) -> str:
         training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
         results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
         sections: Sequence[ReportSection] = ()
         if results:
-            sections = build_sections(results, self.options.against, self.options.delta)
+            sections = build_sections(results, self.options.against, self.options.delta, is_whole=not is_live)
         title = self.options.title
         if title is None and not sections:
             title = f"Training of {', '.join(map(str, self.folders))}"
@@ -135,6 +137,8 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
             except FarfieldError as error:
                 self._answer(503, str(error))
 
+        do_HEAD = do_GET
+
         def _answer(self, code: int, text: str) -> None:
             content = text.encode("utf-8")
             self.send_response(code)
@@ -143,7 +147,8 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
         def log_message(self, format: str, *values: Any) -> None:
             """Nothing: a line for every look would hide everything else."""

@@ -11,6 +11,7 @@ model is built, as ours are; nothing that a checkpoint says makes one run.
 
 import ast
 import difflib
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
 KINDS = ("encodings", "processors", "temperatures")
 _PROJECT_FOLDERS = {kind: FOLDER / kind for kind in KINDS}
 BASES = ("Encoding", "Processor", "Temperature")
+_DESCRIPTIONS = {"formula", "parameters_summary", "source", "advice", "other_names"}
+"""What of a class tells readers about it and computes nothing."""
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost", "source")
 _NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
 
@@ -218,14 +221,40 @@ def find_method_file(kind: str, name: str) -> Path:
 
     kind: encodings, processors or temperatures.
     """
-    own = _get_project_file(kind, name)
-    folders = _list_folders(kind)[1:]
-    return next((folder / f"{name}.py" for folder in folders if name in _read_folder(folder)), own)
+    for folder in _list_folders(kind):
+        if name in _read_folder(folder):
+            return folder / f"{name}.py"
+    raise MethodFileError(
+        f"there is no {name}.py in {format_path(_PROJECT_FOLDERS[kind])}, nor in a folder that {METHODS_VARIABLE} names"
+    )
 
 
-@cache
-def _get_project_file(kind: str, name: str) -> Path:
-    return FOLDER / kind / f"{name}.py"
+def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Digests of the code of methods that are the user's own, by file: encodings/mine.py. The project's are left out.
+
+    Comments, docstrings, layout and what describes a method to readers may change without changing its digest.
+
+    names_by_kind: names of methods under encodings, processors and temperatures.
+    """
+    digests = {}
+    for kind, names in names_by_kind.items():
+        for name in names:
+            path = find_method_file(kind, name)
+            if path.parent != _PROJECT_FOLDERS[kind]:
+                code = ast.unparse(_CodeOnly().visit(ast.parse(path.read_bytes())))
+                digests[f"{kind}/{path.name}"] = hashlib.sha256(code.encode()).hexdigest()[:16]
+    return digests
+
+
+class _CodeOnly(ast.NodeTransformer):
+    """Leaves out expressions that are text alone, and descriptions."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign | None:
+        names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        return None if names <= _DESCRIPTIONS else node
 
 
 def _list_names(kind: str) -> list[str]:
@@ -245,7 +274,7 @@ def _list_names(kind: str) -> list[str]:
 def _list_folders(kind: str) -> list[Path]:
     """The project's folder and the user's own, of one kind of method."""
     folders = [_PROJECT_FOLDERS[kind]]
-    for text in filter(None, os.environ.get(METHODS_VARIABLE, "").split(os.pathsep)):
+    for text in dict.fromkeys(filter(None, os.environ.get(METHODS_VARIABLE, "").split(os.pathsep))):
         root = Path(text).absolute()
         if not any((root / other).is_dir() for other in KINDS):
             raise MethodFileError(f"{METHODS_VARIABLE}: {text} has no folder {', '.join(KINDS[:-1])} or {KINDS[-1]}")
@@ -261,13 +290,36 @@ def _read_folder(folder: Path) -> tuple[str, ...]:
 @cache
 def _read_names(folder: Path, changed: int) -> tuple[str, ...]:
     """The names of a folder that last had a file added or removed at `changed`: a plan asks thousands of times."""
-    return tuple(sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__"))
+    names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    for name in names:
+        if not name.isidentifier() or name != name.lower():
+            raise MethodFileError(
+                f"{format_path(folder / f'{name}.py')}: a method's file is named with small letters, digits and _ alone"
+            )
+    return tuple(names)
+
+
+def _read_facts(path: Path) -> MethodFacts:
+    return _parse_facts(path, get_change_time(path))
+
+
+def get_change_time(path: Path) -> int:
+    """When a method's file was last written, in nanoseconds: a user may change it while a program runs.
+
+    Raises MethodFileError: it cannot be read.
+    """
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError as error:
+        raise MethodFileError(f"{format_path(path)}: cannot be read ({error.strerror})") from error
 
 
 @cache
-def _read_facts(path: Path) -> MethodFacts:
+def _parse_facts(path: Path, changed: int) -> MethodFacts:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MethodFileError(f"{format_path(path)}: cannot be read ({error.strerror})") from error
     except SyntaxError as error:
         raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
     except ValueError as error:  # no UTF-8, or a byte that no text has

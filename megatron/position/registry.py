@@ -29,6 +29,7 @@ from megatron.position.catalog import (
     check_hook_names,
     find_method_file,
     format_path,
+    get_change_time,
     list_encodings,
     list_processors,
     list_temperatures,
@@ -45,7 +46,6 @@ MAX_OPTION = {int: 10**6, float: 1e9}
 ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 
-@cache
 def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
     names = {Encoding: list_encodings, Processor: list_processors, Temperature: list_temperatures}[base]()
     if name not in names:
@@ -56,6 +56,12 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
             f"{METHODS_VARIABLE} names folders of your own"
         )
     path = find_method_file(folder, name)
+    return _load_class_of_file(folder, name, base, path, get_change_time(path))  # type: ignore[arg-type]
+
+
+@cache
+def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path, changed: int) -> type[ModuleT]:
+    """The class as the file had it at `changed`: a user may change a file while a notebook runs."""
     try:
         module = _import_file(folder, name, path)
     except Exception as error:

@@ -57,12 +57,16 @@ def combine_results(
     Raises:
         UserError: there is no such file, it holds no records, or no table has the method.
     """
+    if title is not None and (output is None or output.suffix == LATEX_SUFFIX):
+        raise UserError(f"--title {title}: is of a page of HTML or Markdown, which --output names")
     if output is not None:
         _check_output_page(output)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
     sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
+    if output is not None and output.suffix == MARKDOWN_SUFFIX:
+        report_markdown.check_pictures("--output", output, sections)
     for message in find_contradictions(
         {path: section for path, section in records_by_path.items() if path not in experiments}
     ):
@@ -78,7 +82,8 @@ def combine_results(
             console.print(f"\n{text_table.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.write_markdown_report(output, sections, title)
-        console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
+        pictures = [path for path in report_markdown.list_markdown_files(output, sections) if path.exists()]
+        console.print(f"written: {', '.join(map(str, pictures))}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None and output.suffix == LATEX_SUFFIX:
         write_text_atomically(output, report.render_report_latex(sections))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
@@ -89,10 +94,15 @@ def combine_results(
 
 
 def build_sections(
-    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA
+    result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_whole: bool = True
 ) -> list[ReportSection]:
-    """The parts of the page; arguments and errors as for `combine_results`."""
+    """The parts of the page; arguments and errors as for `combine_results`.
+
+    is_whole: whether all is measured that will be; until then a method to compare with may be missing.
+    """
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
+    if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
+        against = None
     failures_by_path = {path: failures.read_failures(path) for path in records_by_path}
     return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)
 
@@ -111,7 +121,10 @@ def _check_output_page(output: Path) -> None:
         LATEX_SUFFIX: report.is_generated_latex,
     }
     if output.suffix not in checks:
-        raise UserError(f"--output {output}: its name ends in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}")
+        raise UserError(
+            f"--output {output}: its name ends in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; results.csv "
+            f"lies beside {RESULTS_FILE} already"
+        )
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")
     check_folder("--output", output.parent)

@@ -25,7 +25,7 @@ from megatron.reports.report import (
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
-from megatron.utils.atomic_io import write_bytes_atomically, write_text_atomically
+from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
 """How every page begins."""
@@ -36,6 +36,18 @@ LINE_LENGTH = 118
 def is_generated_markdown(path: Path) -> bool:
     """Is a file such a page?"""
     return path.is_file() and path.read_bytes().startswith(MARKER.encode())
+
+
+def check_pictures(key: str, path: Path, sections: Sequence[ReportSection]) -> None:
+    """Refuse to write a page where one of its pictures would replace a file that no earlier page of this name shows.
+
+    key: the option that named the page.
+
+    Raises UserError.
+    """
+    shown = path.read_text(encoding="utf-8") if is_generated_markdown(path) else ""
+    _, *pictures = list_markdown_files(path, sections)
+    refuse_foreign_files(key, pictures, lambda picture: f"]({picture.name})" in shown)
 
 
 def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[Path]:

@@ -174,7 +174,7 @@ def read_sweep(
         path = ("sweep", "benchmarks", name, "keys")
         overridden, in_file = _split_variant(benchmark.keys, path, locate)
         layers = [
-            _select_part(setters["benchmarks"], path, in_file),
+            *([_select_part(setters["benchmarks"], path, in_file)] if in_file else []),
             YamlDocument(f"{COMMAND_LINE}, benchmark {name}", overridden, {}),
         ]
         trainings.append(

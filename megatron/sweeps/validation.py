@@ -130,7 +130,10 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
     for name in () if options.leaderboard is None else options.leaderboard.ablations:
         if name not in methods:
             location = locate(("sweep", "leaderboard", "ablations"))
-            yield f"{location}: {name!r} is no score processor and no temperature; {format_choices(name, methods)}"
+            yield (
+                f"{location}: sweep.leaderboard.ablations: {name!r} is no score processor and no temperature; "
+                f"{format_choices(name, methods)}"
+            )
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is no variant; {near}"
@@ -170,7 +173,8 @@ def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
     seeds = keys.get(SEEDS, [0])
     is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
     if not is_valid or len(set(seeds)) < len(seeds):
-        yield f"{location}: seeds is {shorten_text(str(seeds))}; it must be a list of different whole numbers from 0 on"
+        given = shorten_text(str(seeds))
+        yield f"{location}: a variant's seeds is {given}; it must be a list of different whole numbers from 0 on"
 
 
 def _find_variant_problems(
@@ -184,7 +188,8 @@ def _find_variant_problems(
         for variant in part.variants or ():
             if variant not in options.variants:
                 near = format_choices(variant, options.variants)
-                yield f"{locate((*path, name, 'variants'))}: {variant!r} is no variant; {near}"
+                keys = (*path, name, "variants")
+                yield f"{locate(keys)}: {'.'.join(keys)}: {variant!r} is no variant; {near}"
 
 
 def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str]) -> Iterator[str]:

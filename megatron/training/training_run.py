@@ -24,6 +24,7 @@ from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
+from megatron.config.method_names import compute_own_method_digests
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, build_stages, find_longest_length, find_stage
@@ -210,6 +211,7 @@ class TrainingRun:
             pipeline=sizes.pipeline,
             zero_stage=training.zero_optimization.stage,
             precision=training.compute_dtype,
+            method_digests=compute_own_method_digests(self.config.position) or None,
             directory=os.getcwd(),
         )
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
@@ -289,6 +291,7 @@ def build_components(
     resume.check_engine(config, groups.mesh.sizes)
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
+    method_notes = resume.check_methods(config.position)
     for stage in (resume.stage, *resume.stages):  # before the data leave anything behind, and hours pass
         check_position_options(stage.config.model, stage.config.position)
     position = DataPosition()
@@ -296,7 +299,7 @@ def build_components(
     datasets = _build_datasets(config, resume.stage, position, vocabulary, groups)
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
-    for note in (*resume.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
+    for note in (*resume.notes, *method_notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and training.eval_interval and training.eval_iters:
         reporter.log("no validation: the configuration names no validation data")

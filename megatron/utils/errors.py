@@ -36,6 +36,10 @@ class HangError(RunError):
     exit_code = os.EX_TEMPFAIL
 
 
+class FarfieldWarning(UserWarning):
+    """One line beside a result that somebody should know of; commands print it as a note."""
+
+
 UNUSABLE_PATH_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from corpora import prepare
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.validation_errors import section_from_cli
+from megatron.config.validation_errors import parse_section
 from megatron.data.blend import (
     compute_document_weights,
     describe_document_weights,
@@ -81,7 +81,7 @@ def test_a_name_that_is_none_is_told_in_a_line() -> None:
         ({"data_path": 3}, "data_path is 3; it must be text or a list of texts"),
     ):
         with pytest.raises(UserError, match=message):
-            section_from_cli(DataOptions, keys)
+            parse_section(DataOptions, keys)
 
 
 def documents(count: int, length: int, first: int = 0) -> list[list[int]]:

@@ -20,7 +20,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
-from megatron.config.validation_errors import section_from_cli
+from megatron.config.validation_errors import parse_section
 from megatron.data.datasets import load_token_stream
 from megatron.data.load_tokenizer import load_tokenizer, save_tokenizer
 from megatron.evaluation.lengths import choose_lengths
@@ -59,7 +59,7 @@ def evaluated(
 ) -> list[Record]:
     """`evaluate_runs` with lengths in tokens or as the command line has them, and the other options by name."""
     of_text = {} if lengths is None else parse_lengths(lengths) if isinstance(lengths, str) else {"lengths": lengths}
-    return evaluate_runs(runs, section_from_cli(Options, {**options, **of_text}), output=output, console=console)
+    return evaluate_runs(runs, parse_section(Options, {**options, **of_text}), output=output, console=console)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from farfield.commands import format_flags, format_overrides, prepare
 from megatron.config.load import load_config
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
+from megatron.utils.errors import FarfieldWarning
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = '''"""A penalty."""
@@ -89,8 +91,26 @@ def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path,
     asked = [sys.executable, str(ROOT / "deepy.py"), "evaluate", str(run)]
     refused = subprocess.run(asked, env=environment, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "unknown encoding 'eighths'" in refused.stderr
+    assert "there is no eighths.py in" in refused.stderr
     assert "FARFIELD_METHODS" in refused.stderr
+
+
+def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: Path) -> None:
+    corpus = write_corpora(tmp_path / "text")
+    config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
+    config.save(tmp_path / "run.yml")
+    run = farfield.train(tmp_path / "run.yml", quiet=True)
+    file = own_methods / "eighths.py"
+    file.write_text(file.read_text().replace("a test", "a better one") + "\n# a comment\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FarfieldWarning)
+        farfield.load(run, device="cpu")
+    file.write_text(file.read_text().replace("distances / 8", "distances / 4"))
+    with pytest.warns(FarfieldWarning, match=r"the code of encodings/eighths\.py has changed since the training"):
+        model = farfield.load(run, device="cpu")
+    assert model.bias_table(3)[0, 0].tolist() == [0, -0.25, -0.5], "the file as it is now"
+    with pytest.raises(farfield.UserError, match=r"encodings/eighths\.py: its code has changed since .*finetune=true"):
+        farfield.train(tmp_path / "run.yml", load=str(run), train_iters=3, quiet=True)
 
 
 def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -34,6 +35,15 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
     found = read_status(make(tmp_path / "a"))
     assert (found.state, found.step, found.train_iters, found.checkpoint) == ("stopped", 30, 100, 20)
     assert (found.loss, found.valid_loss, found.mfu, found.seconds_left) == (2.5, 2.75, 0.25, None)
+
+
+def test_a_run_whose_encoding_is_out_of_reach_is_told_like_any_other(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    text = (run / "config.yml").read_text().replace("train_iters: 100", "train_iters: 30")
+    (run / "config.yml").write_text(re.sub(r"^pos_emb: \w+$", "pos_emb: my_own", text, flags=re.MULTILINE))
+    assert "pos_emb: my_own" in (run / "config.yml").read_text()
+    found = read_status(run)
+    assert (found.state, found.train_iters, found.problems) == ("finished", 30, ())
 
 
 def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
@@ -75,7 +85,7 @@ DEEP = "[" * 200_000
 BROKEN = {
     "heartbeat.json": (DEEP, b"[1]", b"\xff", '{"time": 1e999, "step": 1' + "0" * 400 + "}"),
     "metrics.jsonl": (DEEP + "\n", '{"kind": "train", "step": 1e999, "loss": 1}\n', '{"kind": [], "step": "1"}\n'),
-    "config.yml": ("a: " + "[" * 100, "num_layers: many\n", b"\xff"),
+    "config.yml": ("a: " + "[" * 100, "train_iters: many\n", b"\xff"),
 }
 
 

@@ -113,6 +113,24 @@ def test_a_page_that_takes_long_waits_for_its_turn(tmp_path: Path, monkeypatch: 
     assert shown == ["1", "1", "1", "2"]
 
 
+def test_results_without_runs_are_shown(tmp_path: Path) -> None:
+    """As `evaluate -o` leaves them; of a running sweep a method to compare with may still be missing."""
+    write_results(tmp_path)
+    with serving(make_page(tmp_path)) as port:
+        assert "16.25" in ask(port)[1]
+        code, text, headers = ask(port, method="HEAD")
+        assert (code, text) == (200, "")
+        assert int(headers["Content-Length"]) > 1000
+    with pytest.raises(UserError, match="nowhere: no such folder"):
+        make_page(tmp_path / "nowhere").render()
+    page = LivePage([tmp_path], ReportOptions(against="fox"))
+    with pytest.raises(UserError, match="--against fox"):
+        page.render()
+    lock = RunLock(tmp_path, name=SWEEP_LOCK, key="sweep.output")
+    assert "16.25" in page.render()
+    lock.release()
+
+
 def test_others_are_refused(tmp_path: Path) -> None:
     with serving(make_page(make_run(tmp_path / "run", 2))) as port:
         assert ask(port, Host=f"localhost:{port}")[0] == 200

@@ -27,13 +27,11 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Add a file of an encoding `mine`, in a folder of one's own beside the project's."""
     (tmp_path / "encodings").mkdir()
     monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
-    registry._load_class.cache_clear()
 
     def write(body: str, head: str = HEAD) -> None:
         (tmp_path / "encodings" / "mine.py").write_text(head + body)
 
-    yield write
-    registry._load_class.cache_clear()
+    return write
 
 
 def test_what_a_file_declares_is_what_its_class_has() -> None:

@@ -245,6 +245,15 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "mine.md").write_text("# Mine\n")
     with pytest.raises(UserError, match=r"mine\.md"):
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.md")
+    for picture in ("other.png", "other_cost.png"):
+        (tmp_path / picture).write_text("mine")
+        with pytest.raises(UserError, match=rf"--output: .*{picture} is there"):
+            combine_results([tmp_path], Console(quiet=True), output=tmp_path / "other.md")
+        assert (tmp_path / picture).read_text() == "mine"
+        assert not (tmp_path / "other.md").exists()
+        (tmp_path / picture).unlink()
+    with pytest.raises(UserError, match="--title Mine: is of a page"):
+        combine_results([tmp_path], Console(quiet=True), title="Mine")
     assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.validation_errors import section_from_cli
+from megatron.config.validation_errors import parse_section
 from megatron.data.corpus.documents import CorpusProgress
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.corpus_metadata import CorpusInfo
@@ -21,7 +21,7 @@ def prepare(
 ) -> CorpusInfo:
     """`prepare_corpus`; `options` are CorpusOptions'. Raises as it, and UserError for wrong ones."""
     plain = {name: _plain(value) for name, value in {"sources": sources, **options}.items()}
-    return prepare_corpus(section_from_cli(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
+    return prepare_corpus(parse_section(CorpusOptions, plain), output, overwrite=overwrite, progress=progress)
 
 
 def _plain(value: Any) -> Any:

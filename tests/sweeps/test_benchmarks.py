@@ -1,6 +1,7 @@
 """Benchmarks, further evaluations, seeds of variants, and members that run at once."""
 
 import html
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
@@ -75,6 +77,12 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
     assert [m.name for m in less.members][3:] == ["mine, copy, seed 7"]
     longer = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]).members
     assert [m.config.training.train_iters for m in longer] == [2, 2, 2, 9, 9, 9]
+    benchmarks = yaml.safe_load(ZOO)["sweep"]["benchmarks"]
+    benchmarks["copy"]["keys"]["optimizer"]["params"]["lr"] = 1e-2  # text to YAML's library
+    write(ZOO[: ZOO.index("      benchmarks:")])  # no file has any
+    given = [f"sweep.benchmarks={json.dumps(benchmarks)}", "sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]
+    added = read_sweep(["sweep.yml"], given).members
+    assert [(m.name, m.config) for m in added] == [(m.name, m.config) for m in longer]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +97,8 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
         (("windows: 3}\n      benchmarks", "widows: 3}\n      benchmarks"), "sweep.evaluations.scaled.widows"),
         (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of different whole numbers"),
         (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
-        (("output: out", "output: out\n      jobs: 0"), "sweep.jobs"),
+        (("output: out", "output: out\n      jobs: 0"), "sweep.jobs is 0; it must be at least 1 or auto"),
+        (("output: out", "output: out\n      jobs: autoo"), "sweep.jobs is autoo; it must be a whole number or auto"),
         (("ablations: [cdape]", "ablations: [cdap]"), "'cdap' is no score processor"),
         (("ablations: [cdape]", "ablation: [cdape]"), "unknown key 'sweep.leaderboard.abl"),
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),
