@@ -25,6 +25,7 @@ have no seeds, and never compete for the mark of the best.
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron.reports import x_axes
 from megatron.reports.failures import RunFailure
@@ -116,7 +117,7 @@ class ComparisonTable:
     failures: tuple[RunFailure, ...] = ()  # runs that would stand here, and gave no result
     trivial_baselines: tuple[str, ...] = ()  # methods that learned nothing
 
-    @property
+    @cached_property
     def max_seeds(self) -> int:
         """The largest number of runs behind a cell; they differ in their seed."""
         return _count_max_seeds(self.records)

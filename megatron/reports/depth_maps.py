@@ -6,6 +6,7 @@ map, and are shown as such: a row for each depth of each method, a column for ea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -45,15 +46,15 @@ class DepthMap:
     def metric(self) -> Metric:
         return self.tables[0].metric
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         return [table.records[0].length for table in self.tables]
 
-    @property
+    @cached_property
     def depths(self) -> list[float]:
         return sorted({x for table in self.tables for x in table.x_values})
 
-    @property
+    @cached_property
     def methods(self) -> list[str]:
         return list(dict.fromkeys(method for table in self.tables for method in table.methods))
 
@@ -86,7 +87,7 @@ class DepthMap:
         cells = [[self.get_cell(method, depth, length) for length in self.lengths] for depth in self.depths]
         return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells])
 
-    @property
+    @cached_property
     def scale(self) -> tuple[float, float]:
         """The values between which shades run: those that the metric has, or those of all cells."""
         values = np.concatenate([self.get_values(method).ravel() for method in self.methods])

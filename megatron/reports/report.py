@@ -396,12 +396,11 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
     columns = [HtmlColumn(header) for header in ("parameters", "seed", "steps", "tokens trained on")]
     columns.append(HtmlColumn("run, and how it was scored", css_class="text wide"))
     rows: dict[tuple[str, int, str | None], tuple[HtmlCell, list[HtmlCell]]] = {}
+    by_run: dict[tuple[str, int, str | None], list[Record]] = {}
     for record in records:
-        identity = (record.method, record.seed, record.run)
-        if identity in rows:
-            continue
-        run_records = [entry for entry in records if (entry.method, entry.seed, entry.run) == identity]
-        seconds = sum(entry.seconds or 0.0 for entry in run_records)
+        by_run.setdefault((record.method, record.seed, record.run), []).append(record)
+    for identity, run_records in by_run.items():
+        record, seconds = run_records[0], sum(entry.seconds or 0.0 for entry in run_records)
         duration = f"{seconds:,.1f} s" if seconds else None
         scoring = ", ".join(part for part in (record.backend, record.dtype, duration) if part)
         values = (

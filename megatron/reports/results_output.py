@@ -99,11 +99,23 @@ def check_no_foreign_results(option: str, folder: Path) -> None:
 
 
 def write_results(
-    folder: Path, records: Sequence[Record], run_failures: Sequence[RunFailure] = (), *, own_seeds: bool = False
+    folder: Path,
+    records: Sequence[Record],
+    run_failures: Sequence[RunFailure] = (),
+    *,
+    own_seeds: bool = False,
+    drawn: Sequence[Record] | None = None,
 ) -> list[Path]:
     """Write results.json, results.csv, results.md and results.png into a folder, each whole or not at all.
 
     Runs that failed are written beside them, and stand in tables and pictures as such.
+
+    Args:
+        folder: where to.
+        records: all of them.
+        run_failures: of runs that have none.
+        own_seeds: each method has seeds of its own, so that it lacks none that another has.
+        drawn: the records that the picture shows, without failures; all of them, and failures, if None.
     """
     from megatron.reports.plots import render_plots_png  # matplotlib takes a while
 
@@ -124,7 +136,10 @@ def write_results(
                 ]
             ),
         ),
-        write_bytes_atomically(folder / DERIVED_FILES[2], render_plots_png(records, failures=run_failures)),
+        write_bytes_atomically(
+            folder / DERIVED_FILES[2],
+            render_plots_png(records, failures=run_failures) if drawn is None else render_plots_png(drawn),
+        ),
     ]
 
 

@@ -74,6 +74,8 @@ CARRY_ON_HINT = "the same command carries on from here"
 LOCKED_MESSAGE = "a sweep is running there; wait for its end, or choose another folder"
 RETRY_DIVERGED_HINT = "--retry-failed trains again what diverged"
 RETRY_FAILED_HINT = "the same command tries again what failed"
+MAX_QUIET_MEMBERS = 40
+"""The report of more takes some seconds, before which it is said to be written."""
 REPORT_SHARE = 0.05
 """Of the time of a sweep that rewriting its report may take."""
 MAX_NAMED_FAILURES = 5
@@ -266,6 +268,8 @@ def _run_all_members(
                 done = len(results.records) + len(results.failures)
                 if done < len(works) and (left := meter.estimate_seconds_left()) is not None:
                     meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left")
+    if len(works) > MAX_QUIET_MEMBERS:
+        meter.log("writing the report")
     results.write()
     return results.list_records(), results.list_failures()
 
@@ -378,9 +382,14 @@ def _write_results(
     from megatron.reports.citation import format_command
     from megatron.reports.results_output import write_results
 
-    output = sweep.output_folder
-    write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds)
-    experiment = _build_experiment(sweep)
+    output, experiment = sweep.output_folder, _build_experiment(sweep)
+    tables = experiment.build_tables(records, failures=failures)
+    section = report.ReportSection(
+        sweep.options.title, records, tables, failures, experiment.own_seeds, experiment.get_leaderboard()
+    )
+    board = report.build_leaderboard_report(section)
+    drawn = None if board is None else report.select_shown_records(section, board)
+    write_results(output, records, failures, own_seeds=sweep.options.has_own_seeds, drawn=drawn)
     if experiment.is_worth_keeping:  # the results of other sweeps may be put together with others
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
@@ -389,16 +398,7 @@ def _write_results(
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     report.write_report(
         output / REPORT_FILE,
-        [
-            report.ReportSection(
-                sweep.options.title,
-                records,
-                experiment.build_tables(records, failures=failures),
-                failures,
-                experiment.own_seeds,
-                experiment.get_leaderboard(),
-            )
-        ],
+        [section],
         num_pending_runs=missing,
         configurations=texts,
         command=format_command(),
