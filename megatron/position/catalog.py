@@ -230,7 +230,7 @@ def find_method_file(kind: str, name: str) -> Path:
 
 
 def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Digests of the code of methods that are the user's own, by file: encodings/mine.py. The project's are left out.
+    """Digests of the code of methods that are the user's own, by file: encodings/fox.py. The project's are left out.
 
     Comments, docstrings, layout and what describes a method to readers may change without changing its digest.
 

@@ -154,10 +154,10 @@ class LeaderboardReport:
     def _build_ablations_table(self) -> TextTable:
         lengths = list(self.ablations)
         assert self.text is not None
-        found = {(length, comparison.method): comparison for length in lengths for comparison in self.ablations[length]}
+        found = {(length, c.method, c.base): c for length in lengths for c in self.ablations[length]}
         rows = []
         for ablation in self.leaderboard.ablations:
-            cells = [str(found.get((length, ablation.method), "–")) for length in lengths]
+            cells = [str(found.get((length, ablation.method, ablation.base), "–")) for length in lengths]
             rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
             "What processors and temperatures change: perplexity over that of the method without",

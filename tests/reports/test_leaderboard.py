@@ -161,6 +161,14 @@ def test_words_follow_the_numbers() -> None:
     assert "lowers perplexity on 1 of 2 (fox -" in adds
 
 
+def test_a_method_may_stand_in_two_ablations() -> None:
+    """cdape+alibi has cdape on alibi, and alibi (as if it were a temperature) on cdape: each row is its own."""
+    found = [*text("alibi", (1.6, 1.6)), *text("cdape", (1.4, 1.4)), *text("cdape+alibi", (1.5, 1.5))]
+    ablations = (Ablation("cdape", "cdape+alibi", "alibi"), Ablation("alibi", "cdape+alibi", "cdape"))
+    table = LeaderboardReport(Leaderboard("alibi", ablations), build_comparison_tables(found)).build_tables()[1]
+    assert [(name, cells[1][:2]) for name, cells in table.rows] == [("cdape on alibi", "-9"), ("alibi on cdape", "+1")]
+
+
 def test_a_task_has_its_options_in_its_name_where_they_tell_it_from_another() -> None:
     methods, names = ("a", "b"), ("copy(letters=2)", "copy(letters=8)", "sort(width=3)")
     found = [task(method, 0.5, name=name).replace(target_digest=name) for method in methods for name in names]
