@@ -18,7 +18,10 @@ from typing import Any
 from farfield.arguments import method_errors, to_paths
 from megatron.launch.child_command import DEEPY, build_command_error, stop_child
 from megatron.utils.errors import UserError
+from megatron.utils.signals import get_parent_variable
 
+NEGATED_FLAGS = ("add-bos",)
+"""Of `prepare`: those whose default is neither."""
 KEPT_LINES = 200
 """Of what a command printed, to find its error in."""
 
@@ -170,7 +173,16 @@ def list_methods() -> list[dict[str, Any]]:
 
 def format_overrides(keys: dict[str, Any]) -> list[str]:
     """Keys with their values as the command line takes them: KEY=VALUE, values in YAML."""
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in keys.items()]
+    return [f"{name}={json.dumps(value, default=_to_plain, ensure_ascii=False)}" for name, value in keys.items()]
+
+
+def _to_plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's, and paths as texts."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise UserError(f"{value!r} is no value of a configuration")
 
 
 def format_flags(options: dict[str, Any]) -> list[str]:
@@ -179,7 +191,7 @@ def format_flags(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         name = name.replace("_", "-")
         if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
+            flags += [f"--{name}"] if value else [f"--no-{name}"] if name in NEGATED_FLAGS else []
         elif value is not None:
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             flags.append(f"--{name}={text}")
@@ -202,7 +214,9 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         encoding="utf-8",
         errors="replace",
         # A notebook's kernel asks for colours, which an error's line is better without.
-        env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"} | {"NO_COLOR": "1"},
+        env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
+        | {"NO_COLOR": "1"}
+        | get_parent_variable(),  # it ends with this process, however that goes
         start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
     )
     try:

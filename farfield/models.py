@@ -71,14 +71,17 @@ def load(
         opened.checkpoint, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
         backend=backend, window=window, temperature=attention_temperature, rope=rope, end_of_document=tokenizer.eod,
     )  # fmt: skip
-    return Model(opened, loaded, tokenizer)
+    reading = {"window": window, "temperature": attention_temperature, "rope": rope}
+    return Model(opened, loaded, tokenizer, reading | {"device": device, "precision": precision})
 
 
 class Model:
     """A trained model in evaluation mode; `load` makes one."""
 
-    def __init__(self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer) -> None:
-        self._run, self._loaded = run, loaded
+    def __init__(
+        self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any] | None = None
+    ) -> None:
+        self._run, self._loaded, self._reading = run, loaded, reading or {}
         self.tokenizer = tokenizer
 
     def __repr__(self) -> str:
@@ -267,10 +270,10 @@ class Model:
         return found
 
     def analyze(self, output: str | Path | None = None, **options: Any) -> Path:
-        """The page that `./deepy.py analyze` makes of this run (`farfield.analyze`)."""
+        """The page that `./deepy.py analyze` makes of this run (`farfield.analyze`), read as this model reads."""
         from farfield.commands import analyze
 
-        return analyze([str(self._loaded.checkpoint)], output, **options)
+        return analyze([str(self._loaded.checkpoint)], output, **{**self._reading, **options})
 
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         size = self.tokenizer.vocab_size

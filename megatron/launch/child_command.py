@@ -17,6 +17,8 @@ def stop_child(child: subprocess.Popen[Any]) -> None:
         return
     child.terminate()
     try:
+        for _ in child.stdout or ():  # a child whose pipe nobody reads does not end
+            pass
         child.wait()
     except BaseException:  # a second signal
         child.kill()

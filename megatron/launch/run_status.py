@@ -2,6 +2,7 @@
 files in their folders alone. Without torch."""
 
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -70,15 +71,20 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             suggestion = layout.suggest_folder(path)
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
-        runs_in_path = (file.parent for name in (layout.CONFIG, LOCK, METRICS_FILE) for file in path.rglob(name))
-        candidates = [path] if _is_run(path) else sorted(set(runs_in_path))
-        found_runs = [
-            run for run in candidates if _is_run(run) and layout.CHECKPOINTS not in run.parts[len(path.parts) :]
-        ]
+        candidates = [path] if _is_run(path) else sorted(_walk_run_folders(path))
+        found_runs = [run for run in candidates if _is_run(run)]
         if not found_runs:
             raise UserError(f"{path}: no run in it")
         runs += [run for run in found_runs if run not in runs]
     return runs
+
+
+def _walk_run_folders(path: Path) -> Iterator[Path]:
+    """Folders with a run's file, checkpoints left out, which a training may rename meanwhile."""
+    for folder, subfolders, files in os.walk(path):
+        subfolders[:] = [name for name in subfolders if name != layout.CHECKPOINTS]
+        if not {layout.CONFIG, LOCK, METRICS_FILE}.isdisjoint(files):
+            yield Path(folder)
 
 
 def _is_run(path: Path) -> bool:
@@ -250,7 +256,9 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
 
 def is_alive_below(paths: Sequence[Path]) -> bool:
     """Is a run of these folders alive, or a sweep that will start some?"""
-    return any(map(run_folder.is_sweep_running, paths)) or any(map(is_alive, find_runs(paths)))
+    runs = find_runs(paths)
+    folders = {parent for run in runs for parent in run.parents if any(parent.is_relative_to(path) for path in paths)}
+    return any(map(run_folder.is_sweep_running, {*paths, *folders})) or any(map(is_alive, runs))
 
 
 def prune_and_report(run: Path, keep: int, log: Callable[[str], None]) -> None:

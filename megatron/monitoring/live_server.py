@@ -2,7 +2,8 @@
 
 The page is the report that `report -o` writes, with how the runs train in front of it; a script in it asks for the
 page every few seconds and puts in what has changed. The server speaks to this machine alone: it listens at 127.0.0.1,
-answers requests that name it so, gives out this one page and no file, and takes nothing in.
+answers requests that name it so, gives out this one page and no file, and takes nothing in. Whoever has an account on
+this machine can read the page.
 """
 
 import threading
@@ -19,8 +20,8 @@ from megatron.options.commands import ReportOptions
 from megatron.reports.combine import build_sections
 from megatron.reports.records import RESULTS_FILE
 from megatron.reports.report import ReportSection, TrainingSection, render_report
-from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
+from megatron.utils.errors import FarfieldError, UserError, describe_error
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 5
@@ -59,6 +60,7 @@ class LivePage:
                 return self._text
             runs = self._find_runs()
             files = [run / METRICS_FILE for run in runs]
+            files += [run / HEARTBEAT_FILE for run in runs]
             files += [folder / RESULTS_FILE for folder in (*self.folders, *runs)]
             alive = tuple(is_alive(run) for run in runs)
             is_live = any(alive) or any(map(is_sweep_running, self.folders))
@@ -127,15 +129,18 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
         server_version, sys_version = "farfield", ""
 
         def do_GET(self) -> None:
-            names = {f"{host}:{self.server.server_address[1]}" for host in (HOST, "localhost")}  # type: ignore[index]
-            if self.headers.get("Host") not in names:  # a page from elsewhere whose name was bound to this address
+            host = (self.headers.get("Host") or "").partition(":")[0]  # the port may be that of a tunnel
+            if host not in (HOST, "localhost"):  # a page from elsewhere whose name was bound to this address
                 return self._answer(403, "this server answers to its own address alone")
             if self.path.partition("?")[0] != "/":
                 return self._answer(404, "there is one page, /")
             try:
-                self._answer(200, page.render())
+                text = page.render()
             except FarfieldError as error:
-                self._answer(503, str(error))
+                return self._answer(503, str(error))
+            except Exception as error:
+                return self._answer(500, describe_error(error))
+            self._answer(200, text)
 
         do_HEAD = do_GET
 

@@ -1,8 +1,8 @@
 """The course of runs, read from their metrics.jsonl as it grows, as charts and a table of a page.
 
-A file is read from where the last look ended, so a long run costs no more than a short one. Half a line at the end is
-left for the next look. A file that became shorter, or another one, is read from its beginning; a step that was recorded
-before belongs to a run that was resumed, and what was after it does not count any more.
+A file's curves are read from where the last look ended. Half a line at the end is left for the next look. A file that
+became shorter, or another one, is read from its beginning; a step that was recorded before belongs to a run that was
+resumed, and what was after it does not count any more.
 """
 
 import os
@@ -95,23 +95,25 @@ class TrainingMonitor:
             is_live: whether the page is shown anew while they train.
         """
         names = _shorten_names(runs)
-        for run in runs:
+        has_curves = len(runs) <= MAX_CURVES
+        for run in runs if has_curves else ():
             self._readers.setdefault(run, CurveReader(run)).read()
         statuses = {names[run]: read_status(run) for run in runs}
-        curves = {names[run]: self._readers[run] for run in runs}
         charts: list[Chart] = []
-        if len(runs) <= MAX_CURVES:
+        if has_curves:
+            curves = {names[run]: self._readers[run] for run in runs}
             found = (_build_loss_chart(curves), _build_speed_chart(curves))
             charts = [chart for chart in found if chart is not None]
-        return TrainingSection(_build_table(statuses, shows_curves=len(runs) <= MAX_CURVES), charts, is_live)
+        return TrainingSection(_build_table(statuses, shows_curves=has_curves), charts, is_live)
 
 
 def _shorten_names(runs: Sequence[Path]) -> dict[Path, str]:
     """The folders without what all of them begin with."""
+    whole = {run: Path(os.path.abspath(run)) for run in runs}
     if len(runs) <= 1:
-        return {run: run.name for run in runs}
-    common = Path(os.path.commonpath(runs))
-    return {run: run.relative_to(common).as_posix() for run in runs}
+        return {run: path.name for run, path in whole.items()}
+    common = Path(os.path.commonpath(whole.values()))
+    return {run: path.relative_to(common).as_posix() for run, path in whole.items()}
 
 
 def _build_table(statuses: dict[str, RunStatus], *, shows_curves: bool) -> TextTable:

@@ -299,11 +299,15 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     # gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
     of_weights = SOFTMAX_BACKWARD_BYTES + (STICK_BREAKING_BYTES if shape.softmax_type == "stick-breaking" else 0)
+    # A processor that changes weights reads them in float32: its gradient is there before the copy's is gone.
+    freed_bytes = 0 if shape.processor is not None and shape.processor.changes_weights else half_copy_bytes
     maps = _score_map_bytes(shape, is_eager=is_eager) + max(
-        (of_weights - half_copy_bytes) * num_maps, 4 * num_maps + bias_bytes
+        (of_weights - freed_bytes) * num_maps, 4 * num_maps + bias_bytes
     )
     if shape.processor is None:
         return maps
+    if shape.processor.rows_above:  # a convolution over rows pads what it reads, and the gradient
+        maps += 4 * num_maps
     # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
     # hidden values before and after its own share joins them, that share in float32 and in the type of the scores;
     # and the share's gradient in both, and sheared to be summed along diagonals.

@@ -241,20 +241,34 @@ def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[s
         for name in names:
             path = find_method_file(kind, name)
             if path.parent != _PROJECT_FOLDERS[kind]:
-                code = ast.unparse(_CodeOnly().visit(ast.parse(path.read_bytes())))
+                code = repr(_list_code(_parse_file(path)))
                 digests[f"{kind}/{path.name}"] = hashlib.sha256(code.encode()).hexdigest()[:16]
     return digests
 
 
-class _CodeOnly(ast.NodeTransformer):
-    """Leaves out expressions that are text alone, and descriptions."""
+def _list_code(node: Any) -> Any:
+    """A syntax tree as nested tuples that all versions of Python agree on, without docstrings and descriptions."""
+    if isinstance(node, list):
+        return tuple(map(_list_code, node))
+    if not isinstance(node, ast.AST):
+        return node
+    fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, [])}
+    if "body" in fields and isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        described = isinstance(node, ast.ClassDef)
+        fields["body"] = [part for part in node.body if not (_is_text(part) or (described and _is_description(part)))]
+    return (type(node).__name__, *((name, _list_code(value)) for name, value in sorted(fields.items())))
 
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.Assign | None:
-        names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-        return None if names <= _DESCRIPTIONS else node
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_description(node: ast.AST) -> bool:
+    """An assignment to what tells readers about a class."""
+    if not isinstance(node, ast.Assign):
+        return False
+    names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return names <= _DESCRIPTIONS
 
 
 def _list_names(kind: str) -> list[str]:
@@ -314,16 +328,20 @@ def get_change_time(path: Path) -> int:
         raise MethodFileError(f"{format_path(path)}: cannot be read ({error.strerror})") from error
 
 
-@cache
-def _parse_facts(path: Path, changed: int) -> MethodFacts:
+def _parse_file(path: Path) -> ast.Module:
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        return ast.parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MethodFileError(f"{format_path(path)}: cannot be read ({error.strerror})") from error
     except SyntaxError as error:
         raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
     except ValueError as error:  # no UTF-8, or a byte that no text has
         raise MethodFileError(f"{format_path(path)}: no Python file: {error}") from error
+
+
+@cache
+def _parse_facts(path: Path, changed: int) -> MethodFacts:
+    tree = _parse_file(path)
     imports = {
         alias.asname or alias.name: str(node.module)
         for node in tree.body

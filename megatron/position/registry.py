@@ -8,7 +8,6 @@ H heads, N distances, T tokens, d head dimension, D hidden size.
 
 import difflib
 import importlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -89,15 +88,14 @@ def _import_file(folder: str, name: str, path: Path) -> ModuleType:
     """The module of a method's file: of the project's package, or by itself."""
     if path.parent == FOLDER / folder:
         return importlib.import_module(f"{__package__}.{folder}.{name}")
-    spec = importlib.util.spec_from_file_location(f"farfield_methods.{folder}.{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where pickling and inspect look
+    module = ModuleType(f"farfield_methods.{folder}.{name}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where pickling and inspect look
     try:
-        spec.loader.exec_module(module)
+        # not by an importer, whose compiled file may be that of an edit in the same second
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except BaseException:
-        del sys.modules[spec.name]
+        del sys.modules[module.__name__]
         raise
     return module
 

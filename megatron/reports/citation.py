@@ -10,12 +10,13 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.position.catalog import (
-    MethodFacts,
+    MethodFileError,
     list_encodings,
     list_processors,
     list_temperatures,
@@ -88,15 +89,17 @@ def _describe_version(commit: str | None) -> str:
 
 def list_papers(positions: Sequence[str]) -> dict[str, str]:
     """The papers of all encodings, processors and temperatures that names of methods hold."""
-    facts: dict[str, MethodFacts] = {}
-    for names, read_facts in (
-        (list_encodings(), read_encoding_facts),
-        (list_processors(), read_processor_facts),
-        (list_temperatures(), read_temperature_facts),
-    ):
-        facts |= {name: read_facts(name) for name in names}
     words = dict.fromkeys(word for position in positions for word in re.findall(r"\w+", position))
-    return {word: facts[word].source for word in words if word in facts and facts[word].source}
+    papers: dict[str, str] = {}
+    for list_names, read_facts in (
+        (list_encodings, read_encoding_facts),
+        (list_processors, read_processor_facts),
+        (list_temperatures, read_temperature_facts),
+    ):
+        with suppress(MethodFileError):  # a user's own file that cannot be read names no paper
+            names = list_names()
+            papers |= {word: source for word in words if word in names and (source := read_facts(word).source)}
+    return {word: papers[word] for word in words if word in papers}
 
 
 def read_citation() -> dict[str, Any]:

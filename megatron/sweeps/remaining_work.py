@@ -49,14 +49,15 @@ def find_finished_step(member: SweepMember) -> int:
     """Steps of the member's newest whole checkpoint, which its training would go on from; 0 if there is none.
 
     Raises:
-        UserError: its folder holds a run with another configuration.
+        UserError: its folder holds a run with another configuration, or with other code of a method of the user's own.
         RunError: it has checkpoints, but none is whole.
     """
     checkpoint = find_latest_valid(member.folder)
     if checkpoint is None:
         return 0
     checkpoint_config = load_checkpoint_config(checkpoint).training_fingerprint()
-    step = TrainerState.read(checkpoint).step
+    trainer_state = TrainerState.read(checkpoint)
+    step = trainer_state.step
     stages = build_stages(member.resolved_config)
     member_config = find_writing_stage(stages, step).config.training_fingerprint()
     differing = [key for key, value in member_config.items() if checkpoint_config.get(key) != value]
@@ -68,6 +69,11 @@ def find_finished_step(member: SweepMember) -> int:
         raise UserError(
             f"{member.folder}: holds a run with another configuration ({changes}); remove the folder, or choose "
             "another sweep.output"
+        )
+    for file in trainer_state.find_changed_methods(member.config.position):
+        raise UserError(
+            f"{member.folder}: was trained with other code of {file} than there is now; put that back, remove the "
+            "folder, or choose another sweep.output"
         )
     return step
 

@@ -61,7 +61,8 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def analyzed(runs: Sequence[str], output: str | None = None, configs: Sequence[str] = (), **options: Any) -> str:
     """The page of an analysis."""
-    asked = AnalysisOptions(**{"lengths": LENGTHS, "windows": 2, **options})
+    reads_text = bool(runs) and any(map(needs_text, options.get("only") or list_analysis_names()))
+    asked = AnalysisOptions(**{"lengths": LENGTHS, **({"windows": 2} if reads_text else {}), **options})
     return analyze(runs, asked, configs=configs, output=output).read_text(encoding="utf-8")
 
 

@@ -4,15 +4,18 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tiny_runs import tiny_config, write_corpora
 
 import farfield
 from farfield.commands import format_flags, format_overrides, prepare
-from megatron.config.load import load_config
+from megatron.config.load import load_config, read_config
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
+from megatron.sweeps.remaining_work import find_finished_step
 from megatron.utils.errors import FarfieldWarning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,10 +60,14 @@ def test_keys_are_what_the_command_line_would_read(tmp_path: Path) -> None:
     assert config.checkpoint.save == str(tmp_path / "1e5")
     assert config.position.attention_window is None
     params = config.optimizer.optimizer.params
+    assert format_overrides({"seed": np.int64(5), "save": Path("runs/😀")}) == ["seed=5", 'save="runs/😀"']
+    with pytest.raises(farfield.UserError, match="is no value of a configuration"):
+        format_overrides({"seed": object()})
     assert (params.lr, params.eps) == (1e-3, 1e-7)
 
 
 def test_options_become_flags() -> None:
+    assert format_flags({"overwrite": False}) == []
     options = {"suffixes": [".tex", ".bib"], "vocab_size": 300, "overwrite": True, "add_bos": False, "merge_file": None}
     assert format_flags(options) == ["--suffixes=.tex,.bib", "--vocab-size=300", "--overwrite", "--no-add-bos"]
 
@@ -72,6 +79,24 @@ def test_a_corpus_is_prepared_as_asked(tmp_path: Path) -> None:
     (found,) = folder.glob("*.bin")
     assert found.read_bytes()
     assert b"not read" not in found.read_bytes()
+
+
+def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
+    def digest(old: str, new: str) -> str:
+        (own_methods / "eighths.py").write_text(OWN.format(name="Eighths").replace(old, new))
+        return catalog.compute_method_digests({"encodings": ["eighths", "alibi"]})["encodings/eighths.py"]
+
+    body = "return ScoreTerms(bias=(-distances / 8)"
+    plain = digest("", "")
+    assert digest('"a test"', '"a book"') == digest("A penalty.", "Another.") == plain
+    assert digest("    def table", "    # faster\n\n    def table") == plain
+    for change in ("distances / 4", "distances / 8.0", "distances // 8"):
+        assert digest("distances / 8", change) != plain
+    named = [digest(body, f"source = {n}; " + body.replace("8", "source")) for n in (8, 4)]
+    assert named[0] != named[1], "a local name is no description"
+    (own_methods / "eighths.py").write_text("class (")
+    with pytest.raises(catalog.MethodFileError, match=r"eighths\.py:1: invalid syntax"):
+        catalog.compute_method_digests({"encodings": ["eighths"]})
 
 
 def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
@@ -109,6 +134,14 @@ def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: P
     with pytest.warns(FarfieldWarning, match=r"the code of encodings/eighths\.py has changed since the training"):
         model = farfield.load(run, device="cpu")
     assert model.bias_table(3)[0, 0].tolist() == [0, -0.25, -0.5], "the file as it is now"
+    stored = read_config(run / "config.yml")
+    member = SimpleNamespace(folder=run, config=stored, resolved_config=stored)
+    with pytest.raises(farfield.UserError, match=r"was trained with other code of encodings/eighths\.py"):
+        find_finished_step(member)
+    (own_methods / "half.py").write_text("class Half(")
+    assert farfield.load(run, device="cpu").position == "eighths", "another file that is broken is in nobody's way"
+    with pytest.raises(farfield.UserError, match=r"half\.py:1: "):
+        farfield.list_methods()
     with pytest.raises(farfield.UserError, match=r"encodings/eighths\.py: its code has changed since .*finetune=true"):
         farfield.train(tmp_path / "run.yml", load=str(run), train_iters=3, quiet=True)
 

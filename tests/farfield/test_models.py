@@ -162,6 +162,18 @@ def test_positions_that_end_are_refused(corpus: Path, tmp_path: Path) -> None:
     assert (model.step, model.train_length) == (4, 16)
 
 
+def test_an_analysis_reads_as_the_model_was_loaded(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(corpus, tmp_path, pos_emb="rotary")
+    asked: dict[str, object] = {}
+    monkeypatch.setattr("farfield.commands.analyze", lambda runs, output=None, **options: asked.update(options))
+    farfield.load(tmp_path / "run", rope="pi:2", window=7, device="cpu").analyze(only=["kernels"], window=5)
+    assert asked == {
+        "rope": "pi:2", "window": 5, "temperature": None, "device": "cpu", "precision": "auto", "only": ["kernels"],
+    }  # fmt: skip
+
+
 def test_what_a_layer_reads_is_no_table(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="fox")
     with pytest.raises(farfield.UserError, match="what a layer of fox reads decides its bias"):

@@ -12,7 +12,7 @@ from permissions import unprivileged, unreadable
 from rich.console import Console
 from tiny_runs import tiny_config
 
-from megatron.checkpoint.run_folder import RunLock
+from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.launch import run_status as module
 from megatron.launch.run_status import build_status_table, find_runs, print_status, read_status
 from megatron.utils.errors import UserError
@@ -185,6 +185,17 @@ def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monk
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "diverged", "step": 80, "reason": "its loss is nan"}) + "\n")
     assert not print_status([tmp_path / "runs"], as_json=False, follow=True)
+
+
+def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
+    """Between two trainings none of its runs is alive."""
+    make(tmp_path / "runs" / "sweep" / "a" / "seed_1")
+    assert not module.is_alive_below([tmp_path / "runs"])
+    lock = RunLock(tmp_path / "runs" / "sweep", name=SWEEP_LOCK, key="sweep.output")
+    assert module.is_alive_below([tmp_path / "runs"])
+    assert module.is_alive_below([tmp_path / "runs" / "sweep"])
+    assert not module.is_alive_below([tmp_path / "runs" / "sweep" / "a"])
+    lock.release()
 
 
 def test_no_run(tmp_path: Path) -> None:

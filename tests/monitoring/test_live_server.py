@@ -134,13 +134,24 @@ def test_results_without_runs_are_shown(tmp_path: Path) -> None:
 def test_others_are_refused(tmp_path: Path) -> None:
     with serving(make_page(make_run(tmp_path / "run", 2))) as port:
         assert ask(port, Host=f"localhost:{port}")[0] == 200
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1:1"):
+        assert ask(port, Host="127.0.0.1:9000")[0] == 200, "of a tunnel"
+        for host in ("evil.example", f"evil.example:{port}", ""):
             assert ask(port, Host=host)[0] == 403
         for path in ("/config.yml", "/../run/config.yml", "/index.html"):
             assert ask(port, path)[0] == 404
         assert ask(port, method="POST")[0] == 501
         with pytest.raises(UserError, match=f"--port {port}: cannot be listened at"):
             build_server(make_page(tmp_path), port)
+
+
+def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = make_page(make_run(tmp_path / "run", 2))
+    with serving(page) as port:
+        with monkeypatch.context() as patch:
+            patch.setattr(page, "_render", lambda *_: 1 // 0)
+            code, text, _ = ask(port)
+            assert (code, "ZeroDivisionError" in text) == (500, True)
+        assert ask(port)[0] == 200
 
 
 def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tiny_runs import tiny_config
 
 from megatron.monitoring.training_curves import MAX_CURVES, MAX_POINTS, CurveReader, TrainingMonitor
@@ -79,6 +80,15 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     # The first tenth of the steps may lie above the chart: its upper edge is the loss of step 70.
     assert loss.scale.high < 5 / 70 * 1.1
     assert loss.series[0].points[0].value == max(point.value for point in loss.series[1].points)
+
+
+def test_runs_may_be_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [make_run(Path("a"), 2), make_run(tmp_path / "b", 2)]
+    section = TrainingMonitor().describe(runs)
+    assert [name for name, _ in section.table.rows] == ["a", "b"]
+    monkeypatch.chdir("a")
+    assert [name for name, _ in TrainingMonitor().describe([Path()]).table.rows] == ["a"]
 
 
 def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:

@@ -227,7 +227,10 @@ class Doubled(Processor):
 def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch: pytest.MonkeyPatch) -> None:
     classes = {"everything": Everything, "doubled": Doubled}
     for kind in ("encoding", "processor"):
-        find, known = getattr(registry, f"load_{kind}_class"), {"encoding": ["alibi"], "processor": ["cdape"]}[kind]
+        find, known = (
+            getattr(registry, f"load_{kind}_class"),
+            {"encoding": ["alibi", "kerple_log"], "processor": ["cdape"]}[kind],
+        )
         monkeypatch.setattr(registry, f"load_{kind}_class", lambda name, find=find: classes.get(name) or find(name))
         new = "everything" if kind == "encoding" else "doubled"
         monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))

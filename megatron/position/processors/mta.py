@@ -103,7 +103,7 @@ class Mta(Processor):
         left_context=lambda options: options["key_kernel_size"] // 2 + options["weights_key_kernel_size"] // 2,
         rows_above=lambda options: options["query_kernel_size"] - 1 + max(options["weights_query_kernel_size"] - 1, 0),
         changes_weights=lambda options: True,
-        num_head_maps=lambda options: 2 + options["mixes_scores"] + (options["weights_query_kernel_size"] > 0),
+        num_head_maps=lambda options: 1 + options["mixes_scores"] + (options["weights_query_kernel_size"] > 0),
     )
 
     def __init__(

@@ -63,7 +63,7 @@ class TalkingHeads(Processor):
         num_products=lambda dims, options: float(
             dims.num_heads**2 * (options["before_softmax"] + options["after_softmax"])
         ),
-        num_head_maps=lambda options: options["before_softmax"] + options["after_softmax"],
+        num_head_maps=lambda options: int(options["before_softmax"]),
         changes_weights=lambda options: options["after_softmax"],
     )
 

@@ -350,8 +350,9 @@ function setUpRefresh(status) {
       document.title = next.title;
       for (const part of parts) replacePart(document.querySelector(part), next.querySelector(part));
       shown = text;
-    } catch {
-      status.textContent = "The server does not answer: this is what it showed last";
+    } catch (error) {
+      const reason = error instanceof TypeError ? "The server does not answer" : error.message;
+      status.textContent = `${reason}: this is what it showed last`;
     }
   };
   setInterval(look, 1000 * status.dataset.seconds);
