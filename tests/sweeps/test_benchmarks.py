@@ -163,7 +163,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
 
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     """With the real programs: stopped while they train, all save; the same command ends what they began."""
-    steps = 1000
+    steps = 300
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
     variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
     command = [sys.executable, str(ROOT / "deepy.py"), "sweep", "sweep.yml", "sweep.jobs=2", variants]
