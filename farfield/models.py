@@ -138,7 +138,7 @@ class Model:
         return self.tokenizer.decode(self._to_tokens(list(tokens)).tolist())
 
     def score(
-        self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, last: int | None = None
+        self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
     ) -> Scores:
         """The loss of each token of a text that is read in windows of one length, from its beginning on.
 
@@ -148,8 +148,8 @@ class Model:
         Args:
             text: a text, or the tokens of one.
             length: tokens of a window; the training length if None.
-            last: score only so many targets at the end of each window, and let windows follow each other by as many:
-                every target then has at least length − last tokens before it.
+            stride: score only so many targets at the end of each window, and let windows follow each other by as many:
+                every target then has at least length − stride tokens before it.
 
         Raises:
             UserError: the text is too short, or the model has no positions for so long a window.
@@ -158,7 +158,7 @@ class Model:
 
         length = self.train_length if length is None else to_integer("length", length, 1)
         tokens = self._to_tokens(text)
-        num_scored = length if last is None else to_integer("last", last, 1, length)
+        num_scored = length if stride is None else to_integer("stride", stride, 1, length)
         self._check_length(length)
         if len(tokens) < length + 1:
             raise UserError(f"the text has {len(tokens):,} tokens; a window of {length:,} needs {length + 1:,}")

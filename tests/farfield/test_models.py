@@ -45,7 +45,7 @@ def test_losses_are_those_of_the_logits(model: farfield.Model) -> None:
 
 
 def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfield.Model) -> None:
-    whole, last = model.score(TEXT, 96), model.score(TEXT, 96, last=8)
+    whole, last = model.score(TEXT, 96), model.score(TEXT, 96, stride=8)
     np.testing.assert_allclose(last.losses[0], whole.losses[0, -8:], rtol=1e-5)
     flat = last.tokens.reshape(-1).tolist()
     assert flat == model.encode(TEXT)[89 : 89 + len(flat)], "no target is left out, none is scored twice"
@@ -116,7 +116,7 @@ def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
     ("ask", "told"),
     [
         (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
-        (lambda model: model.score(TEXT, 16, last=17), "last is 17; it must be a whole number, from 1 to 16"),
+        (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be a whole number, from 1 to 16"),
         (lambda model: model.score([1, 2.5, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
         (lambda model: model.score([1, 99, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
