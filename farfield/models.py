@@ -148,7 +148,7 @@ class Model:
         Args:
             text: a text, or the tokens of one.
             length: tokens of a window; the training length if None.
-            stride: score only so many targets at the end of each window, and let windows follow each other by as many:
+            stride: score only so many targets at a window's end, and let windows follow each other by as many:
                 every target then has at least length − stride tokens before it.
 
         Raises:
