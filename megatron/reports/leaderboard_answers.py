@@ -14,7 +14,7 @@ HOLDS_WITHIN = 1.05
 """Perplexity at the largest length over that at the training length, up to which a method is said to hold."""
 VERDICT_WORDS = {
     "better": "lowers perplexity",
-    "worse": "raises it",
+    "worse": "raises perplexity",
     "no difference": "makes no difference beyond chance",
 }
 """What the component of an ablation does, in a sentence."""
@@ -121,9 +121,8 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
         scoring = _compare_costs(board, pairs, "scoring")
         if steps and scoring:
             yield (
-                f"{name} makes a training step {statistics.median(steps):.2f} times as long as the same method "
-                f"without it ({min(steps):.2f} to {max(steps):.2f}), and reading {board.largest} "
-                f"{statistics.median(scoring):.2f} times ({min(scoring):.2f} to {max(scoring):.2f})."
+                f"{name} makes a training step {_format_ratios(steps)} as long as the same method without it, and "
+                f"reading {board.largest} {_format_ratios(scoring)}."
             )
     if best is None or not board.against_best or not board.costs[best].has_times:
         return
@@ -138,6 +137,12 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
             f"No method that is not worse than the best beyond chance is at most 10% slower than {baseline} in "
             f"training and in reading {board.largest}."
         )
+
+
+def _format_ratios(ratios: Sequence[float]) -> str:
+    """1.31 times, or of several the median with the least and the largest."""
+    text = f"{statistics.median(ratios):.2f} times"
+    return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _find_cheap(board: LeaderboardReport) -> list[str]:

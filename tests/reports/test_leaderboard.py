@@ -149,7 +149,7 @@ def test_words_follow_the_numbers() -> None:
     assert "makes no difference beyond chance on 1 of 2 (fox " in adds
     assert "1 of these pairs rest on one seed" in adds
     assert "Against rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
-    assert "cdape makes a training step 1.75 times as long as the same method without it (1.50 to 2.00)" in costs
+    assert "cdape makes a training step 1.75 times (1.50 to 2.00) as long as the same method without it, and " in costs
     assert "No method that is not worse than the best beyond chance is at most 10% slower than rotary" in costs
     # The same methods with their numbers exchanged: every sentence turns round.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
@@ -157,7 +157,7 @@ def test_words_follow_the_numbers() -> None:
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
     assert "least perplexity at 32× is that of alibi" in holds
     assert "least fox (+44" in holds
-    assert "raises it on 1 of 2 (alibi +11." in adds
+    assert "raises perplexity on 1 of 2 (alibi +11." in adds
     assert "lowers perplexity on 1 of 2 (fox -" in adds
 
 
