@@ -156,5 +156,13 @@ def _describe_results(tables: list[TextTable], variants: set[str]) -> str:
     for table in tables:
         rows = [row for row in table.rows if row[0] in variants]
         rows += [row for row in table.rows if row[0] == BASELINE and BASELINE not in variants]
-        parts.append(replace(table, rows=tuple(rows), notes=()).to_markdown())
+        own = replace(table, rows=tuple(rows), notes=())
+        parts.append((_transpose(own) if len(rows) < len(table.column_headers) else own).to_markdown())
     return "\n\n".join(parts)
+
+
+def _transpose(table: TextTable) -> TextTable:
+    """A column for each method: of few methods that is narrower."""
+    names = tuple(name for name, _ in table.rows)
+    cells = zip(table.column_headers, *(cells for _, cells in table.rows), strict=True)
+    return replace(table, corner_header="", column_headers=names, rows=tuple((row[0], row[1:]) for row in cells))
