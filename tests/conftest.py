@@ -71,7 +71,10 @@ SLOW = (
     *("config/test_keys_are_used.py", "test_tutorial.py"),
     *("data/test_corpus.py", "data/test_datasets.py", "data/test_corpus_metadata.py", "data/test_sources.py"),
     *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
-    *("model/test_mup.py", "sweeps/test_branches.py"),
+    *("model/test_mup.py", "sweeps/test_branches.py", "sweeps/test_benchmarks.py", "farfield/test_commands.py"),
+    *("attention/test_documents.py", "attention/test_segments.py", "analysis/test_run.py"),
+    *("planning/test_activations.py", "planning/test_layouts.py", "planning/test_parameters.py"),
+    *("planning/test_step_time.py", "test_documented_commands.py", "test_run_command.py"),
     *("distributed/test_process_groups.py", "planning/test_memory.py", "utils/test_output.py"),
     *("training/test_kills.py", "training/test_layouts.py", "training/test_trainer.py", "training/test_methods.py"),
     *(
