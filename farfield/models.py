@@ -62,7 +62,8 @@ def load(
     check_backend(backend)
     window = None if window is None else to_integer("window", window, 1)
     for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
-        _ = None if value is None else to_text(name, value)
+        if value is not None:
+            to_text(name, value)
     (path,) = to_paths("run", [run])
     opened = open_run(path)
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
@@ -78,10 +79,8 @@ def load(
 class Model:
     """A trained model in evaluation mode; `load` makes one."""
 
-    def __init__(
-        self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any] | None = None
-    ) -> None:
-        self._run, self._loaded, self._reading = run, loaded, reading or {}
+    def __init__(self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any]) -> None:
+        self._run, self._loaded, self._reading = run, loaded, reading
         self.tokenizer = tokenizer
 
     def __repr__(self) -> str:

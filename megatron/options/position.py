@@ -146,19 +146,17 @@ class PositionOptions(ConfigSection):
     @property
     def encodings(self) -> list[str]:
         """The encodings of the layers, each once."""
-        return list(dict.fromkeys(self.pos_emb if isinstance(self.pos_emb, list) else [self.pos_emb]))
+        return self._list_distinct("pos_emb")
 
     @property
     def processors(self) -> list[str]:
         """The score processors of the layers, each once; `none` where layers have none."""
-        given = self.score_processor
-        return list(dict.fromkeys(given if isinstance(given, list) else [given]))
+        return self._list_distinct("score_processor")
 
     @property
     def temperatures(self) -> list[str]:
         """The temperatures of the layers, each once; `none` where layers have none."""
-        given = self.attention_temperature
-        return list(dict.fromkeys(given if isinstance(given, list) else [given]))
+        return self._list_distinct("attention_temperature")
 
     @property
     def encoding(self) -> str:
@@ -184,6 +182,10 @@ class PositionOptions(ConfigSection):
     def window(self) -> int | None:
         """`attention_window` of one layer."""
         return self._get_single("attention_window")
+
+    def _list_distinct(self, key: str) -> list[str]:
+        given = getattr(self, key)
+        return list(dict.fromkeys(given if isinstance(given, list) else [given]))
 
     def _get_single(self, key: str) -> Any:
         if isinstance(value := getattr(self, key), list):
