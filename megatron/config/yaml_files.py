@@ -7,6 +7,7 @@ deeply nested values, and anchors that stand for many values (ten lines can stan
 """
 
 import io
+import json
 import re
 from copy import deepcopy
 from dataclasses import dataclass
@@ -269,6 +270,13 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 def dump_yaml(values: dict[str, Any]) -> str:
     """Plain YAML 1.2 in the order of the mapping."""
+    return _dump_json(json.dumps(values))
+
+
+@lru_cache(maxsize=64)
+def _dump_json(text: str) -> str:
+    """A run writes its configuration again with every checkpoint, and most of its sections are those of other runs."""
+    values = json.loads(text)
     writer = _build_loader()
     writer.Representer = _Representer
     writer.default_flow_style = False

@@ -15,6 +15,7 @@ import ast
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from megatron.position import registry
@@ -95,7 +96,7 @@ def bundle_modeling_code(
             continue
         text = path.read_text(encoding="utf-8")
         files[path.stem] = flatten_imports(text)
-        pending += [target for target in list_project_imports(path) if target.stem not in files]
+        pending += [target for target in list_project_imports(text) if target.stem not in files]
     files[MODELING_FILE.stem] = _import_all_modules(
         files[MODELING_FILE.stem], sorted(set(files) - {MODELING_FILE.stem})
     )
@@ -113,15 +114,16 @@ def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
     return renamed_files, suffix
 
 
-def list_project_imports(path: Path) -> list[Path]:
-    """The files of the project that a file imports."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+@cache
+def list_project_imports(text: str) -> tuple[Path, ...]:
+    """The files of the project that a file with this text imports; exports have most of their files in common."""
+    nodes = ast.walk(ast.parse(text))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
-    return [
+    return tuple(
         REPOSITORY.joinpath(*module.split(".")).with_suffix(".py")
         for module in modules
         if module.startswith("megatron.")
-    ]
+    )
 
 
 def flatten_imports(text: str) -> str:

@@ -8,8 +8,9 @@ twice the forward pass, and scores only where a token may see another. What is c
 part of it, because it brings a run no further.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
@@ -128,9 +129,20 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
     return [(config.model_copy(update={"position": kinds[key]}), count) for key, count in counts.items()]
 
 
+def list_different_stages(config: Config, num_stages: int) -> list[int]:
+    """Pipeline stages without those that have the same layers as an earlier one and are, as it is, between the first
+    and the last. An earlier one has at least as many micro-batches in flight."""
+    period = config.position.period
+    found: dict[tuple[Any, ...], int] = {}
+    for stage in range(num_stages):
+        layers = pipeline_layer_range(config.model.num_layers, Axis(stage, num_stages))
+        found.setdefault((stage == 0, stage == num_stages - 1, layers.start % period, len(layers)), stage)
+    return list(found.values())
+
+
 def plan_encoding(position: PositionOptions) -> PlannedEncoding:
     """The encoding of a layer. Raises UserError if its file does not declare what it costs."""
-    facts = _read_facts("pos_emb", position.encoding, list_encodings(), read_encoding_facts, EncodingCost)
+    facts = _read_facts("pos_emb", position.encoding, list_encodings, read_encoding_facts, EncodingCost)
     assert isinstance(facts.cost, EncodingCost)
     return PlannedEncoding(facts, facts.cost, facts.fill_options(position.pos_emb_options))
 
@@ -139,22 +151,26 @@ def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
     """The processor of a layer, None if it has none. Raises UserError as `plan_encoding`."""
     if position.processor == "none":
         return None
-    facts = _read_facts("score_processor", position.processor, list_processors(), read_processor_facts, ProcessorCost)
+    facts = _read_facts("score_processor", position.processor, list_processors, read_processor_facts, ProcessorCost)
     assert isinstance(facts.cost, ProcessorCost)
     options = facts.fill_options(position.score_processor_options)
     return PlannedProcessor(facts, facts.cost, options)
 
 
 def _read_facts(
-    key: str, name: str, methods: Sequence[str], read_facts: Callable[[str], MethodFacts], cost_type: type
+    key: str,
+    name: str,
+    list_methods: Callable[[], list[str]],
+    read_facts: Callable[[str], MethodFacts],
+    cost_type: type,
 ) -> MethodFacts:
     """What the file of a method declares, its cost among it."""
-    if name not in methods:
-        kind = {"pos_emb": "encoding", "score_processor": "processor"}.get(key, "temperature")
-        raise UserError(f"the memory of {key} {name} is not known: no such {kind}")
     try:
         facts = read_facts(name)
     except MethodFileError as error:
+        if name not in list_methods():
+            kind = {"pos_emb": "encoding", "score_processor": "processor"}.get(key, "temperature")
+            raise UserError(f"the memory of {key} {name} is not known: no such {kind}") from error
         raise UserError(f"{key}: {error}", key) from error
     if not isinstance(facts.cost, cost_type) or facts.defaults is None:
         raise UserError(f"the memory of {key} {name} is not known: {format_path(facts.path)} declares no cost")
@@ -180,7 +196,7 @@ def count_temperature_parameters(model: ModelOptions, position: PositionOptions)
     key, name = "attention_temperature", position.temperature
     if name == "none":
         return 0
-    facts = _read_facts(key, name, list_temperatures(), read_temperature_facts, TemperatureCost)
+    facts = _read_facts(key, name, list_temperatures, read_temperature_facts, TemperatureCost)
     assert isinstance(facts.cost, TemperatureCost)
     options = facts.fill_options(position.attention_temperature_options)
     return facts.cost.num_parameters(build_attention_dims(model), options)

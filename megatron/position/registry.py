@@ -42,6 +42,9 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 MAX_OPTION = {int: 10**6, float: 1e9}
 """Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
 
+_CHECKED: set[tuple[type[Encoding], AttentionDims, str]] = set()
+"""Encodings whose hooks gave answers of the right shape: class, sizes and options."""
+
 ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 
@@ -150,7 +153,10 @@ def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | 
         MethodFileError: its file cannot be imported, it cannot be constructed, or a hook gives no answer.
     """
     encoding = _build(load_encoding_class(name), name, dims, options or {})
-    check_hook_results(encoding)
+    built = (type(encoding), dims, repr(options))
+    if built not in _CHECKED:  # each layer may have its own
+        check_hook_results(encoding)
+        _CHECKED.add(built)
     return encoding
 
 

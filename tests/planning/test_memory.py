@@ -13,7 +13,7 @@ from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning.memory_estimate import PARTS, MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters
+from megatron.planning.model_costs import count_parameters, list_different_stages
 from megatron.utils.errors import UserError
 
 SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"
@@ -156,10 +156,17 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     first, last = (estimate_memory(config, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
     assert first.get_largest("activations") == pytest.approx(4 * last.get_largest("activations"), rel=0.05)
     assert (first.get_largest("logits"), last.get_largest("logits") > 0) == (0, True)
-    worst = estimate_memory(config, ParallelSizes(pipeline=4), 50257)
-    assert worst.total == max(
-        estimate_memory(config, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage).total for stage in range(4)
-    )
+
+
+@pytest.mark.parametrize("pattern", [{}, {"attention_window": [64, 64, None]}, {"pos_emb": ["rotary", "kerple_log"]}])
+@pytest.mark.parametrize("num_layers", [16, 17, 19])
+def test_the_worst_stage_is_found_among_all(num_layers: int, pattern: dict[str, Any]) -> None:
+    """Stages that are like an earlier one are not looked at."""
+    options = {"num_layers": num_layers, "gradient_accumulation_steps": 8, "checkpoint_activations": False}
+    config, sizes = settled("125M", "rotary", **options, **pattern), ParallelSizes(pipeline=8)
+    each = [estimate_memory(config, sizes, 50257, pipeline_stage=stage) for stage in range(8)]
+    assert estimate_memory(config, sizes, 50257) == max(each, key=lambda estimate: estimate.total)
+    assert len(list_different_stages(config, 8)) < 8
 
 
 @pytest.mark.parametrize("method", ["rotary", "cdape_kerple_log"])
