@@ -13,6 +13,7 @@ from tools.rounding import (
     assert_close_in_rounding,
     assert_within_rounding,
     compute_excess,
+    estimate_rounding_sizes,
 )
 
 TERMS = 1000
@@ -60,6 +61,17 @@ def test_one_wrong_element_is_not_rounding(fault: float) -> None:
     found = {name: x.clone() for name, x in _products(torch.float32).items()}
     found["products"][3, 4] += fault
     assert compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"] > SAFETY_FACTOR
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.9, 1.2, 2.0, 3.5, 3.99, 4.01, 8.0])
+def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
+    truth = _products(torch.float32)
+    kinds = dict.fromkeys(truth, torch.float64)
+    sizes = estimate_rounding_sizes(kinds, truth, lambda: _products(torch.float32), torch.float32)
+    found = {name: exact.clone() for name, exact in truth.items()}
+    found["products"][3, 4] += scale * sizes["products"].min()  # the size of the largest error
+    ratio = compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"]
+    assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 
 
 def test_results_of_other_names_or_shapes_are_refused() -> None:

@@ -18,7 +18,6 @@ from megatron.utils.rounding import (
     RoundingMode,
     compute_excess,
     compute_size_ratio,
-    draw_deviations,
     estimate_rounding_sizes,
 )
 
@@ -33,7 +32,6 @@ __all__ = [
     "compute_size_ratio",
     "compute_tolerance",
     "count_gpt_sums",
-    "draw_deviations",
     "estimate_rounding_sizes",
 ]
 

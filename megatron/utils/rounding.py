@@ -14,7 +14,7 @@ A result is held to SAFETY_FACTOR times that size, in the norm of its errors and
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ Results = Mapping[str, Tensor]
 SAFETY_FACTOR = 4.0
 """Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
 NUM_DRAWS = 12
-"""Over which that distance is a root mean square."""
+"""Over which that distance is a root mean square, at most."""
 ELEMENTARY_UNITS = 4.0
 """Units that an exponential or logarithm may be off: 2 ulp in PyTorch, NumPy and CUDA's approximate instructions."""
 
@@ -213,23 +213,31 @@ RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] =
 }
 
 
-def draw_deviations(compute: Callable[[], Results], dtype: torch.dtype, **model: bool) -> list[dict[str, Tensor]]:
-    """Differences from `compute()` of NUM_DRAWS disturbed evaluations of it, which works in float64. `model` as
-    `RoundingMode` has it: stored, throughout."""
-    truth = compute()
-    found = []
-    for seed in range(NUM_DRAWS):
-        with RoundingMode(dtype, seed, **model):
-            drawn = compute()
-        found.append({name: drawn[name].detach() - exact.detach() for name, exact in truth.items()})
-    return found
-
-
 def compute_error_sizes(error: Tensor) -> Tensor:
     """The two sizes of an error that are judged: its norm and its largest element."""
     if not error.numel():
         return torch.zeros(2, dtype=torch.float64)
     return torch.stack([torch.linalg.vector_norm(error), error.abs().max()]).double().cpu()
+
+
+def _iter_squared_sizes(
+    kinds: Mapping[str, torch.dtype],
+    truth: Results,
+    compute: Callable[[], Results],
+    dtype: torch.dtype,
+    **model: bool,
+) -> Iterator[dict[str, Tensor]]:
+    """The squares of the sizes of each result's error in NUM_DRAWS disturbed evaluations, one after the other."""
+    for seed in range(NUM_DRAWS):
+        with RoundingMode(dtype, seed, **model):
+            drawn = compute()
+        yield {
+            # the difference first: a result that is the truth itself stays it
+            name: compute_error_sizes(
+                (exact + (drawn[name].detach() - exact)).to(kinds[name]).double() - exact
+            ).square()
+            for name, exact in truth.items()
+        }
 
 
 def estimate_rounding_sizes(
@@ -243,17 +251,12 @@ def estimate_rounding_sizes(
 
     Args:
         kinds: the type of each result, to which it is rounded once more.
-        truth: `compute()`.
-        compute, dtype, model: as in `draw_deviations`.
+        truth: `compute()`, without gradients.
+        compute: the results in float64.
+        dtype, model: as in `RoundingMode`: stored, throughout.
     """
-    drawn = draw_deviations(compute, dtype, **model)
-    return {
-        name: torch.stack([compute_error_sizes((exact + one[name]).to(kinds[name]).double() - exact) for one in drawn])
-        .square()
-        .mean(0)
-        .sqrt()
-        for name, exact in truth.items()
-    }
+    squares = list(_iter_squared_sizes(kinds, truth, compute, dtype, **model))
+    return {name: torch.stack([each[name] for each in squares]).mean(0).sqrt() for name in truth}
 
 
 def compute_size_ratio(error: Tensor, size: Tensor) -> float:
@@ -270,6 +273,9 @@ def compute_excess(
 ) -> dict[str, float]:
     """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
 
+    Draws end as soon as the others could take no ratio beyond SAFETY_FACTOR: a mean square over all of them is at least
+    its share of those there are, so a ratio grows by at most the root of that share.
+
     Args:
         found: results in any type, on any device. Their own type's rounding is allowed once more.
         compute: the same results in float64, from the same inputs.
@@ -277,10 +283,14 @@ def compute_excess(
     """
     truth = {name: x.detach() for name, x in compute().items()}
     assert found.keys() == truth.keys(), f"{sorted(found)} against {sorted(truth)}"
-    kinds = {name: x.dtype for name, x in found.items()}
-    size = estimate_rounding_sizes(kinds, truth, compute, dtype, **model)
-    result = {}
     for name, exact in truth.items():
         assert found[name].shape == exact.shape, name
-        result[name] = compute_size_ratio(found[name].detach().to(exact.device).double() - exact, size[name])
-    return result
+    errors = {name: found[name].detach().to(exact.device).double() - exact for name, exact in truth.items()}
+    kinds = {name: x.dtype for name, x in found.items()}
+    totals, ratios = {name: torch.zeros(2, dtype=torch.float64) for name in truth}, {}
+    for count, squares in enumerate(_iter_squared_sizes(kinds, truth, compute, dtype, **model), start=1):
+        totals = {name: total + squares[name] for name, total in totals.items()}
+        ratios = {name: compute_size_ratio(errors[name], (totals[name] / count).sqrt()) for name in truth}
+        if max(ratios.values(), default=0.0) <= SAFETY_FACTOR * math.sqrt(count / NUM_DRAWS):
+            break
+    return ratios
