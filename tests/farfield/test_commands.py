@@ -16,6 +16,7 @@ from megatron.config.load import load_config, read_config
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
 from megatron.sweeps.remaining_work import find_finished_step
+from megatron.training.trainer import train
 from megatron.utils.errors import FarfieldWarning
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +125,8 @@ def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: P
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
     config.save(tmp_path / "run.yml")
-    run = farfield.train(tmp_path / "run.yml", quiet=True)
+    train(config)
+    run = tmp_path / "run"
     file = own_methods / "eighths.py"
     file.write_text(file.read_text().replace("a test", "a better one") + "\n# a comment\n")
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ import pytest
 from forked import Forked
 from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 
-KILLS = int(os.environ.get("FARFIELD_KILLS", "5"))
+KILLS = int(os.environ.get("FARFIELD_KILLS", "4"))
 SEED = int(os.environ.get("FARFIELD_KILLS_SEED", "0"))
 LAYOUTS = {
     "one rank": {"train_micro_batch_size_per_gpu": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1},
