@@ -56,6 +56,7 @@ def pytest_unconfigure() -> None:
     _HF_FOLDER.__exit__(None, None, None)
 
 
+HERE = Path(__file__).parent
 SLOW = (
     *(
         "checkpoint",
@@ -96,10 +97,16 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
     return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-fast` does not import what it leaves out."""
+    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(HERE):
+        return None
+    return True if _is_in(collection_path.relative_to(HERE).as_posix(), SLOW) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(here).as_posix()
+        path = item.path.relative_to(HERE).as_posix()
         if _is_in(path, SLOW):
             item.add_marker("slow")
         if path in worlds.STARTED_BY:
