@@ -104,7 +104,7 @@ def test_maps_of_processors(method: str, precision: str) -> None:
 )
 def test_documents_that_are_kept_apart(method: str, backend: str) -> None:
     """All at once, each token seeing its own: who sees what may be kept for each sequence."""
-    length, cpu_device = 1024, torch.device("cpu")
+    length, cpu_device = 512, torch.device("cpu")
     wanted = config(length, **METHODS[method], attention_backend=backend, attention_mask="document")
     starts = torch.stack([torch.arange(length) // size * size for size in (100, length)])
     segments = mask_documents(starts, 0, cpu_device)
@@ -283,13 +283,13 @@ def test_the_worst_moment_of_the_backward_pass(method: str, precision: str, batc
     batch."""
     keys = {"precision": precision, "train_micro_batch_size_per_gpu": batch, "attention_backend": "chunked"}
     method_keys, tolerance = {**METHODS, **WITH_MAPS}[method], 0.2 if method in WITH_MAPS else 0.1
-    wanted, kind = config(1024, **method_keys, attention_chunk_rows=128, **keys), TYPES[precision]
+    wanted, kind = config(512, **method_keys, attention_chunk_rows=64, **keys), TYPES[precision]
     gpt = build_model(wanted.model, wanted.position, 61, dtype=kind).train()
-    hidden = torch.zeros(1024, batch, 64, dtype=kind, requires_grad=True)
+    hidden = torch.zeros(512, batch, 64, dtype=kind, requires_grad=True)
     for parameter in gpt.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with Peak() as tracked:
-        output = gpt._run_layers(hidden, AttentionContext(build_segments(1024)))
+        output = gpt._run_layers(hidden, AttentionContext(build_segments(512)))
         tracked.most = tracked.now
         output.sum().backward()
     estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
