@@ -57,37 +57,28 @@ def pytest_unconfigure() -> None:
 
 
 HERE = Path(__file__).parent
-SLOW = (
-    *(
-        "checkpoint",
-        "cluster",
-        "sweeps/test_run.py",
-        "conversion",
-        "golden",
-        "kernels",
-        "launch",
-        "tools",
-    ),
-    "test_cli.py",
-    *("config/test_keys_are_used.py", "test_tutorial.py"),
-    *("data/test_corpus.py", "data/test_datasets.py", "data/test_corpus_metadata.py", "data/test_sources.py"),
-    *("evaluation/test_run.py", "model/test_decoding.py", "model/test_tensor_parallel.py", "training/test_engine.py"),
-    *("model/test_mup.py", "sweeps/test_branches.py", "sweeps/test_benchmarks.py", "farfield/test_commands.py"),
-    *("attention/test_documents.py", "attention/test_segments.py", "analysis/test_run.py"),
-    *("planning/test_activations.py", "planning/test_layouts.py", "planning/test_parameters.py"),
-    *("planning/test_step_time.py", "test_documented_commands.py", "test_run_command.py"),
-    *("distributed/test_process_groups.py", "planning/test_memory.py", "utils/test_output.py"),
-    *("training/test_kills.py", "training/test_layouts.py", "training/test_trainer.py", "training/test_methods.py"),
-    *(
-        "training/test_muon.py",
-        "training/test_parameter_norms.py",
-        "training/test_processes.py",
-        "training/test_profiler.py",
-        "training/test_stages.py",
-        "training/test_watchdog.py",
-        "training/test_loss_guard.py",
-        "training/test_tasks.py",
-    ),
+SLOW = tuple(
+    """
+    checkpoint cluster conversion golden kernels launch tools
+    test_cli.py test_documented_commands.py test_run_command.py test_tutorial.py
+    analysis/test_run.py
+    attention/test_documents.py attention/test_segments.py
+    config/test_keys_are_used.py
+    data/test_corpus.py data/test_corpus_metadata.py data/test_datasets.py data/test_sources.py
+    distributed/test_process_groups.py
+    evaluation/test_run.py
+    farfield/test_commands.py
+    model/test_decoding.py model/test_mup.py model/test_tensor_parallel.py
+    planning/test_activations.py planning/test_attention_memory.py planning/test_layouts.py
+    planning/test_memory.py planning/test_parameters.py planning/test_step_time.py
+    sweeps/test_benchmarks.py sweeps/test_branches.py sweeps/test_run.py
+    training/test_documents.py training/test_engine.py training/test_kills.py training/test_layouts.py
+    training/test_loss_guard.py training/test_methods.py training/test_muon.py
+    training/test_parameter_norms.py training/test_processes.py training/test_profiler.py
+    training/test_rank_times.py training/test_stages.py training/test_tasks.py training/test_trainer.py
+    training/test_watchdog.py
+    utils/test_output.py
+    """.split()
 )
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 

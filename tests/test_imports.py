@@ -356,6 +356,7 @@ def test_only_one_part_asks_which_process_this_is() -> None:
     assert _asks_who_it_is(Path(__file__).with_name("support") / "tensor_parallel_rank.py") == ["torch.distributed"]
 
 
+@pytest.mark.slow
 def test_no_command_trains_otherwise_than_a_run() -> None:
     """Hooks of training and of saves are built by a rehearsal's process alone, which runs on nothing but the null
     device."""
@@ -388,6 +389,7 @@ def test_functions_stay_as_they_are_without_the_compiler() -> None:
     assert torch.compile is usual
 
 
+@pytest.mark.slow
 def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> None:
     """wandb would make temporary folders that a killed process leaves. The null device is imported by neither the
     training nor the kernels, and without its variable its `sitecustomize` does nothing."""
@@ -429,6 +431,7 @@ def test_checking_a_configuration_and_planning_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.slow
 def test_position_works_with_torch_alone() -> None:
     """The folder is meant to travel with exported models, so it must not need anything else that is installed here."""
     code = (

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,21 @@ TERMS, SUMS = 32 * 3, 5
 TABLES = [name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("table")]
 LEARNED_TABLES = [name for name in TABLES if list(build(name, "none")[0].parameters())]
 
+
+def mark_slow(pairs: list[tuple[str, str]]) -> list[Any]:
+    """`make test-fast` tries every encoding alone, and every processor on one encoding."""
+    return [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair[1] != "none" and pair[0] != "kerple_log" else [])
+        for pair in pairs
+    ]
+
+
 lengths = st.integers(2, 40)
 few_shapes = settings(max_examples=7)
 """For laws that are tried with every pair: what depends on a shape is code that many pairs share."""
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=lengths, data=st.data())
 def test_no_output_and_no_gradient_reaches_a_future_token(encoding: str, processor: str, length: int, data) -> None:
@@ -75,7 +85,7 @@ def test_the_causality_law_catches_a_processor_without_tril() -> None:
     assert k.grad[:, :, 5:].abs().max() > 0
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=lengths, data=st.data())
 def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processor, length: int, data) -> None:
@@ -99,7 +109,7 @@ def test_a_row_depends_neither_on_T_nor_on_the_rows_beside_it(encoding, processo
 
 @pytest.mark.parametrize(
     ("encoding", "processor"),
-    [pair for pair in RELATIVE if pair in MAPPED and not reads_first_token(pair[1])],
+    mark_slow([pair for pair in RELATIVE if pair in MAPPED and not reads_first_token(pair[1])]),
 )
 @few_shapes
 @given(length=st.integers(2, 24), offset=st.integers(1, 5000))
@@ -111,7 +121,7 @@ def test_moving_all_positions_changes_nothing(encoding: str, processor: str, len
     assert_close_in_rounding(here, there, TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(2, 30), window=st.integers(1, 12), data=st.data())
 def test_a_window_hides_what_is_before_it(encoding, processor, length: int, window: int, data) -> None:
@@ -132,7 +142,7 @@ def test_a_window_hides_what_is_before_it(encoding, processor, length: int, wind
     assert torch.equal(wide, output(q, k, v, span, span, e, p))
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(1, 30), window=st.integers(1, 12), block=st.integers(1, 9))
 def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, processor, length, window, block) -> None:
@@ -147,7 +157,7 @@ def test_blocks_that_leave_out_what_the_window_hides_change_nothing(encoding, pr
         assert_close_in_rounding(SdpaBackend()(rows), EagerBackend()(rows), TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @few_shapes
 @given(length=st.integers(1, 20), spread=st.integers(1, 9), data=st.data())
 def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: int, spread: int, data) -> None:
@@ -183,7 +193,7 @@ def test_drawn_positions_are_what_the_method_sees(encoding, processor, length: i
         assert_close_in_rounding(ours, exact[:, :, drawn.values], TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_drawn_positions_have_the_gradients_of_autograd(encoding: str, processor: str) -> None:
     """The table's gradient, which has no diagonals to sum along here, against a gather; blocks against the whole; and
     continuous positions that happen to be whole against whole ones."""
@@ -222,7 +232,7 @@ def test_a_rank_with_some_of_the_heads_gets_what_all_would_give_it(encoding: str
         assert_close_in_rounding(plain, whole, TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_32_times_the_training_length_is_finite(encoding: str, processor: str) -> None:
     e, p = build(encoding, processor)
     length = 32 * SHAPE.train_length
@@ -230,7 +240,7 @@ def test_32_times_the_training_length_is_finite(encoding: str, processor: str) -
     assert output(q, k, v, TokenRange(0, length), TokenRange(0, length), e, p).isfinite().all()
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_chunked_equals_eager_in_outputs_and_all_gradients(encoding: str, processor: str) -> None:
     """In float64, where equal means equal: the two only sum in another order."""
     length = 37
@@ -259,7 +269,7 @@ def _bfloat16(encoding: str, processor: str, length: int = 37) -> tuple[Attentio
     return inputs_of(*qkv, span, span, e, p), lambda: EagerBackend()(inputs_of(*wide, span, span, *exact))
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 @torch.no_grad()
 def test_bfloat16_errs_by_rounding_alone_in_both_backends(encoding: str, processor: str) -> None:
     """Its products' factors and results are rounded to it; bias, softmax and all sums are in float32 and more."""
@@ -328,7 +338,7 @@ def test_a_half_precision_model_has_the_float32_bias_where_it_is_no_table(name: 
                 assert torch.equal(term, exact)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), MAPPED)
+@pytest.mark.parametrize(("encoding", "processor"), mark_slow(MAPPED))
 def test_float16_stays_finite_at_distance_65536(encoding: str, processor: str) -> None:
     shape = AttentionDims(2, 4, 8, 16, 16)
     e, p = build(encoding, processor, shape)
