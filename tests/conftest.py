@@ -78,7 +78,7 @@ SLOW = tuple(
     training/test_rank_times.py training/test_stages.py training/test_tasks.py training/test_trainer.py
     training/test_watchdog.py
     utils/test_output.py
-    """.split()
+    """.split()  # noqa: SIM905
 )
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 
