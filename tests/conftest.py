@@ -56,7 +56,7 @@ def pytest_unconfigure() -> None:
     _HF_FOLDER.__exit__(None, None, None)
 
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent
 SLOW = tuple(
     """
     checkpoint cluster conversion golden kernels launch tools
@@ -90,14 +90,14 @@ def _is_in(path: str, places: tuple[str, ...]) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make test-fast` does not import what it leaves out."""
-    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(HERE):
+    if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
         return None
-    return True if _is_in(collection_path.relative_to(HERE).as_posix(), SLOW) else None
+    return True if _is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = item.path.relative_to(HERE).as_posix()
+        path = item.path.relative_to(TESTS).as_posix()
         if _is_in(path, SLOW):
             item.add_marker("slow")
         if path in worlds.STARTED_BY:

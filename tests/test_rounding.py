@@ -69,7 +69,7 @@ def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
     kinds = dict.fromkeys(truth, torch.float64)
     sizes = estimate_rounding_sizes(kinds, truth, lambda: _products(torch.float32), torch.float32)
     found = {name: exact.clone() for name, exact in truth.items()}
-    found["products"][3, 4] += scale * sizes["products"].min()  # the size of the largest error
+    found["products"][3, 4] += scale * sizes["products"].min()  # of norm and maximum the smaller size: the maximum's
     ratio = compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"]
     assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 

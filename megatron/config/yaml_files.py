@@ -269,13 +269,15 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """Plain YAML 1.2 in the order of the mapping."""
-    return _dump_json(json.dumps(values))
+    """A mapping as plain YAML 1.2, in its order. It may hold only what JSON can: keys are text, and a tuple is written
+    as a list."""
+    return _convert_json_to_yaml(json.dumps(values))
 
 
 @lru_cache(maxsize=64)
-def _dump_json(text: str) -> str:
-    """A run writes its configuration again with every checkpoint, and most of its sections are those of other runs."""
+def _convert_json_to_yaml(text: str) -> str:
+    """The YAML of a mapping that is given as JSON. It is kept, because a run writes the same sections again with every
+    checkpoint."""
     values = json.loads(text)
     writer = _build_loader()
     writer.Representer = _Representer

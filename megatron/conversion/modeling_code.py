@@ -116,7 +116,7 @@ def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
 
 @cache
 def list_project_imports(text: str) -> tuple[Path, ...]:
-    """The files of the project that a file with this text imports; exports have most of their files in common."""
+    """The project's files that a file with this text imports. They are kept, because exports share most of theirs."""
     nodes = ast.walk(ast.parse(text))
     modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
     return tuple(

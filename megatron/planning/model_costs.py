@@ -129,15 +129,16 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
     return [(config.model_copy(update={"position": kinds[key]}), count) for key, count in counts.items()]
 
 
-def list_different_stages(config: Config, num_stages: int) -> list[int]:
-    """Pipeline stages without those that have the same layers as an earlier one and are, as it is, between the first
-    and the last. An earlier one has at least as many micro-batches in flight."""
+def list_distinct_stages(config: Config, num_stages: int) -> list[int]:
+    """The numbers of the pipeline stages that a maximum over all stages has to look at: the first, the last, and of
+    those in between that have the same layers only the earliest. The later ones need no more memory or time, because
+    they have at most as many micro-batches in flight."""
     period = config.position.period
-    found: dict[tuple[Any, ...], int] = {}
+    earliest: dict[tuple[Any, ...], int] = {}
     for stage in range(num_stages):
         layers = pipeline_layer_range(config.model.num_layers, Axis(stage, num_stages))
-        found.setdefault((stage == 0, stage == num_stages - 1, layers.start % period, len(layers)), stage)
-    return list(found.values())
+        earliest.setdefault((stage == 0, stage == num_stages - 1, layers.start % period, len(layers)), stage)
+    return list(earliest.values())
 
 
 def plan_encoding(position: PositionOptions) -> PlannedEncoding:

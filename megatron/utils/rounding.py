@@ -26,7 +26,7 @@ Results = Mapping[str, Tensor]
 SAFETY_FACTOR = 4.0
 """Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
 NUM_DRAWS = 12
-"""Over which that distance is a root mean square, at most."""
+"""The most disturbed evaluations over which that distance is a root mean square."""
 ELEMENTARY_UNITS = 4.0
 """Units that an exponential or logarithm may be off: 2 ulp in PyTorch, NumPy and CUDA's approximate instructions."""
 
@@ -227,15 +227,12 @@ def _iter_squared_sizes(
     dtype: torch.dtype,
     **model: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    """The squares of the sizes of each result's error in NUM_DRAWS disturbed evaluations, one after the other."""
+    """For one disturbed evaluation after the other, the squared error sizes (`compute_error_sizes`) of each result."""
     for seed in range(NUM_DRAWS):
         with RoundingMode(dtype, seed, **model):
             drawn = compute()
         yield {
-            # the difference first: a result that is the truth itself stays it
-            name: compute_error_sizes(
-                (exact + (drawn[name].detach() - exact)).to(kinds[name]).double() - exact
-            ).square()
+            name: compute_error_sizes(drawn[name].detach().to(kinds[name]).double() - exact).square()
             for name, exact in truth.items()
         }
 
@@ -273,8 +270,9 @@ def compute_excess(
 ) -> dict[str, float]:
     """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
 
-    Draws end as soon as the others could take no ratio beyond SAFETY_FACTOR: a mean square over all of them is at least
-    its share of those there are, so a ratio grows by at most the root of that share.
+    It stops drawing as soon as no result can exceed SAFETY_FACTOR any more: the mean square over all N draws is at
+    least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio beyond SAFETY_FACTOR is always
+    one of all draws, and a smaller one may be of fewer. A draw that is no number is seen only if it is made.
 
     Args:
         found: results in any type, on any device. Their own type's rounding is allowed once more.

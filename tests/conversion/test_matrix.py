@@ -15,15 +15,14 @@ from tools.export.cases import (
 from tools.export.compare import measure_differences, select_beyond_rounding
 
 EVERY_METHOD = list(list_method_cases())
+CHOSEN = [case for number, case in enumerate(EVERY_METHOD) if number % 2 == number // 2 % 2]
+"""Every second pair of an encoding and a processor (or none); `tools/export/compare.py` takes all."""
 
 
 def test_exports_equal_the_project(tmp_path: Path) -> None:
-    """All in one test: the process that reads them imports transformers, which takes seconds.
-
-    Every second pair of an encoding and a processor (or none); `tools/export/compare.py` takes all.
-    """
+    """All in one test: the process that reads them imports transformers, which takes seconds."""
     cases = [
-        *(case for number, case in enumerate(EVERY_METHOD) if number % 2 == number // 2 % 2),
+        *CHOSEN,
         *islice(list_position_cases(), 0, None, 5),
         *list_temperature_cases(),
         *list_softmax_cases(),
@@ -39,8 +38,9 @@ def test_what_is_no_number_is_beyond_rounding() -> None:
 
 
 def test_every_method_is_among_them() -> None:
-    pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in EVERY_METHOD}
-    assert len(pairs) == len(EVERY_METHOD)
-    assert {encoding for encoding, _ in pairs} == set(list_encodings())
-    assert {processor for _, processor in pairs} == {"none", *list_processors()}
+    for cases in (EVERY_METHOD, CHOSEN):
+        pairs = {(case.config().position.pos_emb, case.config().position.score_processor) for case in cases}
+        assert len(pairs) == len(cases)
+        assert {encoding for encoding, _ in pairs} == set(list_encodings())
+        assert {processor for _, processor in pairs} == {"none", *list_processors()}
     assert any(case.config().position.randomized_positions for case in list_position_cases())

@@ -9,11 +9,15 @@ from forked import Forked
 from tiny_runs import VOCABULARY, tiny_config
 
 from megatron.config.load import load_config
+from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import Config
+from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
+from megatron.planning import memory_estimate, step_time
 from megatron.planning.memory_estimate import PARTS, MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, list_different_stages
+from megatron.planning.model_costs import count_parameters, list_distinct_stages
+from megatron.planning.step_time import Cluster, estimate_step_time
 from megatron.utils.errors import UserError
 
 SCRIPT = Path(__file__).parents[1] / "support/planning_rank.py"
@@ -158,15 +162,37 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert (first.get_largest("logits"), last.get_largest("logits") > 0) == (0, True)
 
 
-@pytest.mark.parametrize("pattern", [{}, {"attention_window": [64, 64, None]}, {"pos_emb": ["rotary", "kerple_log"]}])
-@pytest.mark.parametrize("num_layers", [16, 17, 19])
-def test_the_worst_stage_is_found_among_all(num_layers: int, pattern: dict[str, Any]) -> None:
+HALVES = {"score_processor": ["none"] * 8 + ["cdape"] * 8}
+
+
+@pytest.mark.parametrize("keys", [{}, {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize(
+    ("num_layers", "pattern"),
+    [
+        (16, {}),
+        (17, {}),
+        (16, HALVES),
+        (19, {"attention_window": [64, 64, None]}),
+        (17, {"pos_emb": ["rotary", "fire"]}),
+    ],
+)
+@pytest.mark.parametrize("vocab_size", [64, 50257])
+def test_the_worst_stage_is_found_among_all(
+    vocab_size: int, num_layers: int, pattern: dict[str, Any], keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stages that are like an earlier one are not looked at."""
     options = {"num_layers": num_layers, "gradient_accumulation_steps": 8, "checkpoint_activations": False}
-    config, sizes = settled("125M", "rotary", **options, **pattern), ParallelSizes(pipeline=8)
-    each = [estimate_memory(config, sizes, 50257, pipeline_stage=stage) for stage in range(8)]
-    assert estimate_memory(config, sizes, 50257) == max(each, key=lambda estimate: estimate.total)
-    assert len(list_different_stages(config, 8)) < 8
+    config, sizes = settled("125M", "rotary", **options | pattern | keys), ParallelSizes(pipeline=8)
+    config = resolve_batch_size(config, 1)
+    cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
+    found = estimate_memory(config, sizes, vocab_size), estimate_step_time(config, sizes, vocab_size, cluster)
+    assert (len(list_distinct_stages(config, 8)) < 8) == (pattern is not HALVES)
+    for module in (memory_estimate, step_time):
+        monkeypatch.setattr(module, "list_distinct_stages", lambda config, num_stages: list(range(num_stages)))
+    assert found == (
+        estimate_memory(config, sizes, vocab_size),
+        estimate_step_time(config, sizes, vocab_size, cluster),
+    )
 
 
 @pytest.mark.parametrize("method", ["rotary", "cdape_kerple_log"])

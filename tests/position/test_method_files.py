@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.position import catalog, registry
 from megatron.position.catalog import METHODS_VARIABLE, MethodFileError
@@ -93,6 +94,15 @@ def test_a_mistake_in_a_hook_is_one_line(add, body: str, message: str) -> None:
     with pytest.raises(MethodFileError, match=r"mine\.py: " + message) as raised:
         registry.build_encoding("mine", DIMS)
     assert "\n" not in str(raised.value)
+
+
+def test_hooks_are_asked_on_every_device(add) -> None:
+    """The meta device, on which options are checked, sees no index that is out of range."""
+    add("    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(n.expand(2, -1)[:, n.long() + 4])")
+    with torch.device("meta"):
+        registry.build_encoding("mine", DIMS)
+    with pytest.raises(MethodFileError, match=r"mine\.py: Mine\.table raised IndexError: "):
+        registry.build_encoding("mine", DIMS)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
 
 @pytest.mark.usefixtures("unseen")
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
-    """With the real programs: stopped while they train, all save; the same sweep, one by one, ends what they began."""
+    """With the real programs: stopped while they train, all save; the same sweep ends what they began."""
     steps = 150
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
     variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
@@ -182,7 +182,7 @@ def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     saved = [find_latest_checkpoint(folder) for folder in runs]
     stopped = [step for path in saved if path is not None and 0 < (step := parse_step(path) or 0) < steps]
     assert stopped
-    records, said = run("sweep.jobs=1", *overrides)
+    records, said = run("sweep.jobs=2", *overrides)
     assert all(f"resumes after step {step} of {steps}" in said for step in stopped)
     assert read_records("out/results.json") == records
     assert [(r.method, r.length, r.step) for r in records] == [

@@ -21,20 +21,21 @@ TIMEOUT_SECONDS = 600
 """Of a cell."""
 
 
-def run_notebook(path: Path, folder: Path, shortcuts: Mapping[str, str] | None = None) -> NotebookNode:
+def run_notebook(path: Path, folder: Path, replacements: Mapping[str, str] | None = None) -> NotebookNode:
     """The notebook with the outputs of a run; progress bars, warnings and the machine's paths are left out.
 
     Args:
         path: the notebook.
         folder: where it is run.
-        shortcuts: what to write in place of texts of its cells, for a test of the rest in less time.
+        replacements: texts in its cells, each with the shorter one that stands in for it, so that a test takes less
+            time.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(path, as_version=4)
     sources = [cell.source for cell in notebook.cells]
-    for text, shorter in (shortcuts or {}).items():
+    for text, shorter in (replacements or {}).items():
         for cell in notebook.cells:
             cell.source = cell.source.replace(text, shorter)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
