@@ -162,10 +162,14 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
     assert (first.get_largest("logits"), last.get_largest("logits") > 0) == (0, True)
 
 
+FEW = {
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "optimizer": {"type": "Muon"},
+    "zero_optimization": {"stage": 0}, "precision": "fp32",
+}  # fmt: skip
 HALVES = {"score_processor": ["none"] * 8 + ["cdape"] * 8}
 
 
-@pytest.mark.parametrize("keys", [{}, {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}])
+@pytest.mark.parametrize("keys", [{}, FEW])
 @pytest.mark.parametrize(
     ("num_layers", "pattern"),
     [
