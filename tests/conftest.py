@@ -62,12 +62,13 @@ SLOW = tuple(
     checkpoint cluster conversion golden kernels launch tools
     test_cli.py test_documented_commands.py test_run_command.py test_tutorial.py
     analysis/test_run.py
-    attention/test_documents.py attention/test_segments.py
+    attention/test_check.py attention/test_documents.py attention/test_flex.py attention/test_segments.py
     config/test_keys_are_used.py
     data/test_corpus.py data/test_corpus_metadata.py data/test_datasets.py data/test_sources.py
     distributed/test_process_groups.py
     evaluation/test_run.py
     farfield/test_commands.py
+    generation/test_incremental_text.py generation/test_text_generator.py
     model/test_decoding.py model/test_mup.py model/test_tensor_parallel.py
     planning/test_activations.py planning/test_attention_memory.py planning/test_layouts.py
     planning/test_memory.py planning/test_parameters.py planning/test_step_time.py
