@@ -51,7 +51,7 @@ from megatron.planning.model_costs import (
     count_layer_kinds,
     count_layer_parameters,
     count_rank_parameters,
-    list_distinct_stages,
+    list_distinct_pipeline_stages,
     list_layer_matrices,
 )
 
@@ -171,8 +171,9 @@ def estimate_memory(
     Raises:
         UserError: nothing is known of the position encoding or the score processor.
     """
-    distinct_stages = list_distinct_stages(config, sizes.pipeline)
-    pipeline_stages = distinct_stages if pipeline_stage is None else (pipeline_stage,)
+    pipeline_stages = (
+        list_distinct_pipeline_stages(config, sizes.pipeline) if pipeline_stage is None else [pipeline_stage]
+    )
     return max(
         (
             _StageMemory(config, sizes, vocab_size, backend, candidate_stage, gpu_bytes).estimate()

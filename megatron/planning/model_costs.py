@@ -129,7 +129,7 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
     return [(config.model_copy(update={"position": kinds[key]}), count) for key, count in counts.items()]
 
 
-def list_distinct_stages(config: Config, num_stages: int) -> list[int]:
+def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
     """The numbers of the pipeline stages that a maximum over all stages has to look at: the first, the last, and of
     those in between that have the same layers only the earliest. The later ones need no more memory or time, because
     they have at most as many micro-batches in flight."""

@@ -52,7 +52,7 @@ from megatron.planning.model_costs import (
     count_layer_kinds,
     count_rank_parameters,
     estimate_forward_flops,
-    list_distinct_stages,
+    list_distinct_pipeline_stages,
     list_layer_weights,
     plan_processor,
 )
@@ -122,8 +122,8 @@ def estimate_step_time(
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
     peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
-    distinct_stages = list_distinct_stages(config, sizes.pipeline)
-    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage, backend) for stage in distinct_stages]
+    pipeline_stages = list_distinct_pipeline_stages(config, sizes.pipeline)
+    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage, backend) for stage in pipeline_stages]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
     compute_seconds, communication_seconds = max(
         ((stage.count_flops() / flops_per_second, stage.communication_seconds()) for stage in stages),

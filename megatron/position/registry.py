@@ -42,9 +42,6 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 MAX_OPTION = {int: 10**6, float: 1e9}
 """Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
 
-_CHECKED_ENCODINGS: set[tuple[type[Encoding], AttentionDims, torch.device, str]] = set()
-"""Class, sizes, device and options of encodings whose hooks gave answers of the right shape."""
-
 ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
 
@@ -145,7 +142,7 @@ def _check_options(method: type[PositionModule], name: str, options: Mapping[str
 
 
 def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | None = None) -> Encoding:
-    """Build a position encoding. Its hooks are asked for an answer the first time that it is built for a device.
+    """Build a position encoding.
 
     Raises:
         ValueError: an unknown name or option.
@@ -153,11 +150,7 @@ def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | 
         MethodFileError: its file cannot be imported, it cannot be constructed, or a hook gives no answer.
     """
     encoding = _build(load_encoding_class(name), name, dims, options or {})
-    device = next(encoding.parameters(), torch.empty(0)).device
-    key = (type(encoding), dims, device, repr(options or {}))
-    if key not in _CHECKED_ENCODINGS:  # a model may build the same encoding for every layer
-        check_hook_results(encoding)
-        _CHECKED_ENCODINGS.add(key)
+    check_hook_results(encoding)
     return encoding
 
 

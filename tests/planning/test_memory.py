@@ -16,7 +16,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning import memory_estimate, step_time
 from megatron.planning.memory_estimate import PARTS, MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, list_distinct_stages
+from megatron.planning.model_costs import count_parameters, list_distinct_pipeline_stages
 from megatron.planning.step_time import Cluster, estimate_step_time
 from megatron.utils.errors import UserError
 
@@ -190,9 +190,9 @@ def test_the_worst_stage_is_found_among_all(
     config = resolve_batch_size(config, 1)
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
     found = estimate_memory(config, sizes, vocab_size), estimate_step_time(config, sizes, vocab_size, cluster)
-    assert (len(list_distinct_stages(config, 8)) < 8) == (pattern is not HALVES)
+    assert (len(list_distinct_pipeline_stages(config, 8)) < 8) == (pattern is not HALVES)
     for module in (memory_estimate, step_time):
-        monkeypatch.setattr(module, "list_distinct_stages", lambda config, num_stages: list(range(num_stages)))
+        monkeypatch.setattr(module, "list_distinct_pipeline_stages", lambda config, num_stages: list(range(num_stages)))
     assert found == (
         estimate_memory(config, sizes, vocab_size),
         estimate_step_time(config, sizes, vocab_size, cluster),
