@@ -85,8 +85,6 @@ def test_blocks_of_rows_are_those_that_are_counted_one_by_one(
 @pytest.mark.parametrize("processor_name", ["none", *list_processors()])
 def test_methods_that_backends_take(processor_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they say when a model is built, of every encoding."""
-    if not torch.cuda.is_available():  # what this imports of kernels is what tests/kernels runs in the interpreter
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(triton, "triton_is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     fallback = ChunkedBackend(64)
