@@ -5,8 +5,9 @@
 compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
 and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
 told without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton
-notices only at launch) or spills more registers than its budget, which is none unless its op says why. These are
-limits, not a record: registers and spills change with every version of Triton and of ptxas, within them.
+notices only at launch), spills more registers than its budget, which is none unless its op says why, or is compiled
+wrongly in the one way that is known. These are limits, not a record: registers and spills change with every version of
+Triton and of ptxas, within them.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels.runtime import is_interpreted
+from kernels.uniform_registers import find_unwritten_registers
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
@@ -53,6 +55,8 @@ class KernelResources:
     stack: int
     spill_stores: int
     spill_loads: int
+    unwritten: int = 0
+    """Instructions that read a uniform register which nothing wrote (`uniform_registers.py`)."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class KernelConfig:
         if max(used.spill_stores, used.spill_loads) > self.spill_budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
             return f"spills registers, {spilled} by each thread; its budget is {self.spill_budget}"
+        if used.unwritten:
+            return f"is compiled wrongly: {used.unwritten} instructions read uniform registers that nothing wrote"
         return None
 
 
@@ -137,7 +143,8 @@ def build_signature(
 def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
     """Compile a kernel as `compile_kernel` does and read what it uses."""
     code = compile_kernel(config, arch)
-    return KernelResources(shared=code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch))
+    unwritten = len(find_unwritten_registers(disassemble(code)))
+    return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), unwritten=unwritten)
 
 
 def compile_kernel(config: KernelConfig, arch: int) -> Any:
@@ -199,6 +206,15 @@ def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
     counts = {name: [int(number) for number in re.findall(pattern, log)] for name, pattern in patterns.items()}
     assert all(counts.values()), log
     return {name: max(numbers) for name, numbers in counts.items()}
+
+
+def disassemble(code: Any) -> str:
+    """What Triton compiled, as the processor's instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def list_ops() -> list[str]:

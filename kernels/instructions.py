@@ -16,9 +16,7 @@ import argparse
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from typing import Any
 
 import triton
 
-from kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel
+from kernels.compile import SHARED_LIMIT, KernelConfig, compile_kernel, disassemble
 
 GLOBAL_LOAD = re.compile(r"\bLDG(?:STS)?\.E(?:\.(?!U?\d+\b)\w+)*(?:\.U?(\d+))?")
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
@@ -147,15 +145,6 @@ def count_loads(instructions: Iterable[Instruction]) -> dict[int, int]:
 def count_spills(instructions: Iterable[Instruction]) -> int:
     """How many read or write registers that were spilled."""
     return sum(SPILL.search(x.text) is not None for x in instructions)
-
-
-def disassemble(code: Any) -> str:
-    """What Triton compiled, as the processor's instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @dataclass(frozen=True)

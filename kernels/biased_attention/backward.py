@@ -7,18 +7,20 @@ dbias[n] = sum of dS over the diagonal n; dweight[n] = sum of dS ∘ scale·q·k
 The gradient of a key's own bias is the sum of dS over its column.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from kernels.biased_attention.forward import (
     LOG2E,
+    Tables,
     column_ranges,
     finish_scores,
     load_center,
     load_first_keys,
     load_key_bias,
     load_table_window,
-    offset_tables,
     select_head,
     spread_window,
     visible_mask,
@@ -100,13 +102,13 @@ def sum_diagonals(tile, carry, BLOCK_M: tl.constexpr):
     return sums, (upper_rows, turned)
 
 
-@triton.jit
-def joins_bias(tables, element_type, JOINS_BIAS: tl.constexpr):
+@triton.constexpr_function
+def joins_bias(bias_ptr: Any, weight_ptr: Any, element_type: Any, JOINS_BIAS: bool) -> bool:
     """Are the products of q and k added to the bias? Added later it is one more instruction for every score.
 
     Not with a weight, which does not multiply the bias, nor in float32, whose sums would round more often.
     """
-    return JOINS_BIAS and tables.bias_ptr is not None and tables.weight_ptr is None and element_type != tl.float32
+    return JOINS_BIAS and bias_ptr is not None and weight_ptr is None and element_type != tl.float32
 
 
 @triton.jit
@@ -152,7 +154,7 @@ def _bwd_dq_inner(
     top = sizes.offset + row
     dbias_ptr, dweight_ptr = dtables
     t = tl.arange(0, BLOCK_M)
-    HOLDS_BIAS: tl.constexpr = joins_bias(tables, q_a.dtype, JOINS_BIAS)
+    HOLDS_BIAS: tl.constexpr = joins_bias(*tables, q_a.dtype, JOINS_BIAS)
     next_values = 0.0
     if HOLDS_BIAS:
         next_values = load_table_window(tables.bias_ptr, top - first, N, 1.0 / scale, BLOCK_M, BLOCK_N)
@@ -242,8 +244,14 @@ def _bwd_dq_kernel(
     v, do = select_head(v, b, h, V_STRIDE), select_head(do, b, h, DO_STRIDE)
     o_ptr += pair * R * HEAD_DIM
     dq_ptr += pair * R * HEAD_DIM
-    tables = offset_tables(tables, h * N)
-    dtables = offset_tables(dtables, (pair * groups + group) * N)
+    tables = Tables(
+        tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
+        tables.weight_ptr + h * N if tables.weight_ptr is not None else None,
+    )
+    dtables = Tables(
+        dtables.bias_ptr + (pair * groups + group) * N if dtables.bias_ptr is not None else None,
+        dtables.weight_ptr + (pair * groups + group) * N if dtables.weight_ptr is not None else None,
+    )
     if first_keys_ptr is not None:
         first_keys_ptr += b * R
     if key_bias_ptr is not None:
@@ -368,7 +376,7 @@ def _bwd_dkdv_inner(
     dk_a, dk_b, dv_a, dv_b, dkey_bias = state
     k_a, k_b, v_a, v_b = block
     scale, R, C, N, offset, window = sizes.scale, sizes.R, sizes.C, sizes.N, sizes.offset, sizes.window
-    HOLDS_BIAS: tl.constexpr = joins_bias(tables, q.ptr.dtype.element_ty, JOINS_BIAS)
+    HOLDS_BIAS: tl.constexpr = joins_bias(*tables, q.ptr.dtype.element_ty, JOINS_BIAS)
     next_values = 0.0
     if HOLDS_BIAS:
         r0 = first
@@ -467,7 +475,10 @@ def _bwd_dkdv_kernel(
     v, do = select_head(v, b, h, V_STRIDE), select_head(do, b, h, DO_STRIDE)
     lse_ptr += pair * R
     delta_ptr += pair * R
-    tables = offset_tables(tables, h * N)
+    tables = Tables(
+        tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
+        tables.weight_ptr + h * N if tables.weight_ptr is not None else None,
+    )
     k_a = load_rows(k.ptr, c0, k.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     v_a = load_rows(v.ptr, c0, v.stride_row, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
     dk_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)

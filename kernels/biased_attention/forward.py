@@ -60,17 +60,6 @@ def select_head(x, b, h, stride_row):
 
 
 @triton.jit
-def offset_tables(tables, start):
-    """The same tables from entry `start` on: those of a head, or of a group of rows."""
-    bias_ptr, weight_ptr = tables
-    if bias_ptr is not None:
-        bias_ptr += start
-    if weight_ptr is not None:
-        weight_ptr += start
-    return Tables(bias_ptr, weight_ptr)
-
-
-@triton.jit
 def load_table_window(table_ptr, base, N, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """What a tile whose first entry is at the distance `base` needs of a table, times `factor`; zero outside it.
 
@@ -298,7 +287,10 @@ def _fwd_kernel(
     R = sizes.R
     b, h = pair // sizes.H, pair % sizes.H
     q, k, v = select_head(q, b, h, q.stride_row), select_head(k, b, h, k.stride_row), select_head(v, b, h, v.stride_row)
-    tables = offset_tables(tables, h * sizes.N)
+    tables = Tables(
+        tables.bias_ptr + h * sizes.N if tables.bias_ptr is not None else None,
+        tables.weight_ptr + h * sizes.N if tables.weight_ptr is not None else None,
+    )
     q_a = load_rows(q.ptr, start, q.stride_row, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     q_b, o_b = q_a, o_a

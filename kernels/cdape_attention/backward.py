@@ -354,7 +354,12 @@ def _processor_bwd_dw_rows(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Adds the row blocks that `_processor_bwd_rows` would take to both weights' gradients [BLOCK_KC, BLOCK_D]."""
+    """Adds the row blocks that `_processor_bwd_rows` would take to both weights' gradients [BLOCK_D, BLOCK_KC].
+
+    Transposed, because a product with fewer than 64 rows is none of Hopper's warp-group products. With BLOCK_KC = 64
+    rows there were 16 of these in a turn of the loop, whose operands' descriptors do not fit the uniform registers, and
+    ptxas 12.8 then reads one that it never wrote: dW2 was wrong on an H200 (docs/log.md).
+    """
     first_sum, second_sum = state
     scores_ptr, dlogits_ptr, bias_contributions_ptr, w1_ptr, w2_ptr = pointers
     R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr = extent
@@ -390,11 +395,11 @@ def _processor_bwd_dw_rows(
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
         dhidden = activation_backward(dhidden, hidden, alive, MASKED, SATURATE)
 
-        first_sum = tl.dot(tl.trans(patch), dhidden.to(compute), first_sum, input_precision=INPUT_PRECISION)
+        first_sum = tl.dot(tl.trans(dhidden.to(compute)), patch, first_sum, input_precision=INPUT_PRECISION)
         active = leaky_relu(saturate(hidden, SATURATE))
         if MASKED:
             active = tl.where(alive[:, None], active, 0.0)
-        second_sum = tl.dot(tl.trans(output), active.to(compute), second_sum, input_precision=INPUT_PRECISION)
+        second_sum = tl.dot(tl.trans(active.to(compute)), output, second_sum, input_precision=INPUT_PRECISION)
     return first_sum, second_sum
 
 
@@ -440,7 +445,7 @@ def _processor_bwd_dw_kernel(
         first_keys_ptr += batch.to(tl.int64) * R
     extent = (R, C, first_row, first_column, edge_start, edge_row, window, first_keys_ptr)
     pointers = (scores_ptr + maps, dlogits_ptr + maps, bias_contributions_ptr, w1_ptr, w2_ptr)
-    state = (tl.zeros((BLOCK_KC, BLOCK_D), tl.float32), tl.zeros((BLOCK_KC, BLOCK_D), tl.float32))
+    state = (tl.zeros((BLOCK_D, BLOCK_KC), tl.float32), tl.zeros((BLOCK_D, BLOCK_KC), tl.float32))
     # fmt: off
     if first_keys_ptr is None:
         first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
@@ -468,6 +473,6 @@ def _processor_bwd_dw_kernel(
     # fmt: on
     first_sum, second_sum = state
     channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)
-    of_weight = channel[:, None] * BLOCK_D + width[None, :]
+    of_weight = channel[None, :] * BLOCK_D + width[:, None]
     tl.store(dw_ptr + program * 2 * BLOCK_KC * BLOCK_D + of_weight, first_sum)
     tl.store(dw_ptr + (program * 2 + 1) * BLOCK_KC * BLOCK_D + of_weight, second_sum)

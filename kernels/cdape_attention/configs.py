@@ -36,10 +36,9 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
         chosen = Tile(2 if wide and kernel_size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
         chosen = Tile(1, distances, 4, STAGES)
-    elif pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width) > 2048:
-        chosen = Tile(1, distances // 2, 8, STAGES)
     else:
-        chosen = Tile(2, distances // 2, 4, STAGES)
+        entries = pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
+        chosen = Tile(2 if entries <= 2048 else 1, distances // 2, 4 if entries <= 4096 else 8, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
         chosen = replace(chosen, block_m=max(chosen.block_m // 2, 1), num_warps=4 if kernel == "mix_fwd" else 8)
     while chosen.block_m > 1 and chosen.block_m // 2 >= rows:

@@ -409,6 +409,18 @@ def test_preparing_needs_no_torch_until_it_writes():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_a_file_that_pythons_library_names_twice_is_read_once(tmp_path, monkeypatch):
+    """Debian's has a link from one name of a file to another."""
+    library = tmp_path / "library"
+    library.mkdir()
+    for name in ("a.py", "c.py", "d.py"):
+        (library / name).write_text(f"name = {name!r}\n" * 20)
+    (library / "b.py").symlink_to("c.py")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library), "purelib": "", "platlib": ""})
+    corpus = prepare(["python"], tmp_path / "out")
+    assert sum(size.documents for size in corpus.splits.values()) == 3
+
+
 def test_python_is_prepared_reproducibly(tmp_path, reader):
     corpus = prepare(["python"], tmp_path / "python")
     tokenizer = tokenizer_from_files("bytes")

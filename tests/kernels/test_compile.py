@@ -81,6 +81,10 @@ def test_the_scores_of_the_shipped_models_may_not_spill() -> None:
             KernelResources(0, 255, 8, 4, 8),
             "spills registers, 4 bytes written and 8 read by each thread; its budget is 0",
         ),
+        (
+            KernelResources(0, 255, 0, 0, 0, unwritten=2),
+            "is compiled wrongly: 2 instructions read uniform registers that nothing wrote",
+        ),
     ],
 )
 def test_what_is_beyond_a_limit_is_named_and_fails(

@@ -39,6 +39,9 @@ class Case:
     documents: tuple[tuple[int, ...], ...] = ()
     """Lengths of the documents of each sequence, offset + rows in all; one each if there are none."""
     has_sinks: bool = False
+    seed: int = 0
+    """Of the numbers: rounding may carry a hidden value over the kink of LeakyReLU, which changes gradients by more
+    than rounding does; a case in which it does has other numbers."""
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in vars(self).items() if value not in (None, ()))
@@ -53,13 +56,13 @@ class Case:
             options["first_keys"] = starts[:, self.offset : self.offset + self.rows].int()
         return options
 
-    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[Tensor | None]:
-        """q, k, v, bias, w1, b1, w2, b2, and sinks if there are any: the same numbers for the same seed, rounded to a
-        type once.
+    def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int | None = None) -> list[Tensor | None]:
+        """q, k, v, bias, w1, b1, w2, b2, and sinks if there are any: the same numbers for the same seed (the case's own
+        if it is None), rounded to a type once.
 
         The bias falls with the distance as a learned one does, and the weights let the hidden values change sign.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
 
         def normal(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
@@ -97,7 +100,7 @@ SMALL = [
     Case(1, 3, 20, 60, 8, 6, 5, offset=40, window=45, chunk=16),
     Case(2, 2, 50, 50, 8, 6, 3, documents=((50,), (3, 1, 1, 29, 16))),
     Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1))),
-    Case(1, 2, 40, 40, 8, 6, 7, window=10, chunk=30, documents=((23, 2, 15),)),
+    Case(1, 2, 40, 40, 8, 6, 7, window=10, chunk=30, documents=((23, 2, 15),), seed=1),
     Case(1, 2, 12, 12, 8, 6, 1, has_bias=False, documents=((5, 7),)),
     Case(2, 3, 20, 58, 8, 6, 5, offset=38, chunk=13, documents=((40, 18), (57, 1)), has_sinks=True),
     Case(1, 3, 17, 28, 80, 8, 3, offset=11, window=13, chunk=10, has_sinks=True),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +203,19 @@ def test_a_bare_machine_runs_what_it_can(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert result["parts"]["step_350m"] == {"exit": "not run: needs megatron-core, pydantic", "seconds": 0.0}
     assert result["parts"]["good"]["exit"] == 0
     command = gpu_parts.build_test_part(90).command
-    ignored = ROOT / command[command.index("--ignore") + 1]
-    assert "build_model" in ignored.read_text(encoding="utf-8")
-    needing = {path for path in (ROOT / "tests/kernels").rglob("*.py") if "import build_model" in path.read_text()}
-    assert needing == {ignored}
+    ignored = {ROOT / path for word, path in pairwise(command) if word == "--ignore"}
+    tests = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests/kernels").rglob("test_*.py")}
+    assert ignored <= set(tests)
+    assert {path for path, text in tests.items() if "import build_model" in text} <= ignored
+
+
+def test_every_kernel_test_that_takes_the_device_is_part_of_the_check() -> None:
+    command = gpu_parts.build_test_part(90).command
+    ignored = {ROOT / path for word, path in pairwise(command) if word == "--ignore"}
+    tests = (ROOT / "tests/kernels").rglob("test_*.py")
+    taking = {path for path in tests if "device: str" in path.read_text(encoding="utf-8")}
+    assert len(taking) > 5
+    assert not taking & ignored
 
 
 def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:
@@ -285,3 +295,19 @@ def test_a_rehearsal_does_not_write_over_a_record(command: Callable[..., Any], m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert command(gpu_check) == 0
     assert written[1] == gpu_check.RECORD
+
+
+def test_the_self_check_takes_files_of_methods_and_each_kind_of_their_layers(tmp_path: Path) -> None:
+    tiny = ["--device", "cpu", "--lengths", "8", "--batch", "1", "--heads", "2", "--dim", "16", "--dtype", "fp32"]
+    command = [sys.executable, "tools/gpu/self_check.py", *tiny, "--json", str(tmp_path / "found.json")]
+    methods = ["irope", "rotary_randomized", "cope"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([*command, "--methods", *methods], cwd=ROOT, env=environment, check=True, capture_output=True)
+    records = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["records"]
+    assert [record["method"] for record in records] == ["irope: rotary", "irope: none", "rotary_randomized", "cope"]
+    trials = [{trial["backend"]: trial["refusal"] for trial in record["trials"]} for record in records]
+    assert [found.get("triton", "not there") for found in trials] == [
+        *(None, None), "leaves randomized positions to row blocks", "not there",
+    ]  # fmt: skip
+    assert trials[3] == {"row blocks": "is the only one that can do it, and not checked"}
+    assert (tmp_path / "found.md").read_text(encoding="utf-8").count("irope: none") == 3

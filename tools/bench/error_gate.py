@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.attention.check.trials import CERTAIN_EXCESS
 from tools.bench.attention_peers import (
     BIASLESS_PEERS,
     FROZEN_PEERS,
@@ -39,6 +40,8 @@ class GateVerdict:
     """By part; none of floors and of peers that raised."""
     refusal: str | None = None
     """Why it gets no speed."""
+    is_doubtful: bool = False
+    """Is it refused for so little that it may be chance?"""
 
     @property
     def error(self) -> float | None:
@@ -123,7 +126,7 @@ class ErrorGate:
             ratio = self._excess(name, found, RESULT_PARTS[part])
             if ratio > SAFETY_FACTOR:
                 text = f"errs in {part} by {ratio:.3g} times what rounding in {self.problem.dtype} gives"
-                return GateVerdict(measured, f"{text}: no speed is reported")
+                return GateVerdict(measured, f"{text}: no speed is reported", is_doubtful=ratio <= CERTAIN_EXCESS)
         return GateVerdict(measured)
 
     def _excess(self, name: str, found: list[Tensor], part: slice) -> float:

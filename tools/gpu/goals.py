@@ -250,7 +250,7 @@ def render_page(result: dict[str, Any]) -> str:
     if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
         told += ["## What failed", "\n".join(failures)]
     if checked := parts.get("self_check", {}).get("records"):
-        cells = [row for record in checked for row in _format_self_check_rows(record)]
+        cells = [row for record in checked for row in format_self_check_rows(record)]
         told += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]
     if kernels:
         told += [
@@ -269,7 +269,7 @@ SELF_CHECK_HEADERS = ["method", "dtype", "T", "B", "backend", "ms", "error / rou
                       "end"]  # fmt: skip
 
 
-def _format_self_check_rows(record: dict[str, Any]) -> list[list[str]]:
+def format_self_check_rows(record: dict[str, Any]) -> list[list[str]]:
     """A row for each backend."""
     rows = []
     for trial in record["trials"]:

@@ -12,6 +12,11 @@ MODEL_MODULES = ("megatron.core", "pydantic")
 """What building a model needs."""
 PIP_NAMES = {"megatron.core": "megatron-core"}
 """What pip calls a module that has another name."""
+HOST_TESTS = (
+    *("test_annotations.py", "test_compile.py", "test_instructions.py", "test_interpreter.py", "test_jit_build.py"),
+    *("test_rehearsal.py", "test_uniform_registers.py", "cdape_attention/test_cpu.py"),
+)
+"""Of `tests/kernels`, what computes nothing on a device and would take its time."""
 REHEARSAL_SECONDS = 900
 """Seconds for a part of a rehearsal: an interpreter on a busy CPU takes minutes for what a GPU does at once."""
 
@@ -59,8 +64,8 @@ def build_step_part(name: str, seconds: int, *options: str) -> CheckPart:
 
 def build_test_part(seconds: int, *options: str) -> CheckPart:
     """The kernels' tests, those of the backend in whole models only where these can be built."""
-    if list_missing(MODEL_MODULES):
-        options = (*options, "--ignore", "tests/kernels/test_triton_backend.py")
+    left = HOST_TESTS if not list_missing(MODEL_MODULES) else (*HOST_TESTS, "test_triton_backend.py")
+    options = (*options, *(word for name in left for word in ("--ignore", f"tests/kernels/{name}")))
     if not list_missing(("xdist",)):  # kernels are compiled by each test that is the first to need them
         options = (*options, "-n", str(min(12, os.cpu_count() or 1)))
     command = ("-m", "pytest", "tests/kernels", "-q", "-p", "no:cacheprovider", *options)

@@ -3,12 +3,16 @@
 some methods and shapes, always anew.
 
     python tools/gpu/self_check.py --methods cdape kerple_log --lengths 512 --json self_check.json
+    python tools/gpu/self_check.py --methods all --dtype bf16 fp32 --json docs/results/gpu_methods.json
 
-Needs torch and triton alone. The exit code is 1 if our kernels are refused where they should serve.
+A method is one of METHODS, which need torch and triton alone, or a file of configs/position by its name, each kind of
+its layers by itself; `all` is every file. A page goes beside the JSON. The exit code is 1 if our kernels are refused
+where they should serve.
 """
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from megatron.position.encoding import Encoding  # noqa: E402
 from megatron.position.facts import AttentionDims  # noqa: E402
 from megatron.position.processor import Processor  # noqa: E402
 from megatron.position.registry import build_encoding, build_processor  # noqa: E402
-from megatron.position.token_range import ALL_HEADS, TokenRange  # noqa: E402
+from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions  # noqa: E402
 from tools.arguments import (  # noqa: E402
     ToolParser,
     int_at_least,
@@ -33,7 +37,10 @@ from tools.arguments import (  # noqa: E402
     parse_output_path,
     print_interrupts_in_one_line,
 )
-from tools.records import collect_provenance, write_record  # noqa: E402
+from tools.bench.attention_tables import render_markdown_table  # noqa: E402
+from tools.bench.error_gate import disable_tf32  # noqa: E402
+from tools.gpu.goals import SELF_CHECK_HEADERS, format_self_check_rows  # noqa: E402
+from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
 METHODS: dict[str, tuple[str, str | None]] = {
     "cdape": ("kerple_log", "cdape"),
@@ -42,7 +49,10 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "rotary": ("rotary", None),
 }
 """Encoding and processor; one of each kind of kernel."""
+OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MODEL_LAYERS = 12
+"""Enough for every pattern of layers in configs/position."""
 CHUNK_ROWS = 128
 """`attention_chunk_rows` as it is by default."""
 
@@ -51,7 +61,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=parse_device, default=default, help="cpu or cuda")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="all if absent")
+    names = list(dict.fromkeys((*METHODS, *OVERLAYS, "all")))
+    parser.add_argument(
+        "--methods", nargs="+", choices=names, metavar="METHOD", default=list(METHODS),
+        help=f"{', '.join(METHODS)} if absent; files of configs/position; all",
+    )  # fmt: skip
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="types of q, k, v")
     parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="T")
     parser.add_argument("--batch", type=int_at_least(1), default=8, help="sequences")
@@ -64,41 +78,87 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def build_method(name: str, arguments: argparse.Namespace, length: int) -> tuple[Encoding, Processor | None]:
-    """The encoding and processor of a method, with fresh parameters."""
+@dataclass(frozen=True)
+class CheckedLayer:
+    """What attention of a kind of layers is made of."""
+
+    name: str
+    """The method's, and the encoding's where its layers have several."""
+    encoding: Encoding
+    processor: Processor | None
+    window: int | None = None
+    softmax: str = "vanilla"
+    randomized: int | None = None
+    """Positions are drawn from so many, if any."""
+
+
+def build_layers(name: str, arguments: argparse.Namespace, length: int) -> list[CheckedLayer]:
+    """Each kind of layers of a method, with fresh parameters."""
     size = arguments.heads * arguments.dim
     dims = AttentionDims(arguments.heads, arguments.dim, size, length, length)
     torch.manual_seed(0)
+    if name not in METHODS:
+        return _build_overlay(name, dims)
     encoding_name, processor_name = METHODS[name]
     encoding = build_encoding(encoding_name, dims)
     if processor_name is None:
-        return encoding, None
+        return [CheckedLayer(name, encoding, None)]
     options = {"width": arguments.width}
-    return encoding, build_processor(processor_name, dims, options, has_bias=encoding.adds_bias)
+    processor = build_processor(processor_name, dims, options, has_bias=encoding.adds_bias)
+    return [CheckedLayer(name, encoding, processor)]
 
 
-def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record of one method at one length in one type."""
-    encoding, processor = build_method(name, arguments, length)
+def _build_overlay(name: str, dims: AttentionDims) -> list[CheckedLayer]:
+    """Of a file of configs/position. What reads it is imported here, for METHODS need none of it."""
+    from megatron.config.load import load_config
+    from megatron.model.position_modules import (
+        build_encoding_from_options,
+        build_processor_from_options,
+        find_layer_kinds,
+    )
+
+    position = load_config(["125M", name]).config.position
+    layers, kinds = [], find_layer_kinds(position, MODEL_LAYERS)
+    for own in kinds:
+        encoding = build_encoding_from_options(own, dims)
+        processor = build_processor_from_options(own, dims, encoding)
+        label = name if len(kinds) == 1 else f"{name}: {own.encoding}"
+        layers.append(CheckedLayer(label, encoding, processor, own.window, own.softmax, own.randomized_positions))
+    return layers
+
+
+def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of one method at one length in one type, one for each kind of its layers."""
+    return [_check_layer(layer, dtype, length, arguments) for layer in build_layers(name, arguments, length)]
+
+
+def _check_layer(layer: CheckedLayer, dtype: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    limit = layer.randomized
+    sampled = None if limit is None else sample_positions(length, limit, length)
     problem = build_problem(
-        encoding,
-        processor,
-        (TokenRange(0, length),),
+        layer.encoding,
+        layer.processor,
+        (TokenRange(0, length, sampled),),
         batch=arguments.batch,
-        window=None,
+        window=layer.window,
+        softmax_type=layer.softmax,
         heads=ALL_HEADS,
         dtype=DTYPES[dtype],
         device=torch.device(arguments.device),
     )
-    candidates = list_candidates(CHUNK_ROWS, problem.encoding, problem.processor)
+    candidates = list_candidates(CHUNK_ROWS, problem.encoding, problem.processor, None, layer.softmax)
     (inputs,) = problem.list_inputs()
-    left = {name: find_fallback_reason(backend, inputs) for name, backend in candidates.items()}
-    trials = [Trial(name, f"leaves {why} to row blocks") for name, why in left.items() if why is not None]
-    trials += try_backends(problem, {name: candidates[name] for name, why in left.items() if why is None})
+    left = {backend: find_fallback_reason(candidates[backend], inputs) for backend in candidates}
+    trials = [Trial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
+    tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
+    if len(candidates) == 1:  # as in a run, which has no choice
+        trials = [Trial(backend, "is the only one that can do it, and not checked") for backend in candidates]
+    else:
+        trials += try_backends(problem, tried)
     right = sorted((t for t in trials if t.milliseconds is not None), key=lambda t: t.milliseconds or 0.0)
     record: dict[str, Any] = {
         "op": "self_check",
-        "method": name,
+        "method": layer.name,
         "device": arguments.device,
         "dtype": dtype,
         "B": problem.batch,
@@ -120,8 +180,10 @@ def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespa
     }
     ours = next((trial for trial in trials if trial.backend == "triton"), None)
     if ours is None:
-        return record | {"peer": "triton", "refusal": "it is not here"}
-    return record if ours.refusal is None else record | {"peer": "triton", "refusal": ours.refusal}
+        # A method of configs/position may be one that the kernels cannot compute, and says so when a model is built.
+        return record if layer.name not in METHODS else record | {"peer": "triton", "refusal": "it is not here"}
+    was_left = left["triton"] is not None and layer.name not in METHODS
+    return record if ours.refusal is None or was_left else record | {"peer": "triton", "refusal": ours.refusal}
 
 
 def format_record(record: dict[str, Any]) -> str:
@@ -137,17 +199,32 @@ def format_record(record: dict[str, Any]) -> str:
     return f"{shape}: {record['taken'] or 'nothing is right'}; {'; '.join(told)}"
 
 
+def render_page(result: dict[str, Any]) -> str:
+    """A table of all records, a row for each backend."""
+    cells = [row for record in result["records"] for row in format_self_check_rows(record)]
+    return "\n\n".join([
+        "# Backends on a GPU",
+        "Every backend that can compute a method, as `attention_backend: auto` checks it\n"
+        "([how](../gpu.md#the-self-check)).\n"
+        "Time is that of a layer, forward and backward.\n"
+        "The error is the largest of the output and all gradients, over what rounding gives; up to 4 is right.",
+        render_markdown_table(SELF_CHECK_HEADERS, cells),
+        format_provenance(result),
+    ]) + "\n"  # fmt: skip
+
+
 def main() -> None:
     arguments = parse_arguments()
     result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
-    for name in arguments.methods:
+    disable_tf32()
+    for name in OVERLAYS if "all" in arguments.methods else arguments.methods:
         for dtype in arguments.dtype:
             for length in arguments.lengths:
-                record = check_method(name, dtype, length, arguments)
-                print(format_record(record), flush=True)
-                result["records"].append(record)
+                for record in check_method(name, dtype, length, arguments):
+                    print(format_record(record), flush=True)
+                    result["records"].append(record)
                 if arguments.json:
-                    write_record(arguments.json, result)
+                    write_record(arguments.json, result, render_page(result))
     sys.exit(1 if any("refusal" in record for record in result["records"]) else 0)
 
 

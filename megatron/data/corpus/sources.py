@@ -339,10 +339,14 @@ def _list_library_files(packages: bool) -> list[SourceFile]:
 
 
 def _list_python_files(folder: Path, base: str) -> list[SourceFile]:
+    """Debian's library names one of its files twice, by a link: each is listed once, under its first name."""
+    by_file: dict[Path, Path] = {}
+    for path in _walk_folder(folder, _NON_SOURCE_FOLDERS):
+        if path.suffix == ".py":
+            by_file.setdefault(path.resolve(), path)
     return [
         describe_source_file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
-        for path in _walk_folder(folder, _NON_SOURCE_FOLDERS)
-        if path.suffix == ".py"
+        for path in by_file.values()
     ]
 
 
