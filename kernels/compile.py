@@ -30,11 +30,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels.launcher import list_compiled_kernels
 from kernels.runtime import is_interpreted
 from kernels.uniform_registers import find_unwritten_registers
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
+FIRST_WITH_WARP_GROUPS = 90
+"""The compute capability from which on products are those of warp groups."""
 SPILL_BUDGET = 0
 """Bytes that a thread may spill, written or read, unless the op's aot_configs.py names more and says why.
 
@@ -215,6 +218,18 @@ def disassemble(code: Any) -> str:
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def list_wrong_kernels() -> list[str]:
+    """The kernels that this process has launched and that are compiled wrongly, by name: those of Hopper whose programs
+    read uniform registers which nothing wrote.
+
+    Raises:
+        OSError: there is no disassembler beside Triton.
+    """
+    programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
+    wrong = [code.metadata.name for code in programs if find_unwritten_registers(disassemble(code))]
+    return list(dict.fromkeys(wrong))
 
 
 def list_ops() -> list[str]:

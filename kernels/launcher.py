@@ -36,6 +36,11 @@ _BY_NUMBERS: dict[tuple[Any, ...], tuple[_Launchable, dict[str, Any], dict[str, 
 """With the constants and options, which keys name by their ids: kept, so that nothing else gets these."""
 
 
+def list_compiled_kernels() -> list[Any]:
+    """What `launch` has compiled in this process, each program once."""
+    return list({id(code.compiled): code.compiled for code in _BY_MEANING.values()}.values())
+
+
 def describe_arguments(arguments: Sequence[Any]) -> list[Any]:
     """What code depends on of the arguments, or more: of a tensor its type and whether it begins at a multiple of 16
     bytes, of an integer itself, of a tuple its members, of all else the type."""

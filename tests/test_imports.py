@@ -215,6 +215,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "safetensors",
         "tokenizers",
+        "kernels.compile",
         "kernels.jit_build",
         "megatron.planning",
         "megatron.config",

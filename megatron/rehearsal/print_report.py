@@ -139,6 +139,12 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
                 f"{kernel['launches']:,}",
             )  # fmt: skip
         console.print(table)
+    for name in report.list_wrong_kernels():
+        way_out = "auto leaves it on the card" if report.chooses_attention else "name another attention_backend"
+        console.print(
+            f"[bold red]compiled wrongly[/]: {name} reads registers that nothing wrote, an error of ptxas "
+            f"(docs/gpu.md); {way_out}"
+        )
     if report.attention is not None:
         chosen = "; auto takes what is fastest and right on the card itself" if report.chooses_attention else ""
         console.print(f"[bold]attention[/]  {report.attention}{chosen}")

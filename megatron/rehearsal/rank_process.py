@@ -95,6 +95,8 @@ class RankResult:
     """The value of the key of that name that says how attention was computed; None for row blocks, which have none."""
     warnings: list[str] = field(default_factory=list)
     """What our code warned of, calls that took another way than asked among them."""
+    wrong_kernels: list[str] = field(default_factory=list)
+    """Kernels of ours that the compiler got wrong (`kernels/uniform_registers.py`); the first rank looks for them."""
     checkpoint: dict[str, int] | None = None
     """Bytes of a checkpoint: weights, states, and parts that are there while it is written."""
     seconds: float = 0.0
@@ -167,8 +169,19 @@ def run_rank_job(job: RankJob) -> RankResult:
             with open(f"{job.result}.traceback", "w", encoding="utf-8") as file:
                 traceback.print_exception(error, file=file)
     memory.collect()
+    if job.rank == 0 and job.action == "train":
+        _look_at_kernels(result)
     result.peaks, result.seconds = memory.peaks, time.process_time()
     return result
+
+
+def _look_at_kernels(result: RankResult) -> None:
+    from kernels.compile import list_wrong_kernels
+
+    try:
+        result.wrong_kernels = list_wrong_kernels()
+    except OSError as error:
+        result.warnings.append(f"whether kernels are compiled rightly was not looked at: {error}")
 
 
 def describe_rank_error(error: BaseException, phase: str) -> RankError:

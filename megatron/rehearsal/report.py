@@ -88,8 +88,14 @@ class RehearsalReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if the run would start, go on and fit, and its ranks agree; else 1."""
-        return int(self.verdict in ("out of memory", "failed") or bool(self.rehearsal.mismatches))
+        """0 if the run would start, go on and fit, and its ranks agree; else 1.
+
+        A kernel that is compiled wrongly is 1 too, but not where the card's own check chooses: that finds it and leaves
+        it.
+        """
+        if self.verdict in ("out of memory", "failed") or self.rehearsal.mismatches:
+            return 1
+        return int(bool(self.list_wrong_kernels()) and not self.chooses_attention)
 
     def count_communicators(self, rank: int) -> int:
         """Groups that NCCL joined for a rank."""
@@ -167,6 +173,11 @@ class RehearsalReport:
                 found[kernel["name"], kernel["registers"], kernel["stack"], kernel["shared"]] += kernel["launches"]
         names = ("name", "registers", "stack", "shared", "launches")
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
+
+    def list_wrong_kernels(self) -> list[str]:
+        """Kernels that are compiled wrongly for the card, by name."""
+        results = [trace.result for trace in self.rehearsal.train_traces.values()]
+        return list(dict.fromkeys(name for result in results for name in result.wrong_kernels))
 
     @property
     def chooses_attention(self) -> bool:
@@ -273,6 +284,7 @@ class RehearsalReport:
             "distinct_sequences": rehearsal.distinct_sequences,
             "unmatched_ranks": rehearsal.unmatched_ranks,
             "kernels": self.list_kernels(),
+            "wrong_kernels": self.list_wrong_kernels(),
             "attention": self.attention,
             "fallbacks": self.list_fallbacks(),
             "disk": self.disk,

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -96,6 +97,17 @@ def test_what_is_beyond_a_limit_is_named_and_fails(
     said = capsys.readouterr().err
     assert said.count("beyond its limits") == int(complaint is not None)
     assert (complaint or "") in said
+
+
+def test_of_what_was_launched_the_programs_that_are_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(name: str, arch: int, text: str) -> SimpleNamespace:
+        return SimpleNamespace(metadata=SimpleNamespace(name=name, target=SimpleNamespace(arch=arch)), text=text)
+
+    right, wrong = "        /*0000*/ UMOV UR4, 0x1 ;\n", "        /*0000*/ UMOV UR4, UR5 ;\n"
+    programs = [program("a", 90, wrong), program("b", 90, right), program("c", 80, wrong), program("a", 90, wrong)]
+    monkeypatch.setattr(compiler, "list_compiled_kernels", lambda: programs)
+    monkeypatch.setattr(compiler, "disassemble", lambda code: code.text)
+    assert compiler.list_wrong_kernels() == ["a"]
 
 
 def test_an_interpreted_kernel_is_not_compiled() -> None:
