@@ -85,11 +85,11 @@ class KernelConfig:
         """What it uses beyond its limits on a chip of compute capability `arch`, in words; None if nothing."""
         if used.shared > SHARED_LIMIT[arch]:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
+        if used.unwritten:
+            return f"is compiled wrongly: {used.unwritten} instructions read uniform registers that nothing wrote"
         if max(used.spill_stores, used.spill_loads) > self.spill_budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
             return f"spills registers, {spilled} by each thread; its budget is {self.spill_budget}"
-        if used.unwritten:
-            return f"is compiled wrongly: {used.unwritten} instructions read uniform registers that nothing wrote"
         return None
 
 

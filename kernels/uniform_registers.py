@@ -5,6 +5,9 @@ up to four registers for a product. There are 63 of them. Where a loop's descrip
 and 3.7 bring it) left out the instruction that begins a chain of them: on an H200 a product read other shared memory
 than its own, or memory that is not there. Neither Triton nor ptxas says so, the interpreter cannot, and ptxas without
 optimisation, or of CUDA 13.0, compiles the same program rightly. What has been compiled shows it, without a GPU.
+
+That nothing is found proves nothing: instructions are read in the order of the text, and a register that held
+something else before the missing instruction is not seen. Whether a kernel is right, a card says.
 """
 
 import re
@@ -13,9 +16,12 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*([^
 REGISTER = re.compile(r"\bUR(\d+)\b")
 UNIFORM_RESULTS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")
 """How instructions begin whose first uniform register is their result."""
-COMPARISONS = ("UISETP", "UPLOP3")
-"""How those of them begin whose result is a predicate."""
+OTHER_RESULTS = ("UISETP", "UPLOP3", "UR2UP", "UBLK", "UTMA")
+"""How those of them begin whose result is a predicate, or in memory."""
 DESCRIPTOR = re.compile(r"\b(g?)desc\[UR(\d+)\]")
+CONSTANT = re.compile(r"\bc\[[^\]]*\]\[[^\]]*\]")
+LEFT_IN_REGISTERS = re.compile(r"\bR\w+(?:\.reuse)?, R\w+(?:\.reuse)?, gdesc")
+"""A product whose left factor is in registers: its descriptor is of the right one alone, the last two of four."""
 
 
 def find_unwritten_registers(disassembly: str) -> list[str]:
@@ -41,7 +47,7 @@ def find_unwritten_registers(disassembly: str) -> list[str]:
 def _find_result(name: str, text: str) -> int | None:
     """The first uniform register that an instruction writes. Others, such as loads, read those that they name."""
     first = REGISTER.search(text)
-    has_result = name.startswith(UNIFORM_RESULTS) and not name.startswith(COMPARISONS)
+    has_result = name.startswith(UNIFORM_RESULTS) and not name.startswith(OTHER_RESULTS)
     return int(first[1]) if first is not None and has_result else None
 
 
@@ -53,14 +59,15 @@ def _count_registers(name: str) -> int:
 def _list_sources(name: str, text: str, result: int | None) -> set[int]:
     """All uniform registers that an instruction reads."""
     if result is not None:
-        width = 2 if ".64" in name else 1  # of a .WIDE product only the result is
-        sources = [int(number) for number in REGISTER.findall(text)][1:]
-        return {register for source in sources for register in range(source, source + width)}
-    sources_of_descriptors: set[int] = set()
+        indices = {int(number) for constant in CONSTANT.findall(text) for number in REGISTER.findall(constant)}
+        sources = [int(number) for number in REGISTER.findall(CONSTANT.sub("", text))][1:]
+        # Of a .WIDE product only what it adds to, the third, is a pair.
+        widths = [2 if ".64" in name or (".WIDE" in name and place == 2) else 1 for place in range(len(sources))]
+        pairs = zip(sources, widths, strict=True)
+        return indices | {register for source, width in pairs for register in range(source, source + width)}
+    found: set[int] = set()
     for of_product, number in DESCRIPTOR.findall(text):
         first, count = int(number), 4 if of_product else 2
-        # A product whose left factor is in registers has a descriptor of the right one alone, the last two.
-        skipped = 2 if of_product and re.search(r"R\d+, R\d+, gdesc", text) else 0
-        sources_of_descriptors |= set(range(first + skipped, first + count))
-    rest = DESCRIPTOR.sub("", text)
-    return sources_of_descriptors | {int(number) for number in REGISTER.findall(rest)}
+        skipped = 2 if of_product and LEFT_IN_REGISTERS.search(text) else 0
+        found |= set(range(first + skipped, first + count))
+    return found | {int(number) for number in REGISTER.findall(DESCRIPTOR.sub("", text))}

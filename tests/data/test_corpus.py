@@ -17,6 +17,7 @@ from full_disk import full_disk
 
 from megatron.data.corpus import documents as documents_module
 from megatron.data.corpus import sources as sources_module
+from megatron.data.corpus.sources import scan_sources
 from megatron.data.corpus_metadata import read_corpus
 from megatron.data.load_tokenizer import load_tokenizer
 from megatron.data.tokenizers import tokenizer_from_files
@@ -413,12 +414,20 @@ def test_a_file_that_pythons_library_names_twice_is_read_once(tmp_path, monkeypa
     """Debian's has a link from one name of a file to another."""
     library = tmp_path / "library"
     library.mkdir()
-    for name in ("a.py", "c.py", "d.py"):
-        (library / name).write_text(f"name = {name!r}\n" * 20)
-    (library / "b.py").symlink_to("c.py")
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library), "purelib": "", "platlib": ""})
-    corpus = prepare(["python"], tmp_path / "out")
-    assert sum(size.documents for size in corpus.splits.values()) == 3
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for path in (library / "a.py", library / "c.py", library / "e.py", packages / "p.py", tmp_path / "outside.py"):
+        path.write_text(f"name = {path.name!r}\n" * 20)
+    links = {"b.py": "c.py", "d.py": "../outside.py", "f.py": "../outside.py", "g.py": "nowhere.py"}
+    for link, target in links.items():
+        (library / link).symlink_to(target)
+    (packages / "q.py").symlink_to(library / "a.py")
+    folders = {"stdlib": str(library), "purelib": str(packages), "platlib": str(packages)}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: folders)
+    files = scan_sources(["python"], packages=True)
+    assert [file.name for file in files] == [
+        *("python/a.py", "python/c.py", "python/d.py", "python/e.py", "site-packages/p.py"),
+    ]
 
 
 def test_python_is_prepared_reproducibly(tmp_path, reader):

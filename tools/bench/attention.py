@@ -91,6 +91,7 @@ def benchmark_problem(
             **(summarize_times(times[name], times.get(ours)) if times.get(name) else NO_SPEED), "ratio_to": ours,
             "peak_memory_mb": _measure_memory(problem, name, times.get(name), cut),
             "error": verdict.error, "judged_at": judged.length, "rounds": len(times.get(name, ())),
+            **({"judged_twice": True} if verdict.judged_twice else {}),
             **({"cut": True} if cut else {}),
             **({"refusal": verdict.refusal} if verdict.refusal else {}),
         }  # fmt: skip
@@ -105,7 +106,8 @@ def _judge_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[
     verdicts = judge_peers(problem, _select_peers(problem, wanted))
     if doubtful := [name for name, verdict in verdicts.items() if verdict.is_doubtful]:
         other = replace(problem, seed=problem.seed + 1)
-        verdicts |= judge_peers(other, _select_peers(other, doubtful))
+        for name, verdict in judge_peers(other, _select_peers(other, doubtful)).items():
+            verdicts[name] = replace(verdict, judged_twice=True)
     return verdicts
 
 

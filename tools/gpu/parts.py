@@ -14,7 +14,11 @@ PIP_NAMES = {"megatron.core": "megatron-core"}
 """What pip calls a module that has another name."""
 HOST_TESTS = (
     *("test_annotations.py", "test_compile.py", "test_instructions.py", "test_interpreter.py", "test_jit_build.py"),
-    *("test_rehearsal.py", "test_uniform_registers.py", "cdape_attention/test_cpu.py"),
+    *("test_head_dim.py", "test_rehearsal.py", "test_uniform_registers.py"),
+    *(
+        f"cdape_attention/{name}"
+        for name in ("test_bias_term.py", "test_cpu.py", "test_driver.py", "test_reference.py")
+    ),
 )
 """Of `tests/kernels`, what computes nothing on a device and would take its time."""
 REHEARSAL_SECONDS = 900

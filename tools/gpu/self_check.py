@@ -6,8 +6,8 @@ some methods and shapes, always anew.
     python tools/gpu/self_check.py --methods all --dtype bf16 fp32 --json docs/results/gpu_methods.json
 
 A method is one of METHODS, which need torch and triton alone, or a file of configs/position by its name, each kind of
-its layers by itself; `all` is every file. A page goes beside the JSON. The exit code is 1 if our kernels are refused
-where they should serve.
+its layers by itself; `all` is every file, those of the same names included. A page goes beside the JSON. The exit code
+is 1 if our kernels are refused where they should serve.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from tools.arguments import (  # noqa: E402
 from tools.bench.attention_tables import render_markdown_table  # noqa: E402
 from tools.bench.error_gate import disable_tf32  # noqa: E402
 from tools.gpu.goals import SELF_CHECK_HEADERS, format_self_check_rows  # noqa: E402
+from tools.gpu.parts import MODEL_MODULES, list_missing  # noqa: E402
 from tools.records import collect_provenance, format_provenance, write_record  # noqa: E402
 
 METHODS: dict[str, tuple[str, str | None]] = {
@@ -50,6 +51,10 @@ METHODS: dict[str, tuple[str, str | None]] = {
 }
 """Encoding and processor; one of each kind of kernel."""
 OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
+WITHOUT_KERNELS = frozenset({
+    "cope", "grape_a", "mta", "rotary_randomized", "selective", "stick_breaking", "talking_heads", "transformer_xl",
+})  # fmt: skip
+"""Files whose methods no Triton kernel computes."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_LAYERS = 12
 """Enough for every pattern of layers in configs/position."""
@@ -72,8 +77,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int_at_least(1), default=16, help="heads")
     parser.add_argument("--dim", type=int_at_least(2), default=64, help="of a head")
     parser.add_argument("--width", type=int_at_least(1), default=32, help="of the processor")
-    parser.add_argument("--json", type=parse_output_path, help="where records go")
+    parser.add_argument("--json", type=parse_output_path, help="where records go; the page goes beside it")
     arguments = parser.parse_args()
+    if arguments.json is not None and arguments.json.suffix == ".md":
+        parser.error(f"argument --json: {arguments.json} is where the page goes; choose another ending, such as .json")
+    arguments.reads_files = "all" in arguments.methods
+    arguments.methods = OVERLAYS if arguments.reads_files else list(dict.fromkeys(arguments.methods))
+    if (arguments.reads_files or not set(arguments.methods) <= set(METHODS)) and (
+        lacking := list_missing((*MODEL_MODULES, "ruamel.yaml"))
+    ):
+        parser.error(f"files of configs/position need {', '.join(lacking)}: pip install {' '.join(lacking)}")
     arguments.device = torch.device(arguments.device).type
     return arguments
 
@@ -97,7 +110,7 @@ def build_layers(name: str, arguments: argparse.Namespace, length: int) -> list[
     size = arguments.heads * arguments.dim
     dims = AttentionDims(arguments.heads, arguments.dim, size, length, length)
     torch.manual_seed(0)
-    if name not in METHODS:
+    if arguments.reads_files or name not in METHODS:
         return _build_overlay(name, dims)
     encoding_name, processor_name = METHODS[name]
     encoding = build_encoding(encoding_name, dims)
@@ -122,7 +135,7 @@ def _build_overlay(name: str, dims: AttentionDims) -> list[CheckedLayer]:
     for own in kinds:
         encoding = build_encoding_from_options(own, dims)
         processor = build_processor_from_options(own, dims, encoding)
-        label = name if len(kinds) == 1 else f"{name}: {own.encoding}"
+        label = name if len(kinds) == 1 else f"{name}: {own.encoding}" + f", window {own.window}" * bool(own.window)
         layers.append(CheckedLayer(label, encoding, processor, own.window, own.softmax, own.randomized_positions))
     return layers
 
@@ -179,11 +192,11 @@ def _check_layer(layer: CheckedLayer, dtype: str, length: int, arguments: argpar
         ],
     }
     ours = next((trial for trial in trials if trial.backend == "triton"), None)
+    if layer.name in WITHOUT_KERNELS:
+        return record
     if ours is None:
-        # A method of configs/position may be one that the kernels cannot compute, and says so when a model is built.
-        return record if layer.name not in METHODS else record | {"peer": "triton", "refusal": "it is not here"}
-    was_left = left["triton"] is not None and layer.name not in METHODS
-    return record if ours.refusal is None or was_left else record | {"peer": "triton", "refusal": ours.refusal}
+        return record | {"peer": "triton", "refusal": "it is not here"}
+    return record if ours.refusal is None else record | {"peer": "triton", "refusal": ours.refusal}
 
 
 def format_record(record: dict[str, Any]) -> str:
@@ -196,7 +209,8 @@ def format_record(record: dict[str, Any]) -> str:
         for trial in record["trials"]
     ]
     shape = f"{record['method']} {record['dtype']} T = {record['T']} B = {record['B']}"
-    return f"{shape}: {record['taken'] or 'nothing is right'}; {'; '.join(told)}"
+    nothing = "nothing is right" if len(record["trials"]) > 1 else "nothing to choose from"
+    return f"{shape}: {record['taken'] or nothing}; {'; '.join(told)}"
 
 
 def render_page(result: dict[str, Any]) -> str:
@@ -208,6 +222,7 @@ def render_page(result: dict[str, Any]) -> str:
         "([how](../gpu.md#the-self-check)).\n"
         "Time is that of a layer, forward and backward.\n"
         "The error is the largest of the output and all gradients, over what rounding gives; up to 4 is right.",
+        *result.get("notes", ()),
         render_markdown_table(SELF_CHECK_HEADERS, cells),
         format_provenance(result),
     ]) + "\n"  # fmt: skip
@@ -217,7 +232,7 @@ def main() -> None:
     arguments = parse_arguments()
     result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
     disable_tf32()
-    for name in OVERLAYS if "all" in arguments.methods else arguments.methods:
+    for name in arguments.methods:
         for dtype in arguments.dtype:
             for length in arguments.lengths:
                 for record in check_method(name, dtype, length, arguments):

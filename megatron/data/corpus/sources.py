@@ -328,26 +328,28 @@ _NON_SOURCE_FOLDERS = frozenset({"__pycache__", "test", "tests", "idle_test", "s
 def _list_library_files(packages: bool) -> list[SourceFile]:
     paths = sysconfig.get_paths()
     library = Path(paths["stdlib"])
-    files = _list_python_files(library, "python")
-    if not files:
+    names = _name_python_files(library, "python")
+    if not names:
         raise UserError(f"python: {library} has no Python source; this interpreter's library is not installed as files")
     if packages:
         for folder in sorted({Path(paths["purelib"]).resolve(), Path(paths["platlib"]).resolve()}):
             if folder.is_dir():
-                files += _list_python_files(folder, "site-packages")
+                names |= _name_python_files(folder, "site-packages")
+    # Debian's library names one of its files twice, by a link: it is listed once, and a link only without its file.
+    listed = {path.resolve() for path in names if not path.is_symlink()}
+    files = []
+    for path, name in names.items():
+        if path.is_symlink() and path.resolve() in listed:
+            continue
+        listed.add(path.resolve())
+        files.append(describe_source_file(path, name, "python"))
     return files
 
 
-def _list_python_files(folder: Path, base: str) -> list[SourceFile]:
-    """Debian's library names one of its files twice, by a link: each is listed once, under its first name."""
-    by_file: dict[Path, Path] = {}
-    for path in _walk_folder(folder, _NON_SOURCE_FOLDERS):
-        if path.suffix == ".py":
-            by_file.setdefault(path.resolve(), path)
-    return [
-        describe_source_file(path, f"{base}/{path.relative_to(folder).as_posix()}", "python")
-        for path in by_file.values()
-    ]
+def _name_python_files(folder: Path, base: str) -> dict[Path, str]:
+    """The source files below a folder, with their names in a corpus."""
+    paths = (path for path in _walk_folder(folder, _NON_SOURCE_FOLDERS) if path.suffix == ".py")
+    return {path: f"{base}/{path.relative_to(folder).as_posix()}" for path in paths}
 
 
 def _decode_python(content: bytes) -> str | None:
