@@ -33,11 +33,15 @@ SHAPES = [
 HEAD_DIMS = (32, 64, 80, 96, 128)
 ROWS = 256
 DECODE_ROWS = 1
-SPILL_BUDGET_LONG = 16
-"""Of processors with more than three taps: a register or two of mix_bwd on sm_80."""
-SPILL_BUDGET_LONG_DOCUMENTS = 96
-"""Of the same where rows hold documents: mix_bwd on sm_80 keeps a line of contributions for the next whole tile while
-it goes through tiles that are none. Loaded anew for each it would be 8 KB a tile more to read."""
+SPILL_BUDGETS = {
+    (False, False): SPILL_BUDGET,
+    (False, True): 24,
+    (True, False): 16,
+    (True, True): 96,
+}
+"""Bytes, by whether a processor has more than three taps and whether rows hold documents. It is mix_bwd on sm_80 that
+spills: a register or two, and with documents a line of contributions, which it keeps for the next whole tile while it
+goes through tiles that are none. Loaded anew for each it would be 8 KB a tile more to read."""
 PROCESSOR_KERNELS = {
     "mix_fwd": _processor_fwd_kernel,
     "mix_bwd": _processor_bwd_kernel,
@@ -75,9 +79,7 @@ def _build_processor_config(
         options=tile.options,
         spill_budget=SPILL_BUDGET_FLOAT32
         if dtype_name == "fp32" or width > 32
-        else (SPILL_BUDGET_LONG_DOCUMENTS if documents else SPILL_BUDGET_LONG)
-        if kernel_size > 3
-        else SPILL_BUDGET,
+        else SPILL_BUDGETS[kernel_size > 3, documents],
     )
 
 
