@@ -5,9 +5,9 @@
 compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
 and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
 told without a GPU, but a kernel can that no longer compiles, asks for more shared memory than the chip has (Triton
-notices only at launch), spills more registers than its budget, which is none unless its op says why, or is compiled
-wrongly in the one way that is known. These are limits, not a record: registers and spills change with every version of
-Triton and of ptxas, within them.
+notices only at launch), spills more registers than its budget, which is none unless its op says why, or is miscompiled
+in the one way that is known. These are limits, not a record: registers and spills change with every version of Triton
+and of ptxas, within them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.launcher import list_compiled_kernels
 from kernels.runtime import is_interpreted
-from kernels.uniform_registers import find_unwritten_registers
+from kernels.uniform_registers import find_uninitialized_reads
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
@@ -58,7 +58,7 @@ class KernelResources:
     stack: int
     spill_stores: int
     spill_loads: int
-    unwritten: int = 0
+    uninitialized_reads: int = 0
     """Instructions that read a uniform register which nothing wrote (`uniform_registers.py`)."""
 
 
@@ -85,8 +85,8 @@ class KernelConfig:
         """What it uses beyond its limits on a chip of compute capability `arch`, in words; None if nothing."""
         if used.shared > SHARED_LIMIT[arch]:
             return f"needs {used.shared} bytes of shared memory; the chip has {SHARED_LIMIT[arch]}"
-        if used.unwritten:
-            return f"is compiled wrongly: {used.unwritten} instructions read uniform registers that nothing wrote"
+        if used.uninitialized_reads:
+            return f"is miscompiled: {used.uninitialized_reads} instructions read uniform registers that nothing wrote"
         if max(used.spill_stores, used.spill_loads) > self.spill_budget:
             spilled = f"{used.spill_stores} bytes written and {used.spill_loads} read"
             return f"spills registers, {spilled} by each thread; its budget is {self.spill_budget}"
@@ -146,8 +146,8 @@ def build_signature(
 def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
     """Compile a kernel as `compile_kernel` does and read what it uses."""
     code = compile_kernel(config, arch)
-    unwritten = len(find_unwritten_registers(disassemble(code)))
-    return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), unwritten=unwritten)
+    reads = len(find_uninitialized_reads(disassemble(code)))
+    return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), uninitialized_reads=reads)
 
 
 def compile_kernel(config: KernelConfig, arch: int) -> Any:
@@ -220,15 +220,16 @@ def disassemble(code: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def list_wrong_kernels() -> list[str]:
-    """The kernels that this process has launched and that are compiled wrongly, by name: those of Hopper whose programs
-    read uniform registers which nothing wrote.
+def list_miscompiled_kernels() -> list[str]:
+    """The kernels that this process has launched and ptxas has miscompiled, by name: those of Hopper whose programs
+    read uniform registers that nothing wrote.
 
     Raises:
         OSError: there is no disassembler beside Triton.
+        subprocess.CalledProcessError: it cannot read a program.
     """
     programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
-    wrong = [code.metadata.name for code in programs if find_unwritten_registers(disassemble(code))]
+    wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code))]
     return list(dict.fromkeys(wrong))
 
 

@@ -24,7 +24,7 @@ LEFT_IN_REGISTERS = re.compile(r"\bR\w+(?:\.reuse)?, R\w+(?:\.reuse)?, gdesc")
 """A product whose left factor is in registers: its descriptor is of the right one alone, the last two of four."""
 
 
-def find_unwritten_registers(disassembly: str) -> list[str]:
+def find_uninitialized_reads(disassembly: str) -> list[str]:
     """The instructions of a program that read a uniform register which no instruction before them writes.
 
     Args:

@@ -63,6 +63,14 @@ def parse_output_path(text: str) -> Path:
     return path
 
 
+def parse_record_path(text: str) -> Path:
+    """The type of a record's file, beside which a page of the same name goes (`records.write_record`)."""
+    path = parse_output_path(text)
+    if path.suffix == ".md":
+        raise argparse.ArgumentTypeError(f"{text} is where the page goes; choose another ending, such as .json")
+    return path
+
+
 def print_interrupts_in_one_line() -> None:
     """From here on Ctrl-C ends this process with one line instead of a traceback; call it before slow imports.
 

@@ -248,9 +248,10 @@ def _bwd_dq_kernel(
         tables.bias_ptr + h * N if tables.bias_ptr is not None else None,
         tables.weight_ptr + h * N if tables.weight_ptr is not None else None,
     )
+    own = (pair * groups + group) * N
     dtables = Tables(
-        dtables.bias_ptr + (pair * groups + group) * N if dtables.bias_ptr is not None else None,
-        dtables.weight_ptr + (pair * groups + group) * N if dtables.weight_ptr is not None else None,
+        dtables.bias_ptr + own if dtables.bias_ptr is not None else None,
+        dtables.weight_ptr + own if dtables.weight_ptr is not None else None,
     )
     if first_keys_ptr is not None:
         first_keys_ptr += b * R

@@ -35,7 +35,10 @@ class Rows(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Bias and weight over the distances, or their partial gradients; None where there is none."""
+    """Bias and weight over the distances, or their partial gradients; None where there is none.
+
+    Kernels move them to their head's entries in place, without a function: in Triton 3.6 none can return None.
+    """
 
     bias_ptr: Any
     weight_ptr: Any

@@ -139,10 +139,10 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
                 f"{kernel['launches']:,}",
             )  # fmt: skip
         console.print(table)
-    for name in report.list_wrong_kernels():
+    for name in report.list_miscompiled_kernels():
         way_out = "auto leaves it on the card" if report.chooses_attention else "name another attention_backend"
         console.print(
-            f"[bold red]compiled wrongly[/]: {name} reads registers that nothing wrote, an error of ptxas "
+            f"[bold red]miscompiled[/]: {name} reads registers that nothing wrote, an error of ptxas "
             f"(docs/gpu.md); {way_out}"
         )
     if report.attention is not None:

@@ -10,6 +10,7 @@ hooks for this (`TrainingHooks`, `SaveHooks`), which no command and no key sets.
 import json
 import linecache
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -95,8 +96,8 @@ class RankResult:
     """The value of the key of that name that says how attention was computed; None for row blocks, which have none."""
     warnings: list[str] = field(default_factory=list)
     """What our code warned of, calls that took another way than asked among them."""
-    wrong_kernels: list[str] = field(default_factory=list)
-    """Kernels of ours that the compiler got wrong (`kernels/uniform_registers.py`); the first rank looks for them."""
+    miscompiled_kernels: list[str] = field(default_factory=list)
+    """Kernels of ours that ptxas miscompiled (`kernels/uniform_registers.py`); the first rank looks for them."""
     checkpoint: dict[str, int] | None = None
     """Bytes of a checkpoint: weights, states, and parts that are there while it is written."""
     seconds: float = 0.0
@@ -170,18 +171,18 @@ def run_rank_job(job: RankJob) -> RankResult:
                 traceback.print_exception(error, file=file)
     memory.collect()
     if job.rank == 0 and job.action == "train":
-        _look_at_kernels(result)
+        _find_miscompiled_kernels(result)
     result.peaks, result.seconds = memory.peaks, time.process_time()
     return result
 
 
-def _look_at_kernels(result: RankResult) -> None:
-    from kernels.compile import list_wrong_kernels
+def _find_miscompiled_kernels(result: RankResult) -> None:
+    from kernels.compile import list_miscompiled_kernels
 
     try:
-        result.wrong_kernels = list_wrong_kernels()
-    except OSError as error:
-        result.warnings.append(f"whether kernels are compiled rightly was not looked at: {error}")
+        result.miscompiled_kernels = list_miscompiled_kernels()
+    except (OSError, subprocess.CalledProcessError) as error:
+        result.warnings.append(f"whether kernels are miscompiled is not known: {error}")
 
 
 def describe_rank_error(error: BaseException, phase: str) -> RankError:

@@ -90,12 +90,12 @@ class RehearsalReport:
     def exit_code(self) -> int:
         """0 if the run would start, go on and fit, and its ranks agree; else 1.
 
-        A kernel that is compiled wrongly is 1 too, but not where the card's own check chooses: that finds it and leaves
+        A miscompiled kernel is 1 too, but not where the card's own check chooses: that finds it and leaves
         it.
         """
         if self.verdict in ("out of memory", "failed") or self.rehearsal.mismatches:
             return 1
-        return int(bool(self.list_wrong_kernels()) and not self.chooses_attention)
+        return int(bool(self.list_miscompiled_kernels()) and not self.chooses_attention)
 
     def count_communicators(self, rank: int) -> int:
         """Groups that NCCL joined for a rank."""
@@ -174,10 +174,10 @@ class RehearsalReport:
         names = ("name", "registers", "stack", "shared", "launches")
         return [dict(zip(names, (*key, launches), strict=True)) for key, launches in sorted(found.items())]
 
-    def list_wrong_kernels(self) -> list[str]:
-        """Kernels that are compiled wrongly for the card, by name."""
+    def list_miscompiled_kernels(self) -> list[str]:
+        """Kernels that ptxas miscompiles for the card, by name."""
         results = [trace.result for trace in self.rehearsal.train_traces.values()]
-        return list(dict.fromkeys(name for result in results for name in result.wrong_kernels))
+        return list(dict.fromkeys(name for result in results for name in result.miscompiled_kernels))
 
     @property
     def chooses_attention(self) -> bool:
@@ -284,7 +284,7 @@ class RehearsalReport:
             "distinct_sequences": rehearsal.distinct_sequences,
             "unmatched_ranks": rehearsal.unmatched_ranks,
             "kernels": self.list_kernels(),
-            "wrong_kernels": self.list_wrong_kernels(),
+            "miscompiled_kernels": self.list_miscompiled_kernels(),
             "attention": self.attention,
             "fallbacks": self.list_fallbacks(),
             "disk": self.disk,

@@ -127,20 +127,20 @@ def _run(environment: dict[str, str], code: str) -> str:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_of_the_kernels_that_ran_the_ones_that_are_compiled_wrongly_are_found(stages: int) -> None:
+def test_of_the_kernels_that_ran_the_miscompiled_ones_are_found(stages: int) -> None:
     """With one stage ptxas 12.8, which the pinned Triton brings, gets this tile wrong at the 2.7B model's heads."""
     code = f"""
 from dataclasses import replace
 import torch
 from kernels.biased_attention import configs
 from kernels.biased_attention.op import biased_attention
-from kernels.compile import list_wrong_kernels
+from kernels.compile import list_miscompiled_kernels
 tiles = configs.HALF[90][80]
 configs.HALF[90][80] = replace(tiles, bwd_dq=replace(tiles.bwd_dq, num_stages={stages}))
 joined = torch.zeros(256, 1, 32, 240, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 q, k, v = (x.permute(1, 2, 0, 3) for x in joined.split(80, dim=-1))
 biased_attention(q, k, v).sum().backward()
-print(list_wrong_kernels())
+print(list_miscompiled_kernels())
 """
     assert _run(build_environment(get_card("h100")), code) == ("[]\n" if stages == 2 else "['_bwd_dq_kernel']\n")
 

@@ -83,8 +83,8 @@ def test_the_scores_of_the_shipped_models_may_not_spill() -> None:
             "spills registers, 4 bytes written and 8 read by each thread; its budget is 0",
         ),
         (
-            KernelResources(0, 255, 0, 0, 0, unwritten=2),
-            "is compiled wrongly: 2 instructions read uniform registers that nothing wrote",
+            KernelResources(0, 255, 0, 0, 0, uninitialized_reads=2),
+            "is miscompiled: 2 instructions read uniform registers that nothing wrote",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_of_what_was_launched_the_programs_that_are_wrong_are_named(monkeypatch:
     programs = [program("a", 90, wrong), program("b", 90, right), program("c", 80, wrong), program("a", 90, wrong)]
     monkeypatch.setattr(compiler, "list_compiled_kernels", lambda: programs)
     monkeypatch.setattr(compiler, "disassemble", lambda code: code.text)
-    assert compiler.list_wrong_kernels() == ["a"]
+    assert compiler.list_miscompiled_kernels() == ["a"]
 
 
 def test_an_interpreted_kernel_is_not_compiled() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels.uniform_registers import find_unwritten_registers
+from kernels.uniform_registers import find_uninitialized_reads
 
 
 def disassemble(*instructions: str) -> str:
@@ -29,7 +29,7 @@ def disassemble(*instructions: str) -> str:
     ],
 )
 def test_registers_count_as_wide_as_instructions_take_them(instructions: tuple[str, ...], found: list[str]) -> None:
-    assert find_unwritten_registers(disassemble(*instructions)) == found
+    assert find_uninitialized_reads(disassemble(*instructions)) == found
 
 
 def test_a_product_reads_the_descriptors_of_its_factors_in_shared_memory() -> None:
@@ -37,14 +37,14 @@ def test_a_product_reads_the_descriptors_of_its_factors_in_shared_memory() -> No
     left = ("UMOV UR4, 0x400", "UMOV UR5, 0x40000040")
     both = "HGMMA.64x32x16.F32.BF16 R40, gdesc[UR4].tnspB, R40"
     begin = ("UMOV UR2, 0x600",)
-    assert find_unwritten_registers(disassemble(*begin, *left, *right, both)) == []
-    assert find_unwritten_registers(disassemble(*begin, *right, both)) == [both]
+    assert find_uninitialized_reads(disassemble(*begin, *left, *right, both)) == []
+    assert find_uninitialized_reads(disassemble(*begin, *right, both)) == [both]
     for factor in ("R28", "R28.reuse", "RZ"):
         of_registers = f"HGMMA.64x32x16.F32.BF16 R88, {factor}, gdesc[UR4].tnspB, R88"
-        assert find_unwritten_registers(disassemble(*begin, *right, of_registers)) == []
-        assert find_unwritten_registers(disassemble(*left, of_registers)) == [of_registers]
+        assert find_uninitialized_reads(disassemble(*begin, *right, of_registers)) == []
+        assert find_uninitialized_reads(disassemble(*left, of_registers)) == [of_registers]
 
 
 def test_a_register_that_held_something_else_before_is_not_seen() -> None:
     """What the check cannot find: a card has the last word."""
-    assert find_unwritten_registers(disassemble("UMOV UR42, 0x1", "UIADD3 UR42, UP0, UR42, 0x40, URZ")) == []
+    assert find_uninitialized_reads(disassemble("UMOV UR42, 0x1", "UIADD3 UR42, UP0, UR42, 0x40, URZ")) == []

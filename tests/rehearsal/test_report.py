@@ -103,15 +103,15 @@ def test_ranks_that_do_not_agree_fail_the_rehearsal():
     ("backend", "exit_code", "way_out"),
     [("triton", 1, "name another attention_backend"), ("auto", 0, "auto leaves it on the card")],
 )
-def test_a_kernel_that_is_compiled_wrongly_fails_a_run_that_names_it(backend, exit_code, way_out):
+def test_a_miscompiled_kernel_fails_a_run_that_names_it(backend, exit_code, way_out):
     rehearsal = make_rehearsal(f"attention_backend={backend}")
     assert judge(rehearsal).exit_code == 0
-    rehearsal.train_traces[0].result.wrong_kernels = ["_bwd_dq_kernel"]
+    rehearsal.train_traces[0].result.miscompiled_kernels = ["_bwd_dq_kernel"]
     report = judge(rehearsal)
     assert (report.verdict, report.exit_code) == ("fits", exit_code)
-    assert report.to_dict()["wrong_kernels"] == ["_bwd_dq_kernel"]
+    assert report.to_dict()["miscompiled_kernels"] == ["_bwd_dq_kernel"]
     text = print_to_text(report)
-    assert "compiled wrongly: _bwd_dq_kernel reads registers that nothing wrote" in text
+    assert "miscompiled: _bwd_dq_kernel reads registers that nothing wrote" in text
     assert way_out in text
 
 

@@ -177,23 +177,27 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
         ([4.1, 4.1], 2, "errs in output, dq, dk, dv by 4.1 times"),
         ([101.0, 1.0], 1, "errs in output, dq, dk, dv by 101 times"),
         ([3.9, 101.0], 1, None),
+        ([(4.1, float("inf")), 1.0], 1, "errs in output, dq, dk, dv by 4.1 times"),
+        ([(1.0, float("nan")), 1.0], 1, "errs in the parameters' gradients by nan times"),
     ],
 )
 def test_who_errs_a_little_too_much_is_judged_by_other_numbers_too(
-    ratios: list[float], judged: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+    ratios: list[float | tuple[float, float]], judged: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
 
-    def read_ratio(gate: error_gate.ErrorGate, *_: object) -> float:
+    def read_ratio(gate: error_gate.ErrorGate, name: str, found: object, part: slice) -> float:
         if gate.problem.seed not in seeds:
             seeds.append(gate.problem.seed)
-        return ratios[len(seeds) - 1]
+        ratio = ratios[len(seeds) - 1]
+        return ratio[list(RESULT_PARTS.values()).index(part)] if isinstance(ratio, tuple) else ratio
 
     monkeypatch.setattr(error_gate.ErrorGate, "_excess", read_ratio)
     (record,) = attention_bench.benchmark_problem(PROBLEM, 0, ["eager"], lambda _: None)
     assert len(seeds) == judged
     assert (refusal or "") in record.get("refusal", "")
     assert ("refusal" in record) == (refusal is not None)
+    assert record.get("judged_twice", False) == (judged == 2)
 
 
 def test_a_peer_that_is_too_large_to_time_leaves_the_others(

@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import ToolParser, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.arguments import ToolParser, parse_record_path, print_interrupts_in_one_line  # noqa: E402
 from tools.gpu.goals import judge_goals, render_page  # noqa: E402
 from tools.gpu.parts import CheckPart, list_missing, list_parts, list_rehearsal_parts  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
@@ -130,7 +130,7 @@ def main() -> None:
     names = [part.name for part in list_parts()]
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_output_path, help="the page goes beside it; docs/results/gpu_check.json if absent"
+        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_check.json if absent"
     )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
     parser.add_argument("--parts", nargs="+", choices=names, help="only these")
@@ -138,8 +138,6 @@ def main() -> None:
     if lacking := list_missing(("torch", "triton")):
         parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
     path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
-    if path.suffix == ".md":
-        parser.error(f"argument --json: {path} is where the page goes; choose another ending, such as .json")
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:

@@ -34,7 +34,7 @@ from tools.arguments import (  # noqa: E402
     ToolParser,
     int_at_least,
     parse_device,
-    parse_output_path,
+    parse_record_path,
     print_interrupts_in_one_line,
 )
 from tools.bench.attention_tables import render_markdown_table  # noqa: E402
@@ -51,10 +51,6 @@ METHODS: dict[str, tuple[str, str | None]] = {
 }
 """Encoding and processor; one of each kind of kernel."""
 OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
-WITHOUT_KERNELS = frozenset({
-    "cope", "grape_a", "mta", "rotary_randomized", "selective", "stick_breaking", "talking_heads", "transformer_xl",
-})  # fmt: skip
-"""Files whose methods no Triton kernel computes."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODEL_LAYERS = 12
 """Enough for every pattern of layers in configs/position."""
@@ -76,23 +72,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int_at_least(1), default=8, help="sequences")
     parser.add_argument("--heads", type=int_at_least(1), default=16, help="heads")
     parser.add_argument("--dim", type=int_at_least(2), default=64, help="of a head")
-    parser.add_argument("--width", type=int_at_least(1), default=32, help="of the processor")
-    parser.add_argument("--json", type=parse_output_path, help="where records go; the page goes beside it")
+    parser.add_argument("--width", type=int_at_least(1), help="of the processor of cdape; 32 if absent")
+    parser.add_argument("--json", type=parse_record_path, help="where records go; the page goes beside it")
     arguments = parser.parse_args()
-    if arguments.json is not None and arguments.json.suffix == ".md":
-        parser.error(f"argument --json: {arguments.json} is where the page goes; choose another ending, such as .json")
-    arguments.reads_files = "all" in arguments.methods
-    arguments.methods = OVERLAYS if arguments.reads_files else list(dict.fromkeys(arguments.methods))
-    if (arguments.reads_files or not set(arguments.methods) <= set(METHODS)) and (
-        lacking := list_missing((*MODEL_MODULES, "ruamel.yaml"))
-    ):
+    if arguments.width is not None and not set(arguments.methods) <= set(METHODS):
+        parser.error("argument --width: files of configs/position have their own")
+    arguments.width = arguments.width or 32
+    arguments.files = OVERLAYS if "all" in arguments.methods else [x for x in arguments.methods if x not in METHODS]
+    arguments.methods = OVERLAYS if "all" in arguments.methods else list(dict.fromkeys(arguments.methods))
+    if arguments.files and (lacking := list_missing((*MODEL_MODULES, "ruamel.yaml"))):
         parser.error(f"files of configs/position need {', '.join(lacking)}: pip install {' '.join(lacking)}")
     arguments.device = torch.device(arguments.device).type
     return arguments
 
 
 @dataclass(frozen=True)
-class CheckedLayer:
+class LayerMethod:
     """What attention of a kind of layers is made of."""
 
     name: str
@@ -101,27 +96,29 @@ class CheckedLayer:
     processor: Processor | None
     window: int | None = None
     softmax: str = "vanilla"
-    randomized: int | None = None
-    """Positions are drawn from so many, if any."""
+    sampled: torch.Tensor | None = None
+    """The positions that were drawn, if any were."""
+    has_kernels: bool = True
+    """Does a Triton kernel compute it?"""
 
 
-def build_layers(name: str, arguments: argparse.Namespace, length: int) -> list[CheckedLayer]:
+def build_layer_methods(name: str, arguments: argparse.Namespace, length: int) -> list[LayerMethod]:
     """Each kind of layers of a method, with fresh parameters."""
     size = arguments.heads * arguments.dim
     dims = AttentionDims(arguments.heads, arguments.dim, size, length, length)
     torch.manual_seed(0)
-    if arguments.reads_files or name not in METHODS:
-        return _build_overlay(name, dims)
+    if name in arguments.files:
+        return _build_overlay(name, dims, length)
     encoding_name, processor_name = METHODS[name]
     encoding = build_encoding(encoding_name, dims)
     if processor_name is None:
-        return [CheckedLayer(name, encoding, None)]
+        return [LayerMethod(name, encoding, None)]
     options = {"width": arguments.width}
     processor = build_processor(processor_name, dims, options, has_bias=encoding.adds_bias)
-    return [CheckedLayer(name, encoding, processor)]
+    return [LayerMethod(name, encoding, processor)]
 
 
-def _build_overlay(name: str, dims: AttentionDims) -> list[CheckedLayer]:
+def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMethod]:
     """Of a file of configs/position. What reads it is imported here, for METHODS need none of it."""
     from megatron.config.load import load_config
     from megatron.model.position_modules import (
@@ -129,29 +126,33 @@ def _build_overlay(name: str, dims: AttentionDims) -> list[CheckedLayer]:
         build_processor_from_options,
         find_layer_kinds,
     )
+    from tools.gpu.null_device_cases import Case, expected_fallback, expected_refusal
 
+    case = Case(name, name, {"attention_backend": "triton"})
+    has_kernels = expected_refusal(case) is None and expected_fallback(case) is None
     position = load_config(["125M", name]).config.position
     layers, kinds = [], find_layer_kinds(position, MODEL_LAYERS)
     for own in kinds:
         encoding = build_encoding_from_options(own, dims)
         processor = build_processor_from_options(own, dims, encoding)
         label = name if len(kinds) == 1 else f"{name}: {own.encoding}" + f", window {own.window}" * bool(own.window)
-        layers.append(CheckedLayer(label, encoding, processor, own.window, own.softmax, own.randomized_positions))
+        sampled = None
+        if (limit := own.randomized_positions) is not None:
+            sampled = sample_positions(length, limit, length, continuous=own.continuous_positions)
+        layers.append(LayerMethod(label, encoding, processor, own.window, own.softmax, sampled, has_kernels))
     return layers
 
 
 def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of one method at one length in one type, one for each kind of its layers."""
-    return [_check_layer(layer, dtype, length, arguments) for layer in build_layers(name, arguments, length)]
+    return [_check_layer(layer, dtype, length, arguments) for layer in build_layer_methods(name, arguments, length)]
 
 
-def _check_layer(layer: CheckedLayer, dtype: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    limit = layer.randomized
-    sampled = None if limit is None else sample_positions(length, limit, length)
+def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argparse.Namespace) -> dict[str, Any]:
     problem = build_problem(
         layer.encoding,
         layer.processor,
-        (TokenRange(0, length, sampled),),
+        (TokenRange(0, length, layer.sampled),),
         batch=arguments.batch,
         window=layer.window,
         softmax_type=layer.softmax,
@@ -192,7 +193,7 @@ def _check_layer(layer: CheckedLayer, dtype: str, length: int, arguments: argpar
         ],
     }
     ours = next((trial for trial in trials if trial.backend == "triton"), None)
-    if layer.name in WITHOUT_KERNELS:
+    if not layer.has_kernels:
         return record
     if ours is None:
         return record | {"peer": "triton", "refusal": "it is not here"}
