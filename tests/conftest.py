@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS refuses deterministic algorithms without a workspace of its own, and reads this when CUDA starts.
@@ -84,28 +85,35 @@ SLOW = tuple(
 """Folders and files that `make test-fast` leaves out: training processes, killed runs, interpreted kernels."""
 
 
-def _is_in(path: str, places: tuple[str, ...]) -> bool:
-    """Is a file among files and folders?"""
-    return any(path == place or path.startswith(f"{place}/") for place in places)
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make test-fast` does not import what it leaves out."""
     if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
         return None
-    return True if _is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
+    return True if worlds.is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(TESTS).as_posix()
-        if _is_in(path, SLOW):
+        if worlds.is_in(path, SLOW):
             item.add_marker("slow")
         if path in worlds.STARTED_BY:
             item.add_marker("ranks")
-        if _is_in(path, worlds.WAITING):
-            item.add_marker("waits")
-    items[:] = worlds.ordered(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = worlds.ordered(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: a worker for each processor, and one for the tests that wait, which `make test-fast` leaves out."""
+    return worlds.count_processors() + (config.option.markexpr != "not slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist worksteal`, with the tests that wait apart."""
+    from scheduling import WaitingApart  # where xdist is
+
+    return WaitingApart(config, log) if config.option.dist == "worksteal" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -577,7 +577,7 @@ def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(
 def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
     """Ctrl-C on a terminal saves and exits with 130; the losses of the steps until then.
 
-    The command is a fork, which spares its imports; the processes of two ranks are started as always.
+    The command is a fork, as are the processes of its ranks, which spares their imports.
     """
     main, side = pty.openpty()
     save, errors = f"runs/interrupted{ranks}", corpus / f"errors{ranks}.txt"

@@ -210,7 +210,7 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
     return deepcopy(_parse_with_lines(text, source))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _parse_with_lines(text: str, source: str) -> YamlDocument:
     """A sweep and its runs read the same configurations again and again, each for a fiftieth of a second."""
     try:
@@ -274,7 +274,7 @@ def dump_yaml(values: dict[str, Any]) -> str:
     return _convert_json_to_yaml(json.dumps(values))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _convert_json_to_yaml(text: str) -> str:
     """The YAML of a mapping that is given as JSON. It is kept, because a run writes the same sections again with every
     checkpoint."""

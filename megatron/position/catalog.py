@@ -223,10 +223,16 @@ def find_method_file(kind: str, name: str) -> Path:
     """
     for folder in _list_folders(kind):
         if name in _read_folder(folder):
-            return folder / f"{name}.py"
+            return _build_path(folder, name)
     raise MethodFileError(
         f"there is no {name}.py in {format_path(_PROJECT_FOLDERS[kind])}, nor in a folder that {METHODS_VARIABLE} names"
     )
+
+
+@cache
+def _build_path(folder: Path, name: str) -> Path:
+    """A path that keeps its hash and its text: a plan asks for the same few files thousands of times."""
+    return folder / f"{name}.py"
 
 
 def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:

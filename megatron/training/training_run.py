@@ -39,6 +39,8 @@ from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.model.backend_choice import AttentionTarget, BackendChoice
 from megatron.model.build import build_model, check_position_options
 from megatron.model.device_dtype import get_torch_dtype
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
@@ -292,8 +294,11 @@ def build_components(
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     method_notes = resume.check_methods(config.position)
+    checked: list[tuple[ModelOptions, PositionOptions]] = []
     for stage in (resume.stage, *resume.stages):  # before the data leave anything behind, and hours pass
-        check_position_options(stage.config.model, stage.config.position)
+        if (options := (stage.config.model, stage.config.position)) not in checked:
+            check_position_options(*options)
+            checked.append(options)
     position = DataPosition()
     resume.trainer_state.restore(position)
     datasets = _build_datasets(config, resume.stage, position, vocabulary, groups)

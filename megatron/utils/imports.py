@@ -11,9 +11,9 @@ Both warn while they are imported that packages are missing which nothing here n
 that begins so reads as a broken installation, and they are not shown. Nor is what torch's `cpp_extension`, which both
 import, logs where a CUDA build of torch finds no GPU: nothing here builds with its compiler.
 
-megatron-core also imports wandb if it is installed, for an inference engine that is not used here. That takes a second
-and makes two temporary folders, which stay where a process is killed. `megatron/training/reporters.py` imports it where
-a run asks for it.
+megatron-core also imports wandb and tensorboard if they are installed, for an inference engine and timers that are not
+used here. wandb takes a second and makes two temporary folders, which stay where a process is killed; tensorboard takes
+a third of a second. `megatron/training/reporters.py` imports them where a run asks for them.
 """
 
 import importlib.util
@@ -27,6 +27,8 @@ from typing import Any
 from megatron.utils.errors import UserError
 
 _EXTENSION_LOGGER = logging.getLogger("torch.utils.cpp_extension")
+OF_REPORTERS = ("wandb", "torch.utils.tensorboard")
+"""Modules that report a run, and that megatron-core imports."""
 REQUIREMENTS_FILE = "requirements-eval.txt"
 """In the project's root; it pins them."""
 
@@ -45,16 +47,15 @@ def require_package(package: str, feature: str) -> None:
 
 @contextmanager
 def trim_imports() -> Iterator[None]:
-    """Inside it torch.compile, used as a decorator, leaves functions as they are, wandb is not found unless it was
-    imported before, and no warning is shown."""
+    """Inside it torch.compile, used as a decorator, leaves functions as they are, what reporters of runs need is not
+    found unless it was imported before, and no warning is shown."""
     import torch  # not at the top: `require_package` is asked before torch is there
 
     usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
     level = _EXTENSION_LOGGER.level
     _EXTENSION_LOGGER.setLevel(logging.ERROR)
-    hides_wandb = "wandb" not in sys.modules
-    if hides_wandb:
-        sys.modules["wandb"] = None  # type: ignore[assignment]
+    hidden = [name for name in OF_REPORTERS if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,8 +63,8 @@ def trim_imports() -> Iterator[None]:
     finally:
         torch.compile = usual
         _EXTENSION_LOGGER.setLevel(level)
-        if hides_wandb:
-            del sys.modules["wandb"]
+        for name in hidden:
+            del sys.modules[name]
 
 
 def _return_unchanged(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ def mark_slow(pairs: list[tuple[str, str]]) -> list[Any]:
 
 
 lengths = st.integers(2, 40)
-few_shapes = settings(max_examples=7)
+few_shapes = settings(max_examples=6)
 """For laws that are tried with every pair: what depends on a shape is code that many pairs share."""
 
 

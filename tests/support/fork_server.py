@@ -6,20 +6,25 @@ Importing torch, DeepSpeed and megatron-core takes seconds of processor time, an
     {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x", "output": "/tmp/x/out", "errors": "/tmp/x/err"}
 
 Each is answered by the process number of the fork that runs the script, and later by that number and its exit code.
+What a fork starts with this Python is a fork of it in turn: a launcher's ranks, a sweep's trainings.
 The server ends, and all that it started with it, when its standard input does.
 """
 
+import asyncio
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
 import selectors
 import signal
+import subprocess
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 PRELOADED = (
     "deepspeed",
@@ -35,33 +40,123 @@ PRELOADED = (
 )
 
 
-def run(request: dict[str, Any], keep: int) -> None:
-    """The life of a fork: becomes the script, and never returns."""
+def run(
+    argv: Sequence[str], environment: Mapping[str, str], folder: str | None, streams: Sequence[int], keep: Sequence[int]
+) -> NoReturn:
+    """The life of a fork: becomes the script, or with `-m` the module, and never returns.
+
+    Args:
+        argv: the script and its arguments.
+        environment: all of it.
+        folder: where it runs; where its parent does if None.
+        streams: the descriptors of its standard input, output and errors.
+        keep: other descriptors that it may use.
+    """
     code = 1
     try:
-        os.close(keep)
-        os.setsid()
-        os.chdir(request["cwd"])
+        # What the parent still holds must not close a number that this process opens anew.
+        gc.freeze()
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        forget_signals()
+        forget_groups()
+        asyncio.set_event_loop_policy(None)  # the parent's loop is its own
+        for number, stream in enumerate([os.dup(stream) for stream in streams]):
+            os.dup2(stream, number)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in keep:
+                with suppress(OSError):
+                    os.close(descriptor)
+        if folder is not None:
+            os.chdir(folder)
         os.environ.clear()
-        os.environ.update(request["env"])
-        output, errors = (
-            os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")
-        )
-        for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (errors, 2)):
-            os.dup2(source, target)
-        sys.argv = list(request["argv"])
-        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        os.environ.update(environment)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        if argv[0] == "-m":
+            sys.argv = list(argv[1:])
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        os.write(2, traceback.format_exc().encode(errors="replace"))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(code)
+
+
+def forget_signals() -> None:
+    """What the parent had prepared for signals is not for its fork: files that it removes, what it prints."""
+    from megatron.utils import signals
+
+    signal.set_wakeup_fd(-1)
+    signals._cleanups.clear()
+    signals._active_stops.clear()
+    signals._exception_raised.clear()
+    signals._standard_error, signals._forced_exit_descriptor = None, -1
+
+
+def forget_groups() -> None:
+    """The parent may have met itself, to build a model; the threads of that group are not in its fork."""
+    from torch.distributed import distributed_c10d
+
+    from megatron.distributed.megatron_core import parallel_state
+
+    _groups_of_parents.append(distributed_c10d._world)  # their end would wait for those threads
+    distributed_c10d._world = distributed_c10d._World()
+    parallel_state.destroy_model_parallel()
+
+
+_groups_of_parents: list[object] = []
+
+
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """subprocess.Popen, but what would start this Python with a script or a module is a fork, which has its imports."""
+
+    def _execute_child(self, *arguments: Any) -> None:  # of subprocess.Popen
+        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        command = given["args"]
+        argv = [] if isinstance(command, str) or command[0] != sys.executable else [*command[1:]]
+        argv = argv[argv[:1] == ["-P"] :]
+        if not argv or not (argv[0] == "-m" or argv[0].endswith(".py")):
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            if given["start_new_session"]:
+                os.setsid()
+            os.close(writer)
+            present = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+            run(argv, given["env"] or dict(os.environ), given["cwd"], present, given["pass_fds"])
+        self._child_created = True
+        os.close(writer)
+        os.read(reader, 1)  # it leads its session by now
+        os.close(reader)
+        for ours, theirs in (("p2cwrite", "p2cread"), ("c2pread", "c2pwrite"), ("errread", "errwrite")):
+            if given[ours] != -1:  # a pipe
+                os.close(given[theirs])
+
+
+def start(request: dict[str, Any]) -> NoReturn:
+    """Become what is asked for, in a session of its own."""
+    os.setsid()  # a terminal that is opened then is the session's
+    streams = [os.open(os.devnull, os.O_RDONLY)]
+    streams += [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")]
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    run(request["argv"], request["env"], request["cwd"], streams, ())
 
 
 def main() -> None:
@@ -89,7 +184,7 @@ def main() -> None:
             for line in lines:
                 child = os.fork()
                 if child == 0:
-                    run(json.loads(line), answers)
+                    start(json.loads(line))
                 running.add(child)
                 answer(started=child)
         for child in sorted(running):

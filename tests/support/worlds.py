@@ -4,8 +4,8 @@ Ranks of a world meet at every collective, so each waits until the operating sys
 two ranks on two processors a step takes several times as long as twice one world's. So such tests come first, and take
 one of as many turns as there are pairs of processors; other tests run beside them.
 
-Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. They come
-first too, on another worker than those of ranks.
+Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. They have a
+worker of their own, one more than there are processors, which ends with them.
 """
 
 import fcntl
@@ -35,19 +35,23 @@ STARTED_BY = (
 WAITING = ("cluster", "launch/test_ssh_launcher.py", "training/test_watchdog.py")
 """Folders and files whose tests start processes, and wait more than they compute."""
 
-TURNS = max(1, len(os.sched_getaffinity(0)) // 2)
+
+def count_processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
-def ordered(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Tests of ranks at the head of the first worker's share, tests that wait at that of the second's.
+TURNS = max(1, count_processors() // 2)
 
-    At first xdist gives each worker one piece of the list, all of one size (`--dist worksteal`).
-    """
-    ranks, waiting = ([item for item in items if item.get_closest_marker(mark)] for mark in ("ranks", "waits"))
-    placed = {*ranks, *waiting}
-    rest = [item for item in items if item not in placed]
-    second = max(0, len(items) // workers - len(ranks))
-    return [*ranks, *rest[:second], *waiting, *rest[second:]]
+
+def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of ranks first: so they begin at once, all on the first worker."""
+    return sorted(items, key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+def is_in(path: str, places: tuple[str, ...]) -> bool:
+    """Is a file of tests among files and folders?"""
+    return any(path == place or path.startswith(f"{place}/") for place in places)
 
 
 @contextmanager

@@ -2,16 +2,15 @@
 
 import html
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
+from forked import Forked
 from rich.console import Console
 
 from megatron.checkpoint.layout import find_latest_checkpoint, parse_step
@@ -161,30 +160,31 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
     assert worker_pool._choose_next([same, mine], [rotary]) is mine
 
 
-@pytest.mark.usefixtures("unseen")
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     """With the real programs: stopped while they train, all save; the same sweep ends what they began."""
     steps = 150
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
     variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
-    overrides = [variants, "sweep.benchmarks={}", "sweep.evaluations={}"]
-    command = [sys.executable, str(ROOT / "deepy.py"), "sweep", "sweep.yml", "sweep.jobs=2", *overrides]
+    command = ["sweep", "sweep.yml", "sweep.jobs=2", variants, "sweep.benchmarks={}", "sweep.evaluations={}"]
     runs = [Path(f"out/{name}/seed_1") for name in ("rotary", "mine")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as sweep:
+    sweep = Forked(ROOT / "deepy.py", *command, output=place / "first.txt", env={"COLUMNS": "200"})
+    try:
         while not any(read_last_step(folder / "metrics.jsonl", 0.0) for folder in runs):
             assert sweep.poll() is None
             time.sleep(0.05)
-        os.kill(sweep.pid, signal.SIGTERM)
-        said, _ = sweep.communicate()
-    assert sweep.returncode == 128 + signal.SIGTERM
-    assert "2 of 2 runs to do, 2 at once" in said
-    assert "the same command carries on from here" in said
+        sweep.send_signal(signal.SIGTERM)
+        assert sweep.wait(120) == 128 + signal.SIGTERM
+    finally:
+        sweep.kill()
+    assert "2 of 2 runs to do, 2 at once" in sweep.printed()
+    assert "the same command carries on from here" in sweep.printed()
     saved = [find_latest_checkpoint(folder) for folder in runs]
     stopped = [step for path in saved if path is not None and 0 < (step := parse_step(path) or 0) < steps]
     assert stopped
-    records, said = run("sweep.jobs=2", *overrides)
-    assert all(f"resumes after step {step} of {steps}" in said for step in stopped)
-    assert read_records("out/results.json") == records
+    done = forked.run(ROOT / "deepy.py", *command, cwd=place, env={"COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert all(f"resumes after step {step} of {steps}" in done.stdout for step in stopped)
+    records = read_records("out/results.json")
     assert [(r.method, r.length, r.step) for r in records] == [
         (name, length, steps) for name in ("rotary", "mine") for length in (16, 64)
     ]
