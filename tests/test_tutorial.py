@@ -1,7 +1,7 @@
 """docs/tutorial.md in a copy of the project: every file written, every command run; with fewer steps, to be cheap.
 
-The commands are forks of a process that has imported the copy, except the last: that everything is found by a process
-of its own needs to be seen once.
+The commands are forks of a process that has imported the copy, except the one that runs tests: that everything is found
+by a process of its own needs to be seen once.
 """
 
 import json
@@ -34,9 +34,8 @@ def commands(block: str) -> list[list[str]]:
 def run(words: list[str], here: Path) -> subprocess.CompletedProcess[str]:
     program, *rest = words
     assert program in ("./deepy.py", ".venv/bin/python")
-    if program == ".venv/bin/python" or rest[0] == "evaluate":
-        script = [program] * (program == "./deepy.py")
-        return subprocess.run([sys.executable, *script, *rest], cwd=here, capture_output=True, text=True, timeout=300)
+    if program == ".venv/bin/python":
+        return subprocess.run([sys.executable, *rest], cwd=here, capture_output=True, text=True, timeout=300)
     return forked.run(here / program, *rest, cwd=here, root=here)
 
 

@@ -46,8 +46,8 @@ def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are forks of this process, but for the one of `test_a_corpus_is_prepared_as_asked`."""
+def commands_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process, for tests of what commands say; the others start processes as users do."""
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
@@ -107,7 +107,6 @@ def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
         catalog.compute_method_digests({"encodings": ["eighths"]})
 
 
-@pytest.mark.usefixtures("forks")
 def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """It is trained by a process of its own, loaded here, and refused by a process that does not know its file."""
     corpus = write_corpora(tmp_path / "text")
@@ -129,7 +128,7 @@ def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path,
     assert "FARFIELD_METHODS" in refused.stderr
 
 
-@pytest.mark.usefixtures("forks")
+@pytest.mark.usefixtures("commands_are_forks")
 def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: Path) -> None:
     corpus = write_corpora(tmp_path / "text")
     config = tiny_config(corpus, tmp_path / "run", train_iters=2, pos_emb="eighths", device="cpu")
@@ -157,7 +156,7 @@ def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: P
         farfield.train(tmp_path / "run.yml", load=str(run), train_iters=3, quiet=True)
 
 
-@pytest.mark.usefixtures("forks")
+@pytest.mark.usefixtures("commands_are_forks")
 def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
     with pytest.raises(farfield.UserError, match="save is not set"):
         farfield.train("162M")

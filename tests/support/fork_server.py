@@ -6,8 +6,13 @@ Importing torch, DeepSpeed and megatron-core takes seconds of processor time, an
     {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x", "output": "/tmp/x/out", "errors": "/tmp/x/err"}
 
 Each is answered by the process number of the fork that runs the script, and later by that number and its exit code.
-What a fork starts with this Python is a fork of it in turn: a launcher's ranks, a sweep's trainings.
-The server ends, and all that it started with it, when its standard input does.
+What a fork starts by `python SCRIPT.py` or `python -m MODULE` is a fork of it in turn: a launcher's ranks, a sweep's
+trainings. Any other command is started as always.
+The server ends, and the forks that it started with it, when its standard input does.
+
+A fork is not quite a process of Python's: it finds all modules that the server finds, it ends without exit handlers and
+without waiting for threads, and an uncaught error is printed with the server's frames. What depends on these is tested
+with processes as users start them.
 """
 
 import asyncio
@@ -40,42 +45,44 @@ PRELOADED = (
 )
 
 
-def run(
-    argv: Sequence[str], environment: Mapping[str, str], folder: str | None, streams: Sequence[int], keep: Sequence[int]
+def become_script(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str | None,
+    streams: Sequence[int],
+    pass_fds: Sequence[int] = (),
 ) -> NoReturn:
-    """The life of a fork: becomes the script, or with `-m` the module, and never returns.
+    """The life of a fork: becomes the script, or with `-m` the module, and never returns. Signals may be blocked.
 
     Args:
         argv: the script and its arguments.
         environment: all of it.
         folder: where it runs; where its parent does if None.
         streams: the descriptors of its standard input, output and errors.
-        keep: other descriptors that it may use.
+        pass_fds: other descriptors that it may use.
     """
     code = 1
     try:
         # What the parent still holds must not close a number that this process opens anew.
         gc.freeze()
-        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         forget_signals()
         forget_groups()
         asyncio.set_event_loop_policy(None)  # the parent's loop is its own
+        forget_seeds()
         for number, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, number)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor > 2 and descriptor not in keep:
+            if descriptor > 2 and descriptor not in pass_fds:
                 with suppress(OSError):
                     os.close(descriptor)
         if folder is not None:
             os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         if argv[0] == "-m":
             sys.argv = list(argv[1:])
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -91,20 +98,26 @@ def run(
     except BaseException:
         os.write(2, traceback.format_exc().encode(errors="replace"))
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        try:
             stream.flush()
+        except (OSError, ValueError):
+            code = code or 120  # as Python ends
     os._exit(code)
 
 
 def forget_signals() -> None:
-    """What the parent had prepared for signals is not for its fork: files that it removes, what it prints."""
+    """What the parent had prepared for signals is not for its fork: handlers, and what they remove and print."""
     from megatron.utils import signals
 
     signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signals._cleanups.clear()
     signals._active_stops.clear()
     signals._exception_raised.clear()
     signals._standard_error, signals._forced_exit_descriptor = None, -1
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def forget_groups() -> None:
@@ -121,42 +134,74 @@ def forget_groups() -> None:
 _groups_of_parents: list[object] = []
 
 
+def forget_seeds() -> None:
+    """Two processes of Python's do not draw the same numbers."""
+    import numpy
+    import torch
+
+    torch.default_generator.seed()
+    numpy.random.seed()
+
+
+USUAL = {
+    **{"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None, "uid": None},
+    **{"umask": -1, "process_group": -1},
+}
+"""Parameters of a child that no fork can have otherwise."""
+
+
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     """subprocess.Popen, but what would start this Python with a script or a module is a fork, which has its imports."""
 
     def _execute_child(self, *arguments: Any) -> None:  # of subprocess.Popen
-        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
-        command = given["args"]
-        argv = [] if isinstance(command, str) or command[0] != sys.executable else [*command[1:]]
-        argv = argv[argv[:1] == ["-P"] :]
-        if not argv or not (argv[0] == "-m" or argv[0].endswith(".py")):
+        parameters = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        argv = _list_script_words(parameters["args"])
+        if argv is None or any(parameters[name] != value for name, value in USUAL.items()):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [parameters[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         reader, writer = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            if given["start_new_session"]:
-                os.setsid()
-            os.close(writer)
-            present = [number if stream == -1 else stream for number, stream in enumerate(streams)]
-            run(argv, given["env"] or dict(os.environ), given["cwd"], present, given["pass_fds"])
+        # No handler of the parent's may answer what is sent to its fork.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                if parameters["start_new_session"]:
+                    os.setsid()
+                os.close(writer)
+                streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+                environment = os.environ if parameters["env"] is None else parameters["env"]
+                become_script(argv, dict(environment), parameters["cwd"], streams, parameters["pass_fds"])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._child_created = True
         os.close(writer)
         os.read(reader, 1)  # it leads its session by now
         os.close(reader)
-        for ours, theirs in (("p2cwrite", "p2cread"), ("c2pread", "c2pwrite"), ("errread", "errwrite")):
-            if given[ours] != -1:  # a pipe
-                os.close(given[theirs])
+        names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(parameters[name] for name in names))  # type: ignore[attr-defined]
 
 
-def start(request: dict[str, Any]) -> NoReturn:
+def _list_script_words(command: Any) -> list[str] | None:
+    """SCRIPT.py or `-m MODULE` with its arguments, if a command starts that with this Python."""
+    if isinstance(command, str | bytes | os.PathLike):
+        return None
+    python, *words = map(os.fsdecode, command)
+    if words[:1] == ["-P"]:
+        words = words[1:]
+    return words if python == sys.executable and words and (words[0] == "-m" or words[0].endswith(".py")) else None
+
+
+def become_requested_script(request: dict[str, Any]) -> NoReturn:
     """Become what is asked for, in a session of its own."""
     os.setsid()  # a terminal that is opened then is the session's
     streams = [os.open(os.devnull, os.O_RDONLY)]
     streams += [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")]
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    run(request["argv"], request["env"], request["cwd"], streams, ())
+    become_script(request["argv"], request["env"], request["cwd"], streams)
 
 
 def main() -> None:
@@ -184,7 +229,7 @@ def main() -> None:
             for line in lines:
                 child = os.fork()
                 if child == 0:
-                    start(json.loads(line))
+                    become_requested_script(json.loads(line))
                 running.add(child)
                 answer(started=child)
         for child in sorted(running):

@@ -28,7 +28,7 @@ def kept_by_autograd(module: nn.Module, run: Callable[[], Any], *, arguments: bo
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             found[storage.data_ptr()] = storage  # held, so that no other takes its address
-        return tensor
+        return tensor.detach()  # an operation that keeps its own result would keep itself for ever
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = run()

@@ -9,7 +9,8 @@ from xdist.workermanage import WorkerController
 class WaitingApart(WorkStealingScheduling):
     """xdist's `--dist worksteal`, where one worker begins with all tests that wait (`worlds.py`).
 
-    It does nothing else if there are more workers than processors: a third that computes on two makes all slower.
+    That worker ends after them if there are more workers than processors: a third that computes on two makes all
+    slower. As of any worker, others that have nothing left to do take some of its tests.
     """
 
     _apart: WorkerController | None = None

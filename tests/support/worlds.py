@@ -4,8 +4,8 @@ Ranks of a world meet at every collective, so each waits until the operating sys
 two ranks on two processors a step takes several times as long as twice one world's. So such tests come first, and take
 one of as many turns as there are pairs of processors; other tests run beside them.
 
-Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. They have a
-worker of their own, one more than there are processors, which ends with them.
+Tests that wait for SLURM, for connections or for a rank that hangs take minutes and little of a processor. One worker
+begins with them (`scheduling.py`), with `-n auto` one more than there are processors.
 """
 
 import fcntl
@@ -45,7 +45,7 @@ TURNS = max(1, count_processors() // 2)
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests of ranks first: so they begin at once, all on the first worker."""
+    """Tests of ranks first: so they begin at once, on the first worker as far as its share goes."""
     return sorted(items, key=lambda item: item.get_closest_marker("ranks") is None)
 
 
