@@ -12,8 +12,8 @@ that begins so reads as a broken installation, and they are not shown. Nor is wh
 import, logs where a CUDA build of torch finds no GPU: nothing here builds with its compiler.
 
 megatron-core also imports wandb and tensorboard if they are installed, for an inference engine and timers that are not
-used here. wandb takes a second and makes two temporary folders, which stay where a process is killed; tensorboard takes
-a third of a second. `megatron/training/reporters.py` imports them where a run asks for them.
+used here. wandb takes a second and makes two temporary folders, which stay where a process is killed; tensorboard has
+180 modules. `megatron/training/reporters.py` imports them where a run asks for them.
 """
 
 import importlib.util
