@@ -18,6 +18,7 @@ import torch
 import worlds
 from hypothesis import settings
 
+from megatron.distributed.hardware import count_cores
 from megatron.utils.temporary_folder import temporary_folder
 
 if not torch.cuda.is_available():
@@ -107,15 +108,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """`-n auto`: a worker for each processor, and one for the tests that wait, which `make test-fast` leaves out."""
     if config.option.dist != "worksteal" or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None  # xdist's own answer
-    return worlds.count_processors() + (config.option.markexpr != "not slow")
+    return count_cores() + (config.option.markexpr != "not slow")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist worksteal`, with the tests that wait apart."""
-    from scheduling import WaitingApart  # where xdist is
+    from scheduling import WaitingTestsScheduling  # where xdist is
 
-    return WaitingApart(config, log) if config.option.dist == "worksteal" else None
+    return WaitingTestsScheduling(config, log) if config.option.dist == "worksteal" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -27,8 +27,8 @@ from typing import Any
 from megatron.utils.errors import UserError
 
 _EXTENSION_LOGGER = logging.getLogger("torch.utils.cpp_extension")
-OF_REPORTERS = ("wandb", "torch.utils.tensorboard")
-"""Modules that report a run, and that megatron-core imports."""
+REPORTER_MODULES = ("wandb", "torch.utils.tensorboard")
+"""What reports a run, and megatron-core imports all the same."""
 REQUIREMENTS_FILE = "requirements-eval.txt"
 """In the project's root; it pins them."""
 
@@ -54,7 +54,7 @@ def trim_imports() -> Iterator[None]:
     usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
     level = _EXTENSION_LOGGER.level
     _EXTENSION_LOGGER.setLevel(logging.ERROR)
-    hidden = [name for name in OF_REPORTERS if name not in sys.modules]
+    hidden = [name for name in REPORTER_MODULES if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         with warnings.catch_warnings():

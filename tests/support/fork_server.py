@@ -65,10 +65,10 @@ def become_script(
     try:
         # What the parent still holds must not close a number that this process opens anew.
         gc.freeze()
-        forget_signals()
-        forget_groups()
+        reset_signals()
+        reset_process_groups()
         asyncio.set_event_loop_policy(None)  # the parent's loop is its own
-        forget_seeds()
+        reset_seeds()
         for number, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, number)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -105,7 +105,7 @@ def become_script(
     os._exit(code)
 
 
-def forget_signals() -> None:
+def reset_signals() -> None:
     """What the parent had prepared for signals is not for its fork: handlers, and what they remove and print."""
     from megatron.utils import signals
 
@@ -120,7 +120,7 @@ def forget_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def forget_groups() -> None:
+def reset_process_groups() -> None:
     """The parent may have met itself, to build a model; the threads of that group are not in its fork."""
     from torch.distributed import distributed_c10d
 
@@ -134,7 +134,7 @@ def forget_groups() -> None:
 _groups_of_parents: list[object] = []
 
 
-def forget_seeds() -> None:
+def reset_seeds() -> None:
     """Two processes of Python's do not draw the same numbers."""
     import numpy
     import torch
@@ -143,7 +143,7 @@ def forget_seeds() -> None:
     numpy.random.seed()
 
 
-USUAL = {
+DEFAULT_PARAMETERS = {
     **{"preexec_fn": None, "executable": None, "shell": False, "gid": None, "gids": None, "uid": None},
     **{"umask": -1, "process_group": -1},
 }
@@ -156,7 +156,7 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:  # of subprocess.Popen
         parameters = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         argv = _list_script_words(parameters["args"])
-        if argv is None or any(parameters[name] != value for name, value in USUAL.items()):
+        if argv is None or any(parameters[name] != value for name, value in DEFAULT_PARAMETERS.items()):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         streams = [parameters[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -198,10 +198,11 @@ def _list_script_words(command: Any) -> list[str] | None:
 def become_requested_script(request: dict[str, Any]) -> NoReturn:
     """Become what is asked for, in a session of its own."""
     os.setsid()  # a terminal that is opened then is the session's
+    os.chdir(request["cwd"])  # where its output is, if that is told by a relative path
     streams = [os.open(os.devnull, os.O_RDONLY)]
     streams += [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")]
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
-    become_script(request["argv"], request["env"], request["cwd"], streams)
+    become_script(request["argv"], request["env"], None, streams)
 
 
 def main() -> None:

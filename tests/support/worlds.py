@@ -9,13 +9,14 @@ begins with them (`scheduling.py`), with `-n auto` one more than there are proce
 """
 
 import fcntl
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from megatron.distributed.hardware import count_cores
 
 STARTED_BY = (
     "checkpoint/test_any_layout.py",
@@ -36,12 +37,7 @@ WAITING = ("cluster", "launch/test_ssh_launcher.py", "training/test_watchdog.py"
 """Folders and files whose tests start processes, and wait more than they compute."""
 
 
-def count_processors() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-TURNS = max(1, count_processors() // 2)
+TURNS = max(1, count_cores() // 2)
 
 
 def ordered(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -160,6 +160,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
     assert worker_pool._choose_next([same, mine], [rotary]) is mine
 
 
+@pytest.mark.usefixtures("unseen")
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     """With the real programs: stopped while they train, all save; the same sweep ends what they began."""
     steps = 150
@@ -184,7 +185,9 @@ def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
     done = forked.run(ROOT / "deepy.py", *command, cwd=place, env={"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
     assert all(f"resumes after step {step} of {steps}" in done.stdout for step in stopped)
-    records = read_records("out/results.json")
+    records, said = run(*command[2:])
+    assert said.count("evaluated already") == 2
+    assert read_records("out/results.json") == records
     assert [(r.method, r.length, r.step) for r in records] == [
         (name, length, steps) for name in ("rotary", "mine") for length in (16, 64)
     ]
