@@ -78,8 +78,14 @@ lint: setup-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# Types are checked while one process collects the tests, and errors of both kinds are shown as they are found.
+test: setup-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --no-error-summary & types=$$!; \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
+		wait $$types || { echo "error: mypy found what is printed above, at the beginning of the tests" >&2; exit 1; }; \
+		exit $$tests
 
 # Tests outside tests/cuda that `make test` skips for want of a GPU or of the CUDA build, and that compute nothing.
 NEED_CUDA := tests/distributed/test_hardware.py tests/test_requirements.py::test_triton_is_the_one_that_torch_asks_for

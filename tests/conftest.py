@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,14 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # What needs CUDA without a GPU runs on the null device, which pytest itself is started on (make test-cuda).
 collect_ignore = [] if "FARFIELD_NULL_DEVICE" in os.environ else ["cuda"]
 
-_HF_FOLDER = temporary_folder("hf")
-HF_HOME = str(_HF_FOLDER.__enter__())
 
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """transformers asks no network, and keeps the code of exported models in a folder that no other run has seen."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=HF_HOME)
-
-
-def pytest_unconfigure() -> None:
-    """The folder goes with the run."""
-    _HF_FOLDER.__exit__(None, None, None)
+    folder = ExitStack()
+    config.add_cleanup(folder.close)
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(folder.enter_context(temporary_folder("hf"))))
+    if (imported := sys.modules.get("transformers.dynamic_module_utils")) is not None:  # in a worker that is a fork
+        imported.HF_MODULES_CACHE = os.path.join(os.environ["HF_HOME"], "modules")
 
 
 TESTS = Path(__file__).parent
@@ -109,6 +105,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     if config.option.dist != "worksteal" or "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None  # xdist's own answer
     return count_cores() + (config.option.markexpr != "not slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forks, unless there is a GPU, which no fork can use."""
+    if not torch.cuda.is_available():
+        from forked_workers import start_server
+
+        command = start_server(config.invocation_params.args)
+        for spec in specs:
+            spec.python = command
 
 
 @pytest.hookimpl(optionalhook=True)

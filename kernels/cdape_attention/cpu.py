@@ -58,6 +58,7 @@ def unavailable_reason() -> str | None:
     return None
 
 
+@cache
 def _load_library() -> ctypes.CDLL:
     return set_signatures(build_library(NATIVE))
 

@@ -1,14 +1,14 @@
 """Starts Python scripts without their imports: a process that has imported what training needs, and forks.
 
 Importing torch, DeepSpeed and megatron-core takes seconds of processor time, and a test of two ranks pays for it twice.
-`forked.py` starts one such server per test process and writes requests to its standard input, one JSON object a line:
+`forked.py` starts such a server and connects to it once for each script:
 
-    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x", "output": "/tmp/x/out", "errors": "/tmp/x/err"}
+    {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x"}    with the three standard streams beside it
 
-Each is answered by the process number of the fork that runs the script, and later by that number and its exit code.
+It is answered by the process number of the fork that runs the script, and later by its exit code.
 What a fork starts by `python SCRIPT.py` or `python -m MODULE` is a fork of it in turn: a launcher's ranks, a sweep's
 trainings. Any other command is started as always.
-The server ends, and the forks that it started with it, when its standard input does.
+A fork ends when its connection does, and the server, with all forks that it started, when its standard input does.
 
 A fork is not quite a process of Python's: it finds all modules that the server finds, it ends without exit handlers and
 without waiting for threads, and an uncaught error is printed with the server's frames. What depends on these is tested
@@ -22,12 +22,14 @@ import inspect
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -112,7 +114,8 @@ def reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
     signals._cleanups.clear()
     signals._active_stops.clear()
     signals._exception_raised.clear()
@@ -195,53 +198,97 @@ def _list_script_words(command: Any) -> list[str] | None:
     return words if python == sys.executable and words and (words[0] == "-m" or words[0].endswith(".py")) else None
 
 
-def become_requested_script(request: dict[str, Any]) -> NoReturn:
-    """Become what is asked for, in a session of its own."""
-    os.setsid()  # a terminal that is opened then is the session's
-    os.chdir(request["cwd"])  # where its output is, if that is told by a relative path
-    streams = [os.open(os.devnull, os.O_RDONLY)]
-    streams += [os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("output", "errors")]
+def become_requested_script(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
+    """Become what is asked for, in a session of its own: a terminal that is opened then is the session's."""
+    os.setsid()
+    os.chdir(request["cwd"])
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     become_script(request["argv"], request["env"], None, streams)
 
 
-def main() -> None:
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what is printed while importing is no answer
-    for name in PRELOADED:
-        importlib.import_module(name)
-    # Forks then neither search nor copy what is imported: DeepSpeed collects garbage with every engine.
+def serve(
+    listener: socket.socket, become: Callable[[Mapping[str, Any], Sequence[int]], object], *, kills: bool
+) -> None:
+    """Fork for each connection, until standard input ends. Forks neither search nor copy what is there by now.
+
+    Ctrl-C is for the forks: it does not end the server.
+
+    Args:
+        listener: the socket.
+        become: what a fork does with a request and three streams. It ends in that, or returns from here afterwards.
+        kills: end a fork when its connection does, and all of them with the server.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
-    running: set[int] = set()
-    buffer = b""
+    running: dict[int, socket.socket] = {}
     selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
-
-    def answer(**what: int) -> None:
-        os.write(answers, json.dumps(what).encode() + b"\n")
-
+    for source in (0, listener):
+        selector.register(source, selectors.EVENT_READ)
     while True:
-        if selector.select(0.01):
-            read = os.read(0, 1 << 16)
-            if not read:
-                break
-            *lines, buffer = (buffer + read).split(b"\n")
-            for line in lines:
-                child = os.fork()
-                if child == 0:
-                    become_requested_script(json.loads(line))
-                running.add(child)
-                answer(started=child)
-        for child in sorted(running):
+        ready = [key.fileobj for key, _ in selector.select(0.01 if running else None)]
+        if 0 in ready:
+            break
+        for child, connection in list(running.items()):
+            if connection in ready:  # who asked for it is gone
+                selector.unregister(connection)
+                if kills:
+                    _kill(child)
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
-                running.discard(child)
-                answer(pid=child, code=os.waitstatus_to_exitcode(status))
-    for child in running:
-        for kill in (os.killpg, os.kill):  # a fork leads a group of its own once it runs
-            with suppress(ProcessLookupError):
-                kill(child, signal.SIGKILL)
+                del running[child]
+                with suppress(KeyError):
+                    selector.unregister(connection)
+                _answer(connection, code=os.waitstatus_to_exitcode(status))
+                connection.close()
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, streams = _receive_request(connection)
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its handlers
+            child = os.fork()
+            if child == 0:
+                for other in (listener, connection, *running.values()):
+                    other.close()
+                become(request, streams)
+                return
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for stream in streams:
+                os.close(stream)
+            running[child] = connection
+            selector.register(connection, selectors.EVENT_READ)
+            _answer(connection, started=child)
+    for child in running if kills else ():
+        _kill(child)
+
+
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    data, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
+    while not data.endswith(b"\n"):
+        data += connection.recv(1 << 16)
+    return json.loads(data), streams
+
+
+def _answer(connection: socket.socket, **what: int) -> None:
+    with suppress(OSError):  # who asked is gone
+        connection.sendall(json.dumps(what).encode() + b"\n")
+
+
+def _kill(child: int) -> None:
+    for kill in (os.killpg, os.kill):  # a fork leads a group of its own once it runs
+        with suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve on the socket whose descriptor is the argument, with all imported when somebody first connects. The project
+    is in the current folder."""
+    sys.path.insert(0, os.getcwd())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    if 0 not in select.select([0, listener], [], [])[0]:
+        for name in PRELOADED:
+            importlib.import_module(name)
+        serve(listener, become_requested_script, kills=True)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@ import atexit
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -57,15 +60,22 @@ class Forked:
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         request = {"argv": [str(script), *arguments], "env": environment, "cwd": str(cwd or Path.cwd())}
-        self.output, self.returncode, self.server = output, None, _server(root)
-        self.pid = self.server.start(request | {"output": str(output), "errors": str(errors or output)})
+        self.output, self.returncode = output, None
+        with ExitStack() as streams:
+            numbers = [streams.enter_context(open(os.devnull)).fileno()]
+            numbers += [streams.enter_context(open(path, "ab")).fileno() for path in (output, errors or output)]
+            self.connection = connect(_start_server(root), request, numbers)
+        self.answers = self.connection.makefile()
+        self.pid = int(json.loads(self.answers.readline())["started"])
 
     returncode: int | None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self.server.code(self.pid)
+        if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
+            self.returncode = int(json.loads(self.answers.readline())["code"])
+            self.connection.close()
+            self.answers.close()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -91,42 +101,60 @@ class Forked:
         return self.output.read_text(encoding="utf-8", errors="replace") if self.output.exists() else ""
 
 
-class _Server:
-    def __init__(self, root: Path) -> None:
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fork_server.py"))]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=root,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        )  # fmt: skip
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.requests, self.answers = self.process.stdin, self.process.stdout
-        self.codes: dict[int, int] = {}
+class ForkServer:
+    """A process that forks for this one and for those that know its socket, until it is closed or this one ends.
+
+    Args:
+        command: a script and its arguments, which get the descriptor of the listening socket as the last.
+        folder: where it runs.
+        env: is added to our environment.
+    """
+
+    def __init__(self, *command: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self.sockets = tempfile.mkdtemp(prefix="forks-")  # readable by us alone
+        self.path = os.path.join(self.sockets, "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            number = listener.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", *command, str(number)],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder, pass_fds=[number],
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
         atexit.register(self.close)
 
-    def start(self, request: Mapping[str, object]) -> int:
-        self.requests.write(json.dumps(request).encode() + b"\n")
-        while (started := self._answer()) is None:
-            pass
-        return started
-
-    def code(self, pid: int) -> int | None:
-        while select.select([self.answers], [], [], 0)[0]:
-            self._answer()
-        return self.codes.pop(pid, None)
-
-    def _answer(self) -> int | None:
-        """Take in one answer, waiting for it; the process number if it tells of a start."""
-        line = self.answers.readline()
-        assert line, "the fork server has ended"
-        answer = json.loads(line)
-        if "code" in answer:
-            self.codes[answer["pid"]] = answer["code"]
-        return answer.get("started")
-
     def close(self) -> None:
-        self.requests.close()
+        """End it, and what it has forked."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         self.process.wait()
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
 
-_server = cache(_Server)
+def connect(path: str, request: Mapping[str, object], streams: Sequence[int]) -> socket.socket:
+    """Ask the server of a socket for a fork with these standard streams."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    data = json.dumps(request).encode() + b"\n"
+    sent = socket.send_fds(connection, [data], streams)
+    connection.sendall(data[sent:])
+    return connection
+
+
+SHARED_SERVER = "FARFIELD_TESTS_FORK_SERVER"
+"""The environment variable with the socket of a server for all workers of xdist."""
+
+
+@cache
+def _start_server(root: Path) -> str:
+    """The socket of a server that imports the project from a folder."""
+    if root == ROOT and SHARED_SERVER in os.environ:
+        return os.environ[SHARED_SERVER]
+    return start_fork_server(root).path
+
+
+def start_fork_server(root: Path = ROOT) -> ForkServer:
+    """Start `fork_server.py`, with the copy of the project that its scripts import."""
+    script = Path(__file__).with_name("fork_server.py")
+    return ForkServer(str(script), folder=root, env={"OMP_NUM_THREADS": "1"})
