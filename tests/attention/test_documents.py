@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCABULARY, small_gpt
-from position_methods import ALL, MAPPED, build, inputs_of, random_qkv
+from position_methods import COVERING, MAPPED, build, inputs_of, random_qkv
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -154,7 +154,7 @@ def read_alone(gpt: GPT, tokens: Tensor, rows: list[list[tuple[int, int]]]) -> T
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("encoding", "processor"), ALL)
+@pytest.mark.parametrize(("encoding", "processor"), COVERING)
 def test_a_packed_row_gives_what_each_document_gives_alone(encoding: str, processor: str, masked: bool) -> None:
     """By either way of keeping documents apart: logits and gradients, cached or not, and the last tokens' alone."""
     gpt = small_gpt(LENGTH, encoding, processor).double()

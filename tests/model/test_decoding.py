@@ -1,11 +1,9 @@
 """Decoding with a key/value cache equals the full forward pass, for every method and processor of the registry."""
 
-from itertools import cycle
-
 import pytest
 import torch
 from models import SUMS, TERMS, VOCABULARY, build_model, small_gpt
-from position_methods import ALL
+from position_methods import ALL, COVERING, IN_TURN
 
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
@@ -16,12 +14,10 @@ from tools.rounding import assert_close_in_rounding, compute_tolerance
 
 LENGTH = 26
 DIFFERENT = 100 * compute_tolerance(TERMS, SUMS)
-TAKES_POSITIONS = [pair for pair in ALL if registry.load_encoding_class(pair[0]).takes_positions]
+TAKES_POSITIONS = [pair for pair in COVERING if registry.load_encoding_class(pair[0]).takes_positions]
 
 # Whether a step of a token or of several, after one or the other, at the beginning or at the end.
 MIXED = [1, 6, 1, 1, 9, 2, 1, 5]
-# The cache keeps keys and values, a row is attention as always: how a step's size matters does not depend on the pair.
-ONE_BY_ONE = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
 
 
 def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
@@ -46,14 +42,15 @@ def test_decoding_equals_the_full_forward(encoding: str, processor: str) -> None
         assert_close_in_rounding(decoded(gpt, x, MIXED), gpt(x), TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), ONE_BY_ONE)
+@pytest.mark.parametrize(("encoding", "processor"), IN_TURN)
 def test_decoding_token_by_token(encoding: str, processor: str) -> None:
+    """The cache keeps keys and values, and a row is attention as always, so that each encoding is enough."""
     gpt, x = small_gpt(LENGTH, encoding, processor), tokens()
     with torch.no_grad():
         assert_close_in_rounding(decoded(gpt, x, []), gpt(x), TERMS, SUMS)
 
 
-@pytest.mark.parametrize(("encoding", "processor"), ALL)
+@pytest.mark.parametrize(("encoding", "processor"), COVERING)
 def test_decoding_in_a_window(encoding: str, processor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.model.kv_cache.WINDOW_SLACK", 2)
     gpt, x = small_gpt(LENGTH, encoding, processor, attention_window=5), tokens()

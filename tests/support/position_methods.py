@@ -1,7 +1,7 @@
 """Every method and processor of the registry, built small. A new one is covered by the laws without editing a test."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 
 import torch
 from models import disturb
@@ -23,6 +23,10 @@ ALL = [
     for encoding, processor in product(registry.list_encodings(), ["none", *registry.list_processors()])
     if processor in ("none", "cdape") or encoding in PROCESSED
 ]
+IN_TURN = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
+"""Every encoding once, the processors taking turns."""
+COVERING = sorted({*IN_TURN, *(pair for pair in ALL if pair[0] in ("kerple_log", "none"))})
+"""And every processor with a bias and without one: for whole models, where what a pair computes is known from laws."""
 RELATIVE = [pair for pair in ALL if registry.load_encoding_class(pair[0]).relative]
 MAPPED = [pair for pair in ALL if not registry.load_encoding_class(pair[0]).overrides_hook("embed")]
 

@@ -1,12 +1,11 @@
 """Every position method and processor trains, is stored whole, and goes on as if it had not stopped."""
 
 import shutil
-from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
-from position_methods import ALL
+from position_methods import COVERING
 from safetensors.torch import load_file
 from tiny_runs import losses, tiny_config, write_corpora
 
@@ -46,13 +45,7 @@ def test_every_overlay_trains(overlay: Path, corpus: Path, tmp_path: Path) -> No
     assert [name for name in still if not name.endswith("processor.output.bias")] == []
 
 
-# Every encoding once, the processors taking turns, and every processor with a bias and without one, which decides how
-# many parameters it has.
-PAIRS = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
-PAIRS = sorted({*PAIRS, *(pair for pair in ALL if pair[0] in ("kerple_log", "none"))})
-
-
-@pytest.mark.parametrize(("encoding", "processor"), PAIRS)
+@pytest.mark.parametrize(("encoding", "processor"), COVERING)
 def test_a_checkpoint_goes_on_as_if_it_had_not_stopped(encoding, processor, corpus: Path, tmp_path: Path) -> None:
     keys = {"pos_emb": encoding, "score_processor": processor, "precision": "bf16", "checkpoint_factor": 2}
     keys |= {"zero_optimization": {"stage": 1}, "make_vocab_size_divisible_by": 1}
