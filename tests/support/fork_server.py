@@ -67,12 +67,12 @@ def become_script(
     try:
         # What the parent still holds must not close a number that this process opens anew.
         gc.freeze()
-        reset_signals()
         reset_process_groups()
         asyncio.set_event_loop_policy(None)  # the parent's loop is its own
         reset_seeds()
         for number, stream in enumerate([os.dup(stream) for stream in streams]):
             os.dup2(stream, number)
+        reset_signals()  # what they end is told there
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in pass_fds:
                 with suppress(OSError):

@@ -44,7 +44,7 @@ def run(
 
 
 class Forked:
-    """A running script; as `subprocess.Popen`, as far as tests need it."""
+    """A running script; as `subprocess.Popen`, as far as tests need it. It ends with this object."""
 
     def __init__(
         self, script: Path, *arguments: str, output: Path, errors: Path | None = None, cwd: Path | None = None,
@@ -105,20 +105,20 @@ class ForkServer:
     """A process that forks for this one and for those that know its socket, until it is closed or this one ends.
 
     Args:
-        command: a script and its arguments, which get the descriptor of the listening socket as the last.
+        command: Python's options, a script and its arguments; the last will be the listening socket's descriptor.
         folder: where it runs.
         env: is added to our environment.
     """
 
     def __init__(self, *command: str, folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self.sockets = tempfile.mkdtemp(prefix="forks-")  # readable by us alone
+        self.sockets = tempfile.mkdtemp(prefix="forks-", dir="/tmp")  # for us alone; a socket's path must be short
         self.path = os.path.join(self.sockets, "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.path)
             listener.listen()
             number = listener.fileno()
             self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", *command, str(number)],
+                [sys.executable, *command, str(number)],
                 stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=folder, pass_fds=[number],
                 env={**os.environ, **(env or {})},
             )  # fmt: skip
@@ -156,5 +156,5 @@ def _start_server(root: Path) -> str:
 
 def start_fork_server(root: Path = ROOT) -> ForkServer:
     """Start `fork_server.py`, with the copy of the project that its scripts import."""
-    script = Path(__file__).with_name("fork_server.py")
-    return ForkServer(str(script), folder=root, env={"OMP_NUM_THREADS": "1"})
+    script = str(Path(__file__).with_name("fork_server.py"))
+    return ForkServer("-W", "ignore", script, folder=root, env={"OMP_NUM_THREADS": "1"})
