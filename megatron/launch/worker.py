@@ -20,6 +20,7 @@ from megatron.launch.console import log_traceback, run_console
 from megatron.launch.rank_group import CONFIG_FILE, ErrorReport, get_error_path
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError
+from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.output import GuardedStream
 from megatron.utils.signals import end_with_parent
 
@@ -76,8 +77,9 @@ def _train(
         output = GuardedStream(console.file)
         console.file = output  # type: ignore[assignment]
         # These import torch, deepspeed and megatron-core, whose noise is logged.
-        from megatron.distributed.process_groups import abandon_groups
-        from megatron.training.trainer import train_resolved
+        with pause_garbage_collection():
+            from megatron.distributed.process_groups import abandon_groups
+            from megatron.training.trainer import train_resolved
 
         try:
             shown = console if rank_info.rank == 0 else None
