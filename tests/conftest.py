@@ -21,6 +21,10 @@ from hypothesis import settings
 from megatron.distributed.hardware import count_cores
 from megatron.utils.temporary_folder import temporary_folder
 
+# Until all tests are imported (`pytest_collection_finish`): nothing of that becomes garbage, and to search it again and
+# again takes half of the time.
+gc.disable()
+
 if not torch.cuda.is_available():
     # tests/kernels run in Triton's interpreter, which triton chooses when any test first imports it.
     with pytest.MonkeyPatch.context() as patch:
@@ -97,6 +101,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if path in worlds.STARTED_BY:
             item.add_marker("ranks")
     items[:] = worlds.ordered(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
