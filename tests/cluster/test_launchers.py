@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses, records, tiny_config, write_corpora
+from tiny_runs import losses, records, tiny_config, write_corpora, write_pausing_method
 
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.local_launcher import train_on_this_machine
+from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import resolve_run
 from tools.rounding import compute_tolerance, count_gpt_sums
 
@@ -25,7 +26,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--host", f"{NAMES[0]}:1,{NAMES[1]}:1
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=static")
 WAYS = {
     "ssh": [(sys.executable, DEEPY, "train", "hostfile=hosts")],
-    "mpirun": [(*MPIRUN, "-x", "OMP_NUM_THREADS", sys.executable, DEEPY, "train")],
+    "mpirun": [(*MPIRUN, "-x", "OMP_NUM_THREADS", "-x", METHODS_VARIABLE, sys.executable, DEEPY, "train")],
     "torchrun": [
         (*TORCHRUN, f"--node-rank={rank}", f"--master-addr={NAMES[0]}", "--master-port=29517", DEEPY, "train")
         for rank in range(2)
@@ -55,18 +56,19 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[float]]]:
     """A folder with a corpus, run.yml and a hostfile, and the losses of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("launchers")
-    corpus = write_corpora(folder / "data")
-    # Many small micro-batches: a step takes long enough to be interrupted.
-    keys = {"train_iters": 30, "train_batch_size": 64, "checkpoint_factor": 2, "num_workers": 0}
-    config = tiny_config(corpus, folder / "whole", **keys, train_micro_batch_size_per_gpu=16)
-    assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
-    config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
-    config.save(folder / "run.yml")
-    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
-    return folder, losses(folder / "whole")
+    corpus, method = write_corpora(folder / "data"), write_pausing_method(folder / "methods")
+    keys = {"pos_emb": method, "train_iters": 60, "train_batch_size": 4, "checkpoint_factor": 2, "num_workers": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(METHODS_VARIABLE, str(folder / "methods"))
+        config = tiny_config(corpus, folder / "whole", **keys | {"checkpoint_factor": None})
+        assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
+        config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
+        config.save(folder / "run.yml")
+        (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in NAMES))
+        yield folder, losses(folder / "whole")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -111,5 +113,5 @@ def test_a_run_loses_a_rank_goes_on_and_stops(
     assert all(end(commands))
     first = (tmp_path / "0.log").read_text()
     assert first.count("2 ranks: tensor 1 × pipeline 1 × context 1 × data 2") == 1
-    stopped = int(re.search(r"stopped by signal 15 at step (\d+) of 30; saved", first)[1])  # type: ignore[index]
+    stopped = int(re.search(r"stopped by signal 15 at step (\d+) of 60; saved", first)[1])  # type: ignore[index]
     assert losses(run) == pytest.approx(expected[:stopped], rel=ROUNDING)

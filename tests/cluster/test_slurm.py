@@ -3,14 +3,15 @@
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses, records, tiny_config, write_corpora
+from tiny_runs import losses, records, tiny_config, write_corpora, write_pausing_method
 
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.local_launcher import train_on_this_machine
+from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import resolve_run
 from tools.rounding import compute_tolerance, count_gpt_sums
 
@@ -35,17 +36,18 @@ def steps(run: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[float]]]:
     """A corpus, a configuration in run.yml beside it, and the losses of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("slurm")
-    corpus = write_corpora(folder / "data")
-    # Many small micro-batches: a step takes long enough to be interrupted, and a run few enough to be compared.
-    keys = {"train_iters": 16, "train_batch_size": 64, "checkpoint_factor": None, "num_workers": 0}
-    config = tiny_config(corpus, folder / "whole", **keys, train_micro_batch_size_per_gpu=16)
-    assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
-    config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
-    config.save(folder / "run.yml")
-    return folder, losses(folder / "whole")
+    corpus, method = write_corpora(folder / "data"), write_pausing_method(folder / "methods")
+    keys = {"pos_emb": method, "train_iters": 24, "train_batch_size": 4, "checkpoint_factor": None, "num_workers": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(METHODS_VARIABLE, str(folder / "methods"))
+        config = tiny_config(corpus, folder / "whole", **keys)
+        assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
+        config = tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None)
+        config.save(folder / "run.yml")
+        yield folder, losses(folder / "whole")
 
 
 def test_srun_alone_starts_a_run_over_both_nodes(slurm: Slurm, whole: tuple[Path, list[float]]) -> None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import losses, records, tiny_config, write_corpora
+from forked import Forked, run
+from tiny_runs import losses, records, tiny_config, write_corpora, write_pausing_method
 
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
@@ -17,6 +18,7 @@ from megatron.distributed.launcher_environment import RankInfo
 from megatron.launch import dispatch, ssh_launcher
 from megatron.launch.local_launcher import train_on_this_machine
 from megatron.launch.ssh_launcher import Host
+from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -27,15 +29,25 @@ SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
     *("train_data_paths=[nowhere]", "train_micro_batch_size_per_gpu=2", "hostfile=hosts", "device=cpu"),
 ]
-SSH = """\
-#!/bin/sh
+SSH = f"""\
+#!{sys.executable}
 # Options, a machine, a command: as ssh, which leaves the command its standard streams.
-while [ "${1#-}" != "$1" ]; do shift 2; done
-host=$1; shift
-echo "$host" >> reached.txt
-if [ "$host" = nowhere ]; then echo "ssh: Could not resolve hostname nowhere" >&2; exit 255; fi
-cd / && exec sh -c "$*"
+import os, shlex, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    del words[:2]
+host = words.pop(0)
+with open("reached.txt", "a") as file:
+    print(host, file=file)
+if host == "nowhere":
+    print("ssh: Could not resolve hostname nowhere", file=sys.stderr)
+    sys.exit(255)
+env, variable, *command = shlex.split(" ".join(words))
+assert env == "env"
+os.environ.update([variable.split("=")])
+sys.exit(subprocess.call(command, cwd="/"))
 """
+"""A script of this Python, for a launcher that is a fork to start forks (`fork_server.py`)."""
 
 
 @pytest.fixture
@@ -110,16 +122,26 @@ def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
         ssh_launcher.train_over_ssh(config.replace(save=None), hosts("nowhere slots=1\n"))
 
 
-def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(place: Path) -> None:
+def test_what_a_machine_refuses_is_told_as_if_it_were_here(place: Path) -> None:
+    """The machine's process is started as ssh does, and not a fork."""
+    config = load_config([], [*SMALL, "save=run", "train_batch_size=6"]).config
+    with pytest.raises(UserError, match=r"^train_batch_size 6 is not"):
+        ssh_launcher.train_over_ssh(config, hosts("localhost slots=2\n"))
+
+
+def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launcher is killed outright: its connections end, and the ranks on both machines save and end."""
-    corpus = write_corpora(place / "data")
-    keys = {"train_iters": 12, "train_batch_size": 64, "checkpoint_factor": None, "num_workers": 0}
-    config = tiny_config(corpus, place / "whole", **keys, train_micro_batch_size_per_gpu=16)
+    corpus, method = write_corpora(place / "data"), write_pausing_method(place / "methods")
+    monkeypatch.setenv(METHODS_VARIABLE, str(place / "methods"))
+    keys = {"pos_emb": method, "train_iters": 24, "train_batch_size": 4, "checkpoint_factor": None, "num_workers": 0}
+    config = tiny_config(corpus, place / "whole", **keys)
     assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
     expected = losses(place / "whole")
     tiny_config(corpus, **keys, train_micro_batch_size_per_gpu=1, num_gpus=None, nodes=None).save("run.yml")
     Path("hosts").write_text("localhost slots=1\nme@localhost slots=1\n")
-    command = [sys.executable, str(ROOT / "deepy.py"), "train", "run.yml", "save=run", "load=run", "hostfile=hosts"]
+    command = (ROOT / "deepy.py", "train", "run.yml", "save=run", "load=run", "hostfile=hosts")
 
     def until(what) -> None:
         deadline = time.monotonic() + 240
@@ -131,21 +153,19 @@ def test_a_run_over_two_machines_outlives_its_launcher_and_goes_on(place: Path) 
     def steps() -> int:
         return max(records(place / "run"), default=0) if Path("run/metrics.jsonl").is_file() else 0
 
-    with open("printed.txt", "wb") as printed:
-        launcher = subprocess.Popen(command, stdout=printed, stderr=printed)
-        try:
-            until(lambda: steps() >= 2)
-        finally:
-            launcher.kill()
-            launcher.wait()
+    launcher = Forked(*command, output=place / "printed.txt")
+    try:
+        until(lambda: steps() >= 2)
+    finally:
+        launcher.kill()
     until(lambda: list(Path("run/checkpoints").glob("step_*")) and "stopped by signal 15" in log_of(place))
     assert steps() < len(expected)
-    assert "2 ranks: tensor 1 × pipeline 1 × context 1 × data 2" in Path("printed.txt").read_text()
+    assert "2 ranks: tensor 1 × pipeline 1 × context 1 × data 2" in launcher.printed()
     until(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if _is(path, place)])
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = run(*command, cwd=place)
     assert done.returncode == 0, done.stderr + log_of(place)
-    assert re.search(r"^saved run/checkpoints/step_0000012; next", done.stdout, re.MULTILINE)
+    assert re.search(r"^saved run/checkpoints/step_0000024; next", done.stdout, re.MULTILINE)
     assert sorted(Path("reached.txt").read_text().split()) == [*["localhost"] * 2, *["me@localhost"] * 2]
     assert losses(place / "run") == pytest.approx(expected, rel=ROUNDING)
 
@@ -165,21 +185,18 @@ def _is(link: Path, folder: Path) -> bool:
 def test_signals_of_the_launcher_reach_the_ranks_of_a_machine(place: Path) -> None:
     """Without ranks: TERM on the lifeline, or its end, is SIGTERM; KILL is a second signal."""
     code = (
-        "import signal, sys, threading, time\n"
+        "import io, signal, sys, threading, time\n"
         "from megatron.launch.ssh_launcher import _read_control_channel\n"
-        "seen = []\n"
-        "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, lambda n, _: seen.append(n))\n"
-        "thread = threading.Thread(target=_read_control_channel, args=(sys.stdin.buffer,))\n"
-        "thread.start(); thread.join()\n"
-        "time.sleep(0.1); print(*sorted(seen))\n"
+        "for said in sys.argv[1:]:\n"
+        "    seen = []\n"
+        "    for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, lambda n, _: seen.append(n))\n"
+        "    thread = threading.Thread(target=_read_control_channel, args=(io.BytesIO(said.encode()),))\n"
+        "    thread.start(); thread.join()\n"
+        "    time.sleep(0.1); print(*sorted(seen))\n"
     )
-    for said, heard in (
-        ("", [signal.SIGTERM]),
-        ("TERM\n", [signal.SIGTERM]),
-        ("TERM\nKILL\n", [signal.SIGINT, signal.SIGTERM]),
-        ("KILL\n", [signal.SIGINT, signal.SIGTERM]),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code], input=said, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
-        )
-        assert [int(number) for number in done.stdout.split()] == heard, said
+    both = [signal.SIGINT, signal.SIGTERM]
+    heard = {"": [signal.SIGTERM], "TERM\n": [signal.SIGTERM], "TERM\nKILL\n": both, "KILL\n": both}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *heard], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert [[int(number) for number in line.split()] for line in done.stdout.splitlines()] == list(heard.values())

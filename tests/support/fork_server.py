@@ -6,8 +6,8 @@ Importing torch, DeepSpeed and megatron-core takes seconds of processor time, an
     {"argv": ["script.py", "argument"], "env": {…}, "cwd": "/tmp/x"}    with the three standard streams beside it
 
 It is answered by the process number of the fork that runs the script, and later by its exit code.
-What a fork starts by `python SCRIPT.py` or `python -m MODULE` is a fork of it in turn: a launcher's ranks, a sweep's
-trainings. Any other command is started as always.
+What a fork starts by `python SCRIPT.py`, by `python -m MODULE` or as a script whose first line names this Python is a
+fork of it in turn: a launcher's ranks, a sweep's trainings. Any other command is started as always.
 A fork ends when its connection does, and the server, with all forks that it started, when its standard input does.
 
 A fork is not quite a process of Python's: it finds all modules that the server finds, it ends without exit handlers and
@@ -24,6 +24,7 @@ import os
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,6 +83,7 @@ def become_script(
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+        _inputs_of_parents.append(sys.stdin)  # its end would wait for a thread of the parent that reads it
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -105,6 +107,9 @@ def become_script(
         except (OSError, ValueError):
             code = code or 120  # as Python ends
     os._exit(code)
+
+
+_inputs_of_parents: list[object] = []
 
 
 def reset_signals() -> None:
@@ -189,13 +194,23 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _list_script_words(command: Any) -> list[str] | None:
-    """SCRIPT.py or `-m MODULE` with its arguments, if a command starts that with this Python."""
+    """SCRIPT.py, `-m MODULE` or an executable script with its arguments, if a command starts that with this Python."""
     if isinstance(command, str | bytes | os.PathLike):
         return None
-    python, *words = map(os.fsdecode, command)
+    program, *words = map(os.fsdecode, command)
+    if program != sys.executable:
+        path = shutil.which(program)
+        return [path, *words] if path is not None and _is_script(path) else None
     if words[:1] == ["-P"]:
         words = words[1:]
-    return words if python == sys.executable and words and (words[0] == "-m" or words[0].endswith(".py")) else None
+    return words if words and (words[0] == "-m" or words[0].endswith(".py")) else None
+
+
+def _is_script(path: str) -> bool:
+    """Does a file begin with the line that makes it a script of this Python?"""
+    line = f"#!{sys.executable}\n".encode()
+    with open(path, "rb") as file:
+        return file.read(len(line)) == line
 
 
 def become_requested_script(request: Mapping[str, Any], streams: Sequence[int]) -> NoReturn:
@@ -221,6 +236,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
+    gc.enable()
     running: dict[int, socket.socket] = {}
     selector = selectors.DefaultSelector()
     for source in (0, listener):
@@ -286,6 +302,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
     if 0 not in select.select([0, listener], [], [])[0]:
+        gc.disable()  # to search again and again what is imported takes a sixth of the time
         for name in PRELOADED:
             importlib.import_module(name)
         serve(listener, become_requested_script, kills=True)

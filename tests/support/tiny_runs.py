@@ -94,6 +94,34 @@ def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
     return Config.from_flat(flat)
 
 
+def write_pausing_method(folder: Path) -> str:
+    """A method of a user's own, and its name: kerple_log, but several ranks pause at every layer.
+
+    So a run takes long enough to be interrupted, on a machine however fast or busy, and computes little.
+
+    folder: what `FARFIELD_METHODS` has to name.
+    """
+    (folder / "encodings").mkdir(parents=True)
+    (folder / "encodings" / "pausing.py").write_text(PAUSING, encoding="utf-8")
+    return "pausing"
+
+
+PAUSING = """\
+import time
+
+from torch import distributed
+
+from megatron.position.encodings.kerple_log import KerpleLog
+
+
+class Pausing(KerpleLog):
+    def table(self, distances):
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            time.sleep(0.05)
+        return super().table(distances)
+"""
+
+
 def records(run: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     """The records of one kind in a run's metrics.jsonl, by step; a step that occurs twice is an error."""
     found: dict[int, dict[str, Any]] = {}
