@@ -21,10 +21,6 @@ from hypothesis import settings
 from megatron.distributed.hardware import count_cores
 from megatron.utils.temporary_folder import temporary_folder
 
-# Until all tests are imported (`pytest_collection_finish`): nothing of that becomes garbage, and to search it again and
-# again takes half of the time.
-gc.disable()
-
 if not torch.cuda.is_available():
     # tests/kernels run in Triton's interpreter, which triton chooses when any test first imports it.
     with pytest.MonkeyPatch.context() as patch:
@@ -51,6 +47,9 @@ collect_ignore = [] if "FARFIELD_NULL_DEVICE" in os.environ else ["cuda"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """transformers asks no network, and keeps the code of exported models in a folder that no other run has seen."""
+    # Until all tests are imported (`pytest_collection_finish`): nothing of that becomes garbage, and to search it again
+    # and again takes half of the time.
+    gc.disable()
     folder = ExitStack()
     config.add_cleanup(folder.close)
     os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=str(folder.enter_context(temporary_folder("hf"))))
