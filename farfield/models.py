@@ -19,6 +19,7 @@ from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import UserError
+from megatron.utils.imports import pause_garbage_collection
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs
@@ -55,7 +56,8 @@ def load(
         UserError: there is no such run, or it cannot be read so.
         RunError: its checkpoint is damaged.
     """
-    from megatron.checkpoint.load_model import load_model
+    with pause_garbage_collection():
+        from megatron.checkpoint.load_model import load_model
     from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
     check_precision(precision, to_text("device", device))

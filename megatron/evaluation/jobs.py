@@ -26,6 +26,7 @@ from megatron.reports.records import RESULTS_FILE, Record, merge_records
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, write_results
 from megatron.utils.atomic_io import check_folder
 from megatron.utils.errors import UserError
+from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import ProgressMeter, WorkItem
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class RunJob:
             UserError: its tokenizer cannot tell the documents apart that it is to keep so.
             RunError: the checkpoint is damaged.
         """
-        from megatron.checkpoint.load_model import load_model
+        with pause_garbage_collection():
+            from megatron.checkpoint.load_model import load_model
 
         end_of_document = None
         if overrides.get("attention_mask") == "document" and self.config.position.attention_mask != "document":

@@ -17,6 +17,7 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
             which is known before the weights are read.
         RunError: the checkpoint is damaged.
     """
-    from megatron.checkpoint.load_model import load_model
+    with pause_garbage_collection():
+        from megatron.checkpoint.load_model import load_model
     from megatron.distributed.process_groups import single_process
     from megatron.generation.decoding import check_prompt_length
     from megatron.generation.text_generator import TextGenerator

@@ -16,7 +16,7 @@ used here. wandb takes a second and makes two temporary folders, which stay wher
 180 modules. `megatron/training/reporters.py` imports them where a run asks for them.
 
 Python searches for garbage again and again while thousands of modules are imported, and finds none: a fifth of the
-time. A rank imports them inside `pause_garbage_collection`.
+time. What needs a model imports it inside `pause_garbage_collection`.
 """
 
 import gc
@@ -74,13 +74,14 @@ def trim_imports() -> Iterator[None]:
 @contextmanager
 def pause_garbage_collection() -> Iterator[None]:
     """Inside it Python does not search for garbage. Afterwards it does if it did before."""
-    enabled = gc.isenabled()
+    enabled, imported = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if enabled:
-            if gc.get_freeze_count() == 0:  # otherwise somebody has left out objects for longer
+            # Unless all was imported before, or somebody has left out objects for longer.
+            if len(sys.modules) > imported and gc.get_freeze_count() == 0:
                 gc.freeze()
                 gc.unfreeze()  # all objects are old now, and only a full search looks at them again
             gc.enable()
