@@ -133,4 +133,6 @@ def resolve_batch_size(config: Config, data_ranks: int) -> Config:
         )
     if product > MAX_BATCH_SIZE:
         raise UserError(f"{factors}; {GLOBAL_BATCH_KEY} must be at most {MAX_BATCH_SIZE}")
+    if batch is not None and {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= set_keys:
+        return config  # all three were given, and agree
     return config.replace(**{MICRO_BATCH_KEY: micro, ACCUMULATION_KEY: steps, GLOBAL_BATCH_KEY: product})

@@ -63,14 +63,17 @@ class Config(BaseModel):
         return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
     def replace(self, **keys: Any) -> Config:
-        """A copy with some flat keys changed, validated again.
+        """A copy with some flat keys changed, validated again; sections without any of them are the same objects.
 
         Raises:
             pydantic.ValidationError: for a value of the wrong type; KeyError for an unknown key.
         """
-        sections = {name: getattr(self, name).model_dump(exclude_unset=True) for name in SECTIONS}
-        for name, value in keys.items():
-            sections[map_key_owners()[name]][name] = value
+        changed: dict[str, dict[str, Any]] = {}
+        for key, value in keys.items():
+            changed.setdefault(map_key_owners()[key], {})[key] = value
+        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        for name, values in changed.items():
+            sections[name] = sections[name].model_dump(exclude_unset=True) | values
         return Config.model_validate(sections)
 
     def keys_by_policy(self, *policies: ChangePolicy, defaults: bool = True) -> dict[str, Any]:

@@ -7,6 +7,7 @@ of activations is recomputed. What `train` would refuse is left out by the same 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron.config.parallelism import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
@@ -29,7 +30,13 @@ class ParallelLayout:
     config: Config
     sizes: ParallelSizes
     memory: MemoryEstimate
-    step_time: StepTime
+    vocab_size: int
+    cluster: Cluster
+
+    @cached_property
+    def step_time(self) -> StepTime:
+        """Estimated when it is asked for: a layout that does not fit the memory has no use for it."""
+        return estimate_step_time(self.config, self.sizes, self.vocab_size, self.cluster)
 
     @property
     def config_keys(self) -> dict[str, Any]:
@@ -130,7 +137,8 @@ def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> Parallel
         config,
         sizes,
         estimate_memory(config, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes),
-        estimate_step_time(config, sizes, vocab_size, cluster),
+        vocab_size,
+        cluster,
     )
 
 

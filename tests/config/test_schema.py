@@ -46,6 +46,20 @@ def test_every_key_is_documented_and_defaults_are_valid():
     assert small().to_flat()["hidden_dropout"] == 0.0
 
 
+def test_a_copy_with_other_keys_is_as_if_they_had_been_given() -> None:
+    """Sections that have none of them are shared."""
+    given = ("pos_emb=rotary", "pos_emb_options={fraction: 0.5}")
+    config = small(*given)
+    copy = config.replace(hidden_dropout=0.25, train_batch_size=6)
+    assert copy == small(*given, "hidden_dropout=0.25", "train_batch_size=6")
+    assert copy.position is config.position
+    assert config == small(*given)
+    with pytest.raises(ValueError, match="hidden_dropout"):
+        config.replace(hidden_dropout="much")
+    with pytest.raises(KeyError):
+        config.replace(no_such_key=1)
+
+
 def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     config = small(
         "pos_emb=rotary", "pos_emb_options={fraction: 0.5, base: 500}", "score_processor=cdape", "lr=3e-5",
