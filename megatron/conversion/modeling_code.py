@@ -152,6 +152,12 @@ def _render_mapping(methods: list[type[PositionModule]], base: type[PositionModu
 def _import_all_modules(text: str, modules: list[str]) -> str:
     """The modelling code with a line for each of the other files, after its imports."""
     lines = "\n".join(f"from .{name} import __name__ as _  # noqa: F401" for name in modules)
-    end = max(node.end_lineno or 0 for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
+    end = _find_end_of_imports(text)
     lines_of_code = text.splitlines(keepends=True)
     return "".join([*lines_of_code[:end], _IMPORT_ALL_TEMPLATE.format(lines=lines), *lines_of_code[end:]])
+
+
+@cache
+def _find_end_of_imports(text: str) -> int:
+    """The last line of a file's imports. It is kept, because all exports have the same modelling code."""
+    return max(node.end_lineno or 0 for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))

@@ -10,6 +10,7 @@ import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,12 @@ _PAGE_MARKERS = (
 """What stands at the head of every page, and what stood there before."""
 
 
+@cache
 def build_environment(folder: Path) -> jinja2.Environment:
-    """The settings of all templates, of which those of a folder extend and import each other and the shared ones."""
+    """The settings of all templates, of which those of a folder extend and import each other and the shared ones.
+
+    They are kept, and the templates with them: compiling one takes longer than filling it in.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, TEMPLATES_FOLDER]),
         autoescape=jinja2.select_autoescape(["html"], default=False),

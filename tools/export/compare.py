@@ -52,7 +52,8 @@ def measure_differences(
     """
     written = []
     for number, case in enumerate(cases):
-        place = folder / f"case_{number}"
+        # transformers imports the code of folders of one name once if it is the same.
+        place = folder / str(number) / name_methods(case)
         export_model(write_case(case, place), place / place.name, log=lambda line: None)
         written.append(str(place))
     copy = folder / "reader.py"  # beside nothing of this project
@@ -61,13 +62,23 @@ def measure_differences(
     done = subprocess.run(
         [python, "-W", "ignore", str(copy), *written],
         cwd=folder,
-        env={**environment, "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
+        env={
+            **environment,
+            **{"HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
+            "PYTHONDONTWRITEBYTECODE": "1",  # of code that nobody imports again
+        },
         capture_output=True,
         text=True,
     )
     if done.returncode:
         raise SystemExit(f"error: an export cannot be read: {done.stderr[-3000:]}")
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def name_methods(case: ExportCase) -> str:
+    """A name that cases share whose exports have the same code: that of their methods."""
+    position = case.config().position
+    return "_".join(sorted({*position.encodings, *position.processors, *position.temperatures} - {"none"})) or "none"
 
 
 def select_beyond_rounding(found: Mapping[ExportCase, Mapping[str, float]]) -> dict[str, Mapping[str, float]]:
