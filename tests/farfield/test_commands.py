@@ -47,7 +47,7 @@ def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def commands_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process, for tests of what commands say; the others start processes as users do."""
+    """Of this process. The notebooks' corpus is prepared by a process as users start it."""
     monkeypatch.setattr(subprocess, "Popen", ForkingPopen)
 
 
@@ -80,6 +80,7 @@ def test_options_become_flags() -> None:
     assert format_flags(options) == ["--suffixes=.tex,.bib", "--vocab-size=300", "--overwrite", "--no-add-bos"]
 
 
+@pytest.mark.usefixtures("commands_are_forks")
 def test_a_corpus_is_prepared_as_asked(tmp_path: Path) -> None:
     (tmp_path / "one.tex").write_text("alpha beta " * 40)
     (tmp_path / "two.md").write_text("not read")
@@ -107,6 +108,7 @@ def test_a_digest_is_of_code_alone(own_methods: Path) -> None:
         catalog.compute_method_digests({"encodings": ["eighths"]})
 
 
+@pytest.mark.usefixtures("commands_are_forks")
 def test_a_training_with_a_method_of_ones_own(tmp_path: Path, own_methods: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     """It is trained by a process of its own, loaded here, and refused by a process that does not know its file."""
     corpus = write_corpora(tmp_path / "text")
