@@ -144,7 +144,8 @@ COHERENT = ("queries·keys", "attention", "feed-forward", "hidden")
 
 
 def exponents(over: str, parametrization: str, **choices: Any) -> dict[str, float]:
-    sizes = {"width": (64, 128, 256), "layers": (2, 4, 8)}[over]
+    """Of the smallest and the largest size: one half-way between them would have no weight in the slope."""
+    sizes = {"width": (64, 256), "layers": (2, 8)}[over]
     keys = {"steps": 3, "lr": 1e-2, "seeds": 2, **choices}
     changes = measure_over_sizes(keys.pop("method", "cdape"), over, sizes, parametrization, **keys)
     return {name: compute_exponent(sizes, values) for name, values in changes.items()}
@@ -159,19 +160,19 @@ def test_coordinates_move_equally_far_at_every_width(choices: dict[str, str]) ->
 
 
 def test_under_the_standard_parametrisation_they_do_not() -> None:
-    found = exponents("width", "standard")
+    found = exponents("width", "standard", seeds=1)
     assert min(found[name] for name in ("queries·keys", "attention", "feed-forward", "processor channels")) > 0.7, found
     assert found["logits"] > 0.4
 
 
 def test_a_processor_needs_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cdape, "list_growing_fan_ins", lambda self: [])
-    assert exponents("width", "muP")["processor channels"] > 0.6
+    assert exponents("width", "muP", seeds=1)["processor channels"] > 0.6
 
 
 def test_the_residual_stream_moves_equally_far_at_every_depth() -> None:
     assert abs(exponents("layers", "muP")["residual stream"]) < 0.25
-    assert exponents("layers", "standard")["residual stream"] > 0.6
+    assert exponents("layers", "standard", seeds=1)["residual stream"] > 0.6
 
 
 def test_the_check_is_drawn_and_written(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
