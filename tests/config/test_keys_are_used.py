@@ -35,7 +35,8 @@ def _sections(kind: type[ConfigSection]) -> Iterator[type[ConfigSection]]:
 TYPES: dict[str, type] = {"Config": Config} | {
     kind.__name__: kind for section in SECTIONS.values() for kind in _sections(section)
 }
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+ASSIGNMENTS = (ast.Assign, ast.NamedExpr, ast.AnnAssign, ast.For, ast.comprehension)
 
 
 parse = cache(ast.parse)
@@ -77,7 +78,7 @@ class Reader:
                     kinds[argument.arg] = kind
                 elif argument.annotation is not None:
                     kinds.pop(argument.arg, None)
-        inside = list(_inside(scope))
+        inside = _inside(scope)
         for _ in range(2):
             for node in inside:
                 self._assign(node, kinds, texts)
@@ -139,12 +140,19 @@ def _pattern(text: ast.expr) -> re.Pattern[str]:
     return re.compile("".join(re.escape(str(p.value)) if isinstance(p, ast.Constant) else r"\w+" for p in parts))
 
 
-def _inside(scope: ast.AST) -> Iterator[ast.AST]:
-    """All nodes of a scope, without those of the functions in it."""
-    for node in ast.iter_child_nodes(scope):
-        yield node
+@cache
+def _inside(scope: ast.AST) -> tuple[ast.AST, ...]:
+    """The nodes of a scope that a `Reader` looks at, without those of the functions in it; they are kept, because each
+    scope is asked for often."""
+    found: list[ast.AST] = []
+    pending = [*ast.iter_child_nodes(scope)][::-1]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (*FUNCTIONS, *ASSIGNMENTS, ast.Attribute, ast.Call)):
+            found.append(node)
         if not isinstance(node, FUNCTIONS):
-            yield from _inside(node)
+            pending += [*ast.iter_child_nodes(node)][::-1]
+    return tuple(found)
 
 
 @cache
