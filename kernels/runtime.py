@@ -3,15 +3,14 @@
 The same tiles and options launch a kernel and compile it for a GPU that is not here (`aot_configs.py`).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -107,7 +106,11 @@ def launch_context(x: Tensor) -> AbstractContextManager[object]:
     if x.is_cuda:
         index = x.get_device()
         return _NO_CONTEXT if index == torch.cuda.current_device() else torch.cuda.device(index)
-    return fast_interpreter() if is_interpreted() else _NO_CONTEXT
+    if not is_interpreted():
+        return _NO_CONTEXT
+    from kernels.interpreter import fast_interpreter  # it takes its time, and a GPU needs none of it
+
+    return fast_interpreter()
 
 
 def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -118,73 +121,3 @@ def outside_graphs(function: type[torch.autograd.Function]) -> Callable[..., Any
 def get_backward_number() -> int:
     """The number of the backward pass that is running; what another left behind is none of its business."""
     return torch._C._current_graph_task_id()
-
-
-@contextmanager
-def fast_interpreter() -> Iterator[None]:
-    """Triton's interpreter without what takes three quarters of its time and changes nothing that it computes.
-
-    Integers are computed a second time in 64 bits for an assertion about overflow, which is then dropped unless Triton
-    debugs; and at each call of a device function Triton's language is searched for what the interpreter replaces in it,
-    though the launch around the call has replaced it. Every operation also makes its result's type anew, with its
-    printed name, and every tensor its shape, though a launch has few of each.
-    """
-    from triton.runtime import interpreter  # it takes its time, and a GPU needs none of it
-
-    builder, function = interpreter.interpreter_builder, interpreter.InterpretedFunction
-    options, call = builder.options, function.__call__
-    # A launch replaces what its kernel's file names `tl`; Triton's own device functions know the language as `core`.
-    core = interpreter._patch_lang(tl.zeros.fn)
-    types = interpreter._LangPatchScope()
-    builder.options = replace(options, sanitize_overflow=options.debug)
-    function.__call__ = _call_interpreted
-    _remember_types(interpreter, types)
-    try:
-        yield
-    finally:
-        builder.options, function.__call__ = options, call
-        types.restore()
-        core.restore()
-
-
-def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A device function's call inside a launch."""
-    return function.rewrite()(*args, **kwargs)
-
-
-def _remember_types(interpreter: Any, scope: Any) -> None:
-    """Make each type of a launch once: a block's by its elements' type and its shape, a tensor's shape by its type."""
-    init_block, init_tensor, get_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    blocks: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
-    dtypes: dict[Any, Any] = {}
-
-    def init_block_once(self: Any, element_ty: Any, shape: Any) -> None:
-        values = shape.values if isinstance(shape, tl.tuple) else shape
-        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in values])
-        # An element's type is in what is kept of it, and so its number stays its own.
-        if (known := blocks.get((id(element_ty), sizes))) is None:
-            init_block(self, element_ty, shape)
-            tensor = object.__new__(tl.tensor)
-            init_tensor(tensor, None, self)
-            known = blocks[id(element_ty), sizes] = {**vars(self), "tensor": vars(tensor)}
-        vars(self).update(known)
-
-    def init_tensor_once(self: Any, handle: Any, type: Any) -> None:
-        known = vars(type).get("tensor")
-        if known is None:  # a scalar, or a block that was made before this launch
-            init_tensor(self, handle, type)
-        else:
-            vars(self).update(known)
-            self.handle, self.type = handle, type
-
-    def get_dtype_once(type: Any) -> Any:
-        scalar = type.element_ty if isinstance(type, tl.block_type) else type
-        if isinstance(scalar, tl.pointer_type):
-            return get_dtype(scalar)
-        if (found := dtypes.get(scalar)) is None:
-            found = dtypes[scalar] = get_dtype(scalar)
-        return found
-
-    scope.set_attr(tl.block_type, "__init__", init_block_once)
-    scope.set_attr(tl.tensor, "__init__", init_tensor_once)
-    scope.set_attr(interpreter, "_get_np_dtype", get_dtype_once)
