@@ -1,6 +1,6 @@
 """Cross-compiles Triton kernels for GPUs that are not here and reports what they use.
 
-    python -m kernels.compile [OP …] [--arch 80 90] [--sample N] [--json FILE]
+    python -m kernels.compile [OP …] [--arch 80 90] [--sample] [--json FILE]
 
 compiles the configurations that `kernels/OP/aot_configs.py` yields (`list_configurations() -> Iterator[KernelConfig]`)
 and prints a table, to a file with --json; without OP those of every folder that has an aot_configs.py. Speed cannot be
@@ -239,16 +239,17 @@ def list_ops() -> list[str]:
 
 
 def measure_ops(
-    ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: int = 1
+    ops: Iterable[str], arches: Iterable[int] = (80, 90), sample: bool = False
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """({"OP/NAME sm_80": resources}, what is beyond its limits) of every `sample`-th configuration, printed as it goes.
+    """({"OP/NAME sm_80": resources}, what is beyond its limits) of all configurations or a sample, printed as it goes.
 
     Raises:
         RuntimeError: two configurations have the same name.
     """
     rows: dict[str, dict[str, int]] = {}
     complaints = []
-    for op, config, arch in chain.from_iterable(_list_targets(op, arches)[::sample] for op in ops):
+    targets = [_list_targets(op, arches) for op in ops]
+    for op, config, arch in chain.from_iterable(map(_choose_sample, targets) if sample else targets):
         used = measure_resources(config, arch)
         key = f"{op}/{config.name} sm_{arch}"
         if key in rows:
@@ -266,12 +267,21 @@ def _list_targets(op: str, arches: Iterable[int]) -> list[tuple[str, KernelConfi
     return [(op, config, arch) for config in configurations for arch in arches if arch in config.arches]
 
 
+def _choose_sample(targets: list[tuple[str, KernelConfig, int]]) -> list[tuple[str, KernelConfig, int]]:
+    """A configuration of each of an op's kernels, of middle size, on one architecture and the other by turns."""
+    sample = []
+    for number, name in enumerate(dict.fromkeys(config.kernel.__name__ for _, config, _ in targets)):
+        own = [target for target in targets if target[1].kernel.__name__ == name]
+        arches = list(dict.fromkeys(arch for *_, arch in own))
+        own = [target for target in own if target[-1] == arches[number % len(arches)]]
+        sample.append(own[len(own) // 2])
+    return sample
+
+
 def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse, before minutes of compiling, what could not be compiled or written."""
     if unknown := [op for op in options.ops if op not in list_ops()]:
         parser.error(f"{unknown[0]} is no op; choose from {', '.join(list_ops())}")
-    if options.sample < 1:
-        parser.error(f"--sample is {options.sample}; it must be at least 1")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: its folder does not exist")
     if is_interpreted():
@@ -283,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     ops_help = "folders in kernels/, for example biased_attention; all that have an aot_configs.py if none is named"
     parser.add_argument("ops", nargs="*", metavar="OP", default=list_ops(), help=ops_help)
     parser.add_argument("--arch", nargs="+", type=int, default=[80, 90], choices=sorted(SHARED_LIMIT))
-    parser.add_argument("--sample", type=int, default=1, help="every n-th configuration of each op only")
+    parser.add_argument("--sample", action="store_true", help="one configuration of each kernel only")
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     _check_options(parser, options)
