@@ -118,7 +118,7 @@ def _compute(x: Tensor, y: Tensor) -> list[Any]:
 
 @contextmanager
 def _plain_interpreter() -> Iterator[None]:
-    """Which leaves the language as its device functions' calls found it; Triton's own leaves what it replaced there."""
+    """Which leaves the language as the calls of its functions found it; Triton's own leaves what it replaced there."""
     scopes: list[Any] = []
     replace_language = interpreter._patch_lang
     with pytest.MonkeyPatch.context() as patch:
