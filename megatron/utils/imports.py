@@ -16,7 +16,7 @@ used here. wandb takes a second and makes two temporary folders, which stay wher
 180 modules. `megatron/training/reporters.py` imports them where a run asks for them.
 
 Python searches for garbage again and again while thousands of modules are imported, and finds none: a fifth of the
-time. What needs a model imports it inside `pause_garbage_collection`.
+time. So it does not inside `trim_imports`, and what needs a model imports it inside `pause_garbage_collection`.
 """
 
 import gc
@@ -53,22 +53,23 @@ def require_package(package: str, feature: str) -> None:
 def trim_imports() -> Iterator[None]:
     """Inside it torch.compile, used as a decorator, leaves functions as they are, what reporters of runs need is not
     found unless it was imported before, and no warning is shown."""
-    import torch  # not at the top: `require_package` is asked before torch is there
+    with pause_garbage_collection():
+        import torch  # not at the top: `require_package` is asked before torch is there
 
-    usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
-    level = _EXTENSION_LOGGER.level
-    _EXTENSION_LOGGER.setLevel(logging.ERROR)
-    hidden = [name for name in REPORTER_MODULES if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.compile = usual
-        _EXTENSION_LOGGER.setLevel(level)
-        for name in hidden:
-            del sys.modules[name]
+        usual, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
+        level = _EXTENSION_LOGGER.level
+        _EXTENSION_LOGGER.setLevel(logging.ERROR)
+        hidden = [name for name in REPORTER_MODULES if name not in sys.modules]
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            torch.compile = usual
+            _EXTENSION_LOGGER.setLevel(level)
+            for name in hidden:
+                del sys.modules[name]
 
 
 @contextmanager
