@@ -82,7 +82,7 @@ lint: setup-dev
 test: setup-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy --no-error-summary & types=$$!; \
+	@$(BIN)/mypy --no-error-summary & types=$$!; trap 'kill $$types 2>/dev/null' INT TERM; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
 		wait $$types || { echo "error: mypy found what is printed above, at the beginning of the tests" >&2; exit 1; }; \
 		exit $$tests

@@ -58,10 +58,14 @@ class _Plan(NamedTuple):
 
     The function decides that by the types of the tensors that it is given and by its other arguments, never by the
     numbers in the tensors. So what it did once is done again where those are the same, without asking the function.
+
+    `x + 1` of a block of float32 has the builder make a float of 1, then a block of ones, and add. The ones follow from
+    the types alone, so the plan keeps them as a value, and one step: `create_fadd` of the values at two places, the
+    tensor's and the ones'; what it returns gets a place of its own.
     """
 
     values: list[Any]
-    """What the builder is given beside the function's tensors, which come before; None for what it returns."""
+    """What the builder is given beside the function's tensors, which come before; None where a step's result goes."""
     steps: list[tuple[str, list[int], int]]
     """A method of the builder, the places of the values that it is given, and that of the value that it returns."""
     result: tuple[int, dict[str, Any]] | None
@@ -95,7 +99,7 @@ class _Recorder:
         return partial(self._note, name) if callable(found) else found
 
     def _note(self, method: str, *args: Any) -> Any:
-        """What is made of constants alone is a constant."""
+        """What is made of constants alone is a constant, and no step of the plan, unless the function returns it."""
         result = getattr(self.builder, method)(*args)
         if isinstance(result, tl.dtype):
             return result

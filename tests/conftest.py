@@ -118,10 +118,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers are forks, unless there is a GPU, which no fork can use."""
+    gc.enable()  # this process collects no tests
     if not torch.cuda.is_available():
-        from forked_workers import start_server
+        from forked_workers import start_servers
 
-        command = start_server(config.invocation_params.args)
+        command = start_servers(TESTS, config.invocation_params.args)
         for spec in specs:
             spec.python = command
 

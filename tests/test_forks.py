@@ -3,20 +3,33 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from forked import SHARED_SERVER, Forked, ForkServer, connect
+from forked import SHARED_SERVER, Forked, ForkServer, connect, read_answer
 
 SUPPORT = Path(__file__).parent / "support"
 SLEEPING = """\
 import socket, sys, time
 sys.path.insert(0, {support!r})
 from fork_server import serve
-serve(socket.socket(fileno=int(sys.argv[1])), lambda request, streams: time.sleep(60), kills={kills})
+serve(socket.socket(fileno=int(sys.argv[1])), lambda request, streams: time.sleep(60), grace={grace})
+"""
+CONFTEST = """\
+import sys
+from pathlib import Path
+sys.path[:0] = [{support!r}, {root!r}]
+from forked_workers import start_servers
+
+def pytest_xdist_setupnodes(config, specs):
+    for spec in specs:
+        spec.python = start_servers(Path(__file__).parent, config.invocation_params.args)
 """
 
 
@@ -28,56 +41,86 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 30
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.01)
+@dataclass
+class Sleepers:
+    """A server whose forks sleep."""
+
+    server: ForkServer
+    grace: float
+    pids: list[int] = field(default_factory=list)
+
+    def ask(self) -> socket.socket:
+        """For a fork: the connection to it."""
+        connection = connect(self.server.path, {}, (0, 1, 2))
+        self.pids.append(read_answer(connection.makefile(), "started"))
+        return connection
 
 
-@pytest.fixture(params=[True, False], ids=["scripts", "workers"])
-def sleeping(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[ForkServer, socket.socket, int, bool]]:
-    """A server, a connection to it, and the fork that this asked for."""
+@pytest.fixture(params=[0, 1])
+def sleepers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sleepers]:
     script = tmp_path / "server.py"
-    script.write_text(SLEEPING.format(support=str(SUPPORT), kills=request.param))
-    server = ForkServer(str(script), folder=tmp_path)
-    connection = connect(server.path, {}, (0, 1, 2))
-    answer = connection.makefile().readline()
-    pid = int(answer.removeprefix('{"started": ').rstrip("}\n"))
-    yield server, connection, pid, request.param
-    if is_alive(pid):
+    script.write_text(SLEEPING.format(support=str(SUPPORT), grace=request.param))
+    sleepers = Sleepers(ForkServer(str(script), folder=tmp_path), request.param)
+    yield sleepers
+    for pid in filter(is_alive, sleepers.pids):
         os.kill(pid, signal.SIGKILL)
-    server.close()
+    sleepers.server.close()
 
 
-def test_scripts_end_with_their_connection_and_workers_go_on(
-    sleeping: tuple[ForkServer, socket.socket, int, bool],
-) -> None:
-    server, connection, pid, is_script = sleeping
+def test_a_fork_ends_after_its_connection(sleepers: Sleepers) -> None:
+    connection, _other = sleepers.ask(), sleepers.ask()
+    begun = time.monotonic()
     connection.shutdown(socket.SHUT_RDWR)
-    if is_script:
-        wait_for_end(pid)
-    else:
-        connect(server.path, {}, (0, 1, 2)).makefile().readline()  # it has seen to the other by now
-        assert is_alive(pid)
+    while is_alive(sleepers.pids[0]):
+        assert time.monotonic() < begun + 30
+        time.sleep(0.01)
+    assert time.monotonic() > begun + sleepers.grace
+    assert is_alive(sleepers.pids[1])
 
 
-def test_scripts_end_with_their_server_and_workers_go_on(
-    sleeping: tuple[ForkServer, socket.socket, int, bool],
-) -> None:
-    server, _, pid, is_script = sleeping
-    server.close()
-    if is_script:
-        wait_for_end(pid)
-    else:
-        assert is_alive(pid)
-    assert not Path(server.path).exists()
+def test_forks_end_before_their_server(sleepers: Sleepers) -> None:
+    _connections = sleepers.ask(), sleepers.ask()
+    begun = time.monotonic()
+    sleepers.server.close()
+    assert time.monotonic() > begun + sleepers.grace
+    assert not any(map(is_alive, sleepers.pids))
+    assert not Path(sleepers.server.path).parent.exists()
 
 
-def test_ctrl_c_does_not_end_a_server(sleeping: tuple[ForkServer, socket.socket, int, bool]) -> None:
-    server, *_ = sleeping
-    server.process.send_signal(signal.SIGINT)
-    assert "started" in connect(server.path, {}, (0, 1, 2)).makefile().readline()
+def test_nobody_who_comes_and_goes_ends_a_server(sleepers: Sleepers) -> None:
+    """Ctrl-C, and who connects and asks for nothing."""
+    sleepers.ask()
+    sleepers.server.process.send_signal(signal.SIGINT)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(sleepers.server.path)
+    assert sleepers.ask()
+
+
+def test_who_asks_a_server_that_has_ended_is_told(sleepers: Sleepers) -> None:
+    connection = connect(sleepers.server.path, {}, (0, 1, 2))
+    answers = connection.makefile()
+    sleepers.pids.append(read_answer(answers, "started"))
+    sleepers.server.process.kill()
+    with pytest.raises(RuntimeError, match="the fork server has ended"):
+        read_answer(answers, "code")
+
+
+def test_files_that_cannot_be_imported_fail_in_workers_too(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -q -p no:cacheprovider\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(support=str(SUPPORT), root=str(SUPPORT.parents[1])))
+    (tmp_path / "test_right.py").write_text("def test_a(): pass\n")
+    (tmp_path / "test_wrong.py").write_text("def test_b(): pass\nimport nosuch_module\n")
+    (tmp_path / "test_worse.py").write_text("def test_c(:\n")
+    command = [sys.executable, "-m", "pytest", "-n", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 passed, 2 errors" in done.stdout
+    for name in ("test_wrong.py", "test_worse.py"):
+        (tmp_path / name).unlink()
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 @pytest.mark.slow

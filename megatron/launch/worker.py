@@ -81,7 +81,10 @@ def _train(
         with pause_garbage_collection():
             from megatron.distributed.process_groups import abandon_groups
             from megatron.training.trainer import train_resolved
-        gc.freeze()  # DeepSpeed searches for garbage with every engine: a third of a second in all that is imported
+        # DeepSpeed searches for garbage with every engine: a third of a second in all that is imported. Left out once,
+        # since for a second training in this process what is left of the first is garbage.
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
 
         try:
             shown = console if rank_info.rank == 0 else None

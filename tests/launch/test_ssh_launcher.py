@@ -44,7 +44,8 @@ if host == "nowhere":
     sys.exit(255)
 env, variable, *command = shlex.split(" ".join(words))
 assert env == "env"
-os.environ.update([variable.split("=")])
+os.environ.pop({METHODS_VARIABLE!r}, None)  # a machine has a user's variables if the launcher sends them
+os.environ.update([variable.split("=", 1)])
 sys.exit(subprocess.call(command, cwd="/"))
 """
 """A script of this Python, for a launcher that is a fork to start forks (`fork_server.py`)."""

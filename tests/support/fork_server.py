@@ -20,6 +20,7 @@ import gc
 import importlib
 import inspect
 import json
+import math
 import os
 import runpy
 import select
@@ -29,6 +30,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -130,6 +132,8 @@ def reset_signals() -> None:
 
 def reset_process_groups() -> None:
     """The parent may have met itself, to build a model; the threads of that group are not in its fork."""
+    if "torch.distributed" not in sys.modules:
+        return
     from torch.distributed import distributed_c10d
 
     from megatron.distributed.megatron_core import parallel_state
@@ -144,6 +148,8 @@ _groups_of_parents: list[object] = []
 
 def reset_seeds() -> None:
     """Two processes of Python's do not draw the same numbers."""
+    if "torch" not in sys.modules:
+        return
     import numpy
     import torch
 
@@ -222,34 +228,41 @@ def become_requested_script(request: Mapping[str, Any], streams: Sequence[int]) 
 
 
 def serve(
-    listener: socket.socket, become: Callable[[Mapping[str, Any], Sequence[int]], object], *, kills: bool
+    listener: socket.socket, become: Callable[[Mapping[str, Any], Sequence[int]], object], *, grace: float
 ) -> None:
     """Fork for each connection, until standard input ends. Forks neither search nor copy what is there by now.
 
     Ctrl-C is for the forks: it does not end the server.
 
     Args:
-        listener: the socket.
+        listener: the socket, in a folder of its own, which goes with the server.
         become: what a fork does with a request and three streams. It ends in that, or returns from here afterwards.
-        kills: end a fork when its connection does, and all of them with the server.
+        grace: seconds that a fork has to end by itself when its connection ends, or the server does.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
     gc.enable()
     running: dict[int, socket.socket] = {}
+    deadlines: dict[int, float] = {}
+    is_ending = False
     selector = selectors.DefaultSelector()
     for source in (0, listener):
         selector.register(source, selectors.EVENT_READ)
-    while True:
+    while running or not is_ending:
         ready = [key.fileobj for key, _ in selector.select(0.01 if running else None)]
+        now = time.monotonic()
         if 0 in ready:
-            break
+            is_ending = True
+            selector.unregister(0)
+            selector.unregister(listener)
+            deadlines = dict.fromkeys(running, now + grace) | deadlines
         for child, connection in list(running.items()):
             if connection in ready:  # who asked for it is gone
                 selector.unregister(connection)
-                if kills:
-                    _kill(child)
+                deadlines.setdefault(child, now + grace)
+            if now >= deadlines.get(child, math.inf):
+                _kill(child)
             found, status = os.waitpid(child, os.WNOHANG)
             if found:
                 del running[child]
@@ -257,9 +270,12 @@ def serve(
                     selector.unregister(connection)
                 _answer(connection, code=os.waitstatus_to_exitcode(status))
                 connection.close()
-        if listener in ready:
+        if listener in ready and not is_ending:
             connection, _ = listener.accept()
             request, streams = _receive_request(connection)
+            if request is None:
+                connection.close()
+                continue
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # until the fork has its handlers
             child = os.fork()
             if child == 0:
@@ -273,15 +289,24 @@ def serve(
             running[child] = connection
             selector.register(connection, selectors.EVENT_READ)
             _answer(connection, started=child)
-    for child in running if kills else ():
-        _kill(child)
+    remove_socket(listener)
 
 
-def _receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """A request and its streams; None if who asks ends before it has said what."""
     data, streams, *_ = socket.recv_fds(connection, 1 << 16, 3)
     while not data.endswith(b"\n"):
-        data += connection.recv(1 << 16)
+        if not (more := connection.recv(1 << 16)):
+            for stream in streams:
+                os.close(stream)
+            return None, []
+        data += more
     return json.loads(data), streams
+
+
+def remove_socket(listener: socket.socket) -> None:
+    """With its folder, which `ForkServer` made; who started the server may be gone."""
+    shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 
 
 def _answer(connection: socket.socket, **what: int) -> None:
@@ -305,7 +330,9 @@ def main() -> None:
         gc.disable()  # to search again and again what is imported takes a sixth of the time
         for name in PRELOADED:
             importlib.import_module(name)
-        serve(listener, become_requested_script, kills=True)
+        serve(listener, become_requested_script, grace=0)
+    else:
+        remove_socket(listener)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,14 +67,14 @@ class Forked:
             numbers += [streams.enter_context(open(path, "ab")).fileno() for path in (output, errors or output)]
             self.connection = connect(_start_server(root), request, numbers)
         self.answers = self.connection.makefile()
-        self.pid = int(json.loads(self.answers.readline())["started"])
+        self.pid = read_answer(self.answers, "started")
 
     returncode: int | None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
-            self.returncode = int(json.loads(self.answers.readline())["code"])
+            self.returncode = read_answer(self.answers, "code")
             self.connection.close()
             self.answers.close()
         return self.returncode
@@ -140,6 +141,14 @@ def connect(path: str, request: Mapping[str, object], streams: Sequence[int]) ->
     sent = socket.send_fds(connection, [data], streams)
     connection.sendall(data[sent:])
     return connection
+
+
+def read_answer(answers: TextIO, name: str) -> int:
+    """What a server says of a fork: `started`, its number, and `code`, how it ended."""
+    line = answers.readline()
+    if not line:
+        raise RuntimeError("the fork server has ended")
+    return int(json.loads(line)[name])
 
 
 SHARED_SERVER = "FARFIELD_TESTS_FORK_SERVER"

@@ -25,8 +25,15 @@ ALL = [
 ]
 IN_TURN = list(zip(registry.list_encodings(), cycle(["none", *registry.list_processors()]), strict=False))
 """Every encoding once, the processors taking turns."""
-COVERING = sorted({*IN_TURN, *(pair for pair in ALL if pair[0] in ("kerple_log", "none"))})
-"""And every processor with a bias and without one: for whole models, where what a pair computes is known from laws."""
+COVERING = sorted(
+    {
+        *IN_TURN,
+        *(pair for pair in ALL if pair[0] in ("kerple_log", "none")),
+        *(("fox", "mta"), ("fox", "selective"), ("rotary", "mta")),
+    }
+)
+"""And every processor with a bias and without one, and gates and rotations with those that read rows above: for whole
+models, where what a pair computes is known from laws."""
 RELATIVE = [pair for pair in ALL if registry.load_encoding_class(pair[0]).relative]
 MAPPED = [pair for pair in ALL if not registry.load_encoding_class(pair[0]).overrides_hook("embed")]
 

@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tiny_runs import tiny_config, write_corpora
+
+from megatron.distributed.hardware import LocalHardware
+from megatron.launch.local_launcher import train_on_this_machine
+from megatron.training.resolve_run import resolve_run
 from megatron.utils.imports import pause_garbage_collection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,3 +44,20 @@ def test_what_became_garbage_meanwhile_is_found() -> None:
         "assert seen() is None\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_what_a_training_leaves_behind_is_garbage_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process leaves out of garbage collection what it has imported, and not what it has trained."""
+    frozen = 0
+
+    def freeze() -> None:
+        nonlocal frozen
+        frozen += 1
+
+    corpus = write_corpora(tmp_path / "data")
+    monkeypatch.setattr(gc, "freeze", freeze)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    for name in ("first", "second"):
+        config = tiny_config(corpus, tmp_path / name, train_iters=1)
+        assert train_on_this_machine(resolve_run(config, LocalHardware(0, 1))) == 0
+        assert frozen == 1
