@@ -58,10 +58,19 @@ def serve_workers(tests: str, arguments: Sequence[str], descriptor: int) -> None
     import pytest
     from fork_server import serve
 
-    if pytest.main([*arguments]) not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    code = pytest.main([*arguments], plugins=[_Interrupt()])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         _forget_modules(tests)
     # A worker learns of the end of xdist from its own standard input, and tidies up, in at most 15 s.
     serve(socket.socket(fileno=descriptor), become_worker, grace=20)
+
+
+class _Interrupt:
+    """Ctrl-C while the tests are imported: there is no need for workers any more."""
+
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        if excinfo.type is KeyboardInterrupt:  # files that cannot be imported are an interruption too
+            os._exit(130)
 
 
 def _forget_modules(folder: str) -> None:
@@ -82,7 +91,7 @@ def start_worker(path: str, code: str) -> int:
         read_answer(answers, "started")
         return read_answer(answers, "code")
     except (OSError, RuntimeError) as error:
-        print(f"error: a worker's end is not known: {error}", file=sys.stderr)
+        print(f"error: no worker: {error}", file=sys.stderr)
         return 1
 
 
