@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,10 +82,7 @@ def _train(
         with pause_garbage_collection():
             from megatron.distributed.process_groups import abandon_groups
             from megatron.training.trainer import train_resolved
-        # DeepSpeed searches for garbage with every engine: a third of a second in all that is imported. Left out once,
-        # since for a second training in this process what is left of the first is garbage.
-        if gc.get_freeze_count() == 0:
-            gc.freeze()
+        _freeze_imports()
 
         try:
             shown = console if rank_info.rank == 0 else None
@@ -96,6 +94,15 @@ def _train(
             saved = "nothing is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
             raise RunError(f"standard output: {output.problem}; ended at step {result.step}, {saved}")
         return result.exit_code
+
+
+@cache
+def _freeze_imports() -> None:
+    """Leave what is imported out of garbage collection: DeepSpeed collects with every engine, for a third of a second.
+
+    Once in a process: for a second training what is left of the first is garbage.
+    """
+    gc.freeze()
 
 
 def main(arguments: list[str]) -> int:
