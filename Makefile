@@ -20,7 +20,7 @@ VENV_CUDA := .venv-cuda
 COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast lint docs site clean
+.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast style lint docs site clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -73,15 +73,15 @@ zoo: setup
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tools/gpu/check.py
 
-lint: setup-dev
+style: setup-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+lint: style
 	@$(BIN)/mypy
 
 # Types are checked while one process collects the tests, and errors of both kinds are shown as they are found.
-test: setup-dev
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+test: style
 	@$(BIN)/mypy --no-error-summary & types=$$!; trap 'kill $$types 2>/dev/null' INT TERM; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal; tests=$$?; \
 		wait $$types || { echo "error: mypy found what is printed above, at the beginning of the tests" >&2; exit 1; }; \

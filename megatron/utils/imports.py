@@ -33,8 +33,8 @@ from megatron.utils.errors import UserError
 _EXTENSION_LOGGER = logging.getLogger("torch.utils.cpp_extension")
 REPORTER_MODULES = ("wandb", "torch.utils.tensorboard")
 """What reports a run, and megatron-core imports all the same."""
-FROZEN_BY_PYTHON = 5000
-"""More objects than Python itself leaves out of garbage collection: 375 in 3.12, and none in 3.11."""
+MAX_FROZEN_BY_PYTHON = 5000
+"""Python itself leaves no more objects out of garbage collection: 375 in 3.12.1, and none in 3.11."""
 REQUIREMENTS_FILE = "requirements-eval.txt"
 """In the project's root; it pins them."""
 
@@ -84,7 +84,7 @@ def pause_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             # Unless all was imported before, or somebody has left out objects for longer.
-            if len(sys.modules) > imported and gc.get_freeze_count() < FROZEN_BY_PYTHON:
+            if len(sys.modules) > imported and gc.get_freeze_count() < MAX_FROZEN_BY_PYTHON:
                 gc.freeze()
                 gc.unfreeze()  # all objects are old now, and only a full search looks at them again
             gc.enable()

@@ -53,7 +53,7 @@ def measure_differences(
     written = []
     for number, case in enumerate(cases):
         # transformers imports the code of folders of one name once if it is the same.
-        place = folder / str(number) / name_methods(case)
+        place = folder / str(number) / get_export_folder_name(case)
         export_model(write_case(case, place), place / place.name, log=lambda line: None)
         written.append(str(place))
     copy = folder / "reader.py"  # beside nothing of this project
@@ -64,7 +64,8 @@ def measure_differences(
         cwd=folder,
         env={
             **environment,
-            **{"HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1"},
+            "HF_HOME": str(folder / "hf"),
+            "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",  # of code that nobody imports again
         },
         capture_output=True,
@@ -75,8 +76,8 @@ def measure_differences(
     return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def name_methods(case: ExportCase) -> str:
-    """A name that cases share whose exports have the same code: that of their methods."""
+def get_export_folder_name(case: ExportCase) -> str:
+    """The name of an export's folder: that of its methods, which cases share whose exports have the same code."""
     position = case.config().position
     return "_".join(sorted({*position.encodings, *position.processors, *position.temperatures} - {"none"})) or "none"
 
