@@ -4,6 +4,7 @@ transformers finds the files of a model by the text of their imports, one folder
 `megatron/position` and `megatron/attention` is copied with one change: every import of ours becomes one of a file
 beside it. No two of these files may have the same name, therefore.
 The registry, which looks methods up by the files there are, is replaced by one that names those of this model.
+Methods of a user's own are copied like the others, if they keep to what the project's own files do.
 
 transformers keeps the modules of a model by the name of its folder, whatever is in it. So the name of each file ends in
 a digest of all of them: two exports whose folders are called alike never run each other's code in one process.
@@ -20,9 +21,11 @@ from pathlib import Path
 
 from megatron.position import registry
 from megatron.position.base import PositionModule
+from megatron.position.catalog import find_method_file, format_path
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.temperature import Temperature
+from megatron.utils.errors import UserError
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 MODELING_FILE, CONFIGURATION_FILE = (
@@ -30,6 +33,8 @@ MODELING_FILE, CONFIGURATION_FILE = (
     BUNDLED_FOLDER / "configuration_farfield.py",
 )
 REPOSITORY = Path(__file__).parent.parent.parent
+_OUR_PACKAGES = {"megatron", "kernels", "farfield"}
+_SOURCE_FOLDERS = (REPOSITORY / "megatron" / "position", REPOSITORY / "megatron" / "attention")
 _PROJECT_IMPORT = re.compile(r"^from megatron\.(?:\w+\.)*(\w+) import", re.MULTILINE)
 _RELATIVE_IMPORT = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 
@@ -81,22 +86,33 @@ def bundle_modeling_code(
 
     Args:
         encodings, processors, temperatures: of the model's layers; `none` for no processor and no temperature.
+
+    Raises:
+        UserError: a method of the user's own cannot travel; names its file and the line.
     """
     methods: list[type[PositionModule]] = [registry.load_encoding_class(name) for name in encodings]
     methods += [registry.load_processor_class(name) for name in processors if name != "none"]
     methods += [registry.load_temperature_class(name) for name in temperatures if name != "none"]
     files = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE.read_text(encoding="utf-8")}
+    paths = {CONFIGURATION_FILE.stem: CONFIGURATION_FILE}
     pending = [MODELING_FILE, *(_get_source_file(method) for method in methods)]
     while pending:
         path = pending.pop()
+        if (same := paths.setdefault(path.stem, path)) != path:
+            own, other = sorted((path, same), key=lambda file: file.is_relative_to(REPOSITORY))
+            raise UserError(
+                f"{format_path(own)}: an export has all files in one folder, and {format_path(other)} has the same name"
+            )
         if path.stem in files:
             continue
         if path == Path(registry.__file__):
             files[path.stem] = _render_registry(methods)
             continue
         text = path.read_text(encoding="utf-8")
+        if not path.is_relative_to(REPOSITORY):
+            _check_own_imports(path, text)
         files[path.stem] = flatten_imports(text)
-        pending += [target for target in list_project_imports(text) if target.stem not in files]
+        pending += [target for target in list_project_imports(text) if paths.get(target.stem) != target]
     files[MODELING_FILE.stem] = _import_all_modules(
         files[MODELING_FILE.stem], sorted(set(files) - {MODELING_FILE.stem})
     )
@@ -132,7 +148,24 @@ def flatten_imports(text: str) -> str:
 
 
 def _get_source_file(method: type[PositionModule]) -> Path:
-    return Path(registry.__file__).parent.joinpath(*method.__module__.split(".")[-2:]).with_suffix(".py")
+    kind, name = method.__module__.split(".")[-2:]
+    return find_method_file(kind, name)
+
+
+def _check_own_imports(path: Path, text: str) -> None:
+    """See that what a user's file imports of ours is found again beside it. Raises UserError."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        if {name.partition(".")[0] for name in names}.isdisjoint(_OUR_PACKAGES):
+            continue
+        files = list_project_imports(ast.unparse(node)) if node.col_offset == 0 else ()
+        if not files or not all(file.is_file() and any(map(file.is_relative_to, _SOURCE_FOLDERS)) for file in files):
+            raise UserError(
+                f"{path}:{node.lineno}: {ast.unparse(node)}: an export carries what a line imports that begins with "
+                "`from megatron.position.MODULE import` or `from megatron.attention.MODULE import`"
+            )
 
 
 def _render_registry(methods: list[type[PositionModule]]) -> str:

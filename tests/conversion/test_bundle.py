@@ -9,7 +9,9 @@ import pytest
 
 import megatron.position
 from megatron.conversion.modeling_code import BUNDLED_FOLDER, MODELING_FILE, bundle_modeling_code, flatten_imports
+from megatron.position.catalog import METHODS_VARIABLE
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
+from megatron.utils.errors import UserError
 
 POSITION = Path(next(iter(megatron.position.__path__)))
 ATTENTION = POSITION.with_name("attention")
@@ -63,6 +65,51 @@ def test_only_imports_differ_from_the_project() -> None:
 def test_other_methods_stay_at_home() -> None:
     assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code(["rotary"], ["none"]))
     assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own code
+
+
+@pytest.fixture
+def own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for kind in ("encodings", "processors"):
+        (tmp_path / kind).mkdir()
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+OWN = """\
+from megatron.position.encodings.kerple_log import KerpleLog
+
+
+class Mine(KerpleLog):
+    pass
+"""
+
+
+def test_methods_of_ones_own_travel(own_methods: Path) -> None:
+    (own_methods / "encodings" / "mine.py").write_text(OWN)
+    (own_methods / "processors" / "own_dape.py").write_text(
+        "import math\nfrom megatron.position.processors.dape import Dape\n\n\nclass Own(Dape):\n    pass\n"
+    )
+    files = bundle_modeling_code(["mine", "rotary"], ["own_dape", "none"])
+    check_bundle(files)
+    assert files["mine.py"] == flatten_imports(OWN)
+    assert 'ENCODINGS = {"mine": Mine, "rotary": Rotary}' in files["registry.py"]
+    assert 'PROCESSORS = {"own_dape": Own}' in files["registry.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "message"),
+    [
+        ("mine", "import megatron.position.facts", "mine.py:1: import megatron.position.facts: an export carries"),
+        ("mine", "from megatron.position import registry", "mine.py:1: from megatron.position import registry: an"),
+        ("mine", "from megatron.utils.errors import UserError", "mine.py:1: from megatron.utils.errors import"),
+        ("mine", "if True:\n    from megatron.position.facts import HOOKS", "mine.py:2: from megatron.position.facts"),
+        ("facts", "", r"facts.py: an export has all files in one folder, and megatron.position.facts.py has the same"),
+    ],
+)
+def test_methods_that_cannot_travel_are_refused(own_methods: Path, name: str, head: str, message: str) -> None:
+    (own_methods / "encodings" / f"{name}.py").write_text(f"{head}\n{OWN}")
+    with pytest.raises(UserError, match=message):
+        bundle_modeling_code([name], ["none"])
 
 
 def test_names_of_files_are_unique() -> None:
