@@ -1,11 +1,11 @@
 """From the logits of a row to its attention weights: a softmax, alone or with a sink, or stick-breaking.
 
-| softmax_type   | weight of key j for row i                        | a row's weights add up to   |
-|----------------|--------------------------------------------------|-----------------------------|
-| vanilla        | exp(x_ij) / Σ_l exp(x_il)                        | 1                           |
-| off-by-one     | exp(x_ij) / (1 + Σ_l exp(x_il))                  | less than 1                 |
-| learnable      | exp(x_ij) / (exp(s_h) + Σ_l exp(x_il))           | less than 1                 |
-| stick-breaking | σ(x_ij) · Π_{j<l<i} (1 − σ(x_il)) for j < i      | less than 1; 0 for one key  |
+| softmax_type   | weight of key j for row i                        | a row's weights add up to       |
+|----------------|--------------------------------------------------|---------------------------------|
+| vanilla        | exp(x_ij) / Σ_l exp(x_il)                        | 1                               |
+| off-by-one     | exp(x_ij) / (1 + Σ_l exp(x_il))                  | less than 1                     |
+| learnable      | exp(x_ij) / (exp(s_h) + Σ_l exp(x_il))           | less than 1                     |
+| stick-breaking | σ(x_ij) · Π_{j<l<i} (1 − σ(x_il)) for j < i      | less than 1; 0 in the first row |
 
 A sink is a logit beside those of a row's keys that has no value: what falls to it is attention to nothing. Rows that
 find nothing to attend to need no first token to put their weight on. Sources: off-by-one, Miller 2023 (Attention is off

@@ -112,8 +112,8 @@ def test_same_pictures_every_time() -> None:
         ("learned", f"{512 * 768:,}\n"),
         ("alibi", "**Parameters:** none"),
         # Conv1 2H·W·k + W, Conv2 W·H·k + H, with H = 12, W = 32, k = 3
-        ("cdape", f"{24 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} per layer"),
-        ("cdape", f"; {12 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} and "),
+        ("cdape", f"{24 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} in each layer ("),
+        ("cdape", f"; with an encoding that has no bias, {12 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} ("),
         ("cdape", "keys up to 2 apart"),  # two kernels of 3
         ("dape", "each key by itself"),
         ("kerple_bias_weight", "gives a bias and a weight"),

@@ -114,16 +114,19 @@ necessary, since it soon becomes local attention. The best model of that paper i
 of parameters per layer (overlay `cdape_kerple_log`).
 
 Exploring Transformer Extrapolation proves (theorem 3.4) that a model is sure to extrapolate if the series
-Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power`, for those heads of `kerple_log`
-whose r1 exceeds 1 (appendix B) and for those of `bam` whose β is positive, but not for `inverse` and `inverse_nlogn`,
-the paper's counter-examples. The theorem is about the bias alone and says nothing of processors and contextual terms.
+Σ exp(bias(n)) converges. It converges for `alibi`, `type1`, `type2`, `kerple_power` and `kerple_bias_weight`, for
+those heads of `kerple_log` whose r1 exceeds 1 (appendix B), of `kerple_log3` whose r1·r3 exceeds 1 and of `bam` whose β
+is positive, but not for `inverse` and `inverse_nlogn`, the paper's counter-examples
+([every encoding](analysis.md#does-the-series-converge)). The theorem is about the bias alone and says nothing of
+processors and contextual terms.
 
 Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer Extrapolation (Qin et al. 2023) and
 DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
 are theirs, at their sizes and on their data. What this code measures at a small size, for every method that is here,
 is in [results/zoo.md](results/zoo.md): look there first if you mean to train a small model. There `cdape` on `fox` has
 the least perplexity at 32× the training length, and `cdape` on `kerple_log` the best mean rank over text, needles and
-tasks, because `fox` forgets needles. It is one tiny model, trained for minutes.
+tasks, because `fox` forgets needles. `kerple_power`, with one seed, stands before `kerple_log`, with three, which is
+the reverse of what KERPLE finds. It is one tiny model, trained for minutes.
 
 ## Compare some of them
 
@@ -219,12 +222,8 @@ Keys are not touched, so neither is the cache of decoding, and every backend and
 Every layer has a temperature of its own, with parameters of its own.
 These are not decayed, AdamW steps them beside Muon, and muP leaves their rate as it is.
 
-A temperature without learned parameters can be put on a model that was trained without one:
-`./deepy.py evaluate RUN --temperature logn`, or with options `--temperature llama4:floor_scale=512`;
-`generate` calls it `--attention-temperature`, because its `--temperature` is that of sampling.
-`--temperature none` takes one off.
-Names in tables and records say so: `rotary(temperature=logn at evaluation)`.
-The parameters of `ssmax` are learned, so it is refused there, and so is another one on a run that was trained with it.
+A temperature without learned parameters can be put on a trained model, or taken off one:
+[a temperature at evaluation alone](evaluation.md#a-temperature-at-evaluation-alone).
 Finetuning (`finetune: true`) may begin with another temperature: `attention_temperature: ssmax` then has fresh
 parameters.
 """
@@ -247,17 +246,18 @@ What comes after the logits is chosen beside them, and goes with every encoding,
 
 A softmax must give all of a row's weight to keys, so models learn to put what they do not need on the first token.
 A sink takes it instead: a logit that joins those of the keys and has no value.
-`learnable` has one for each head of each layer, from 0 on, where `off-by-one` has it for good.
-They are float32 in every compute type, are not decayed, and cost nothing that can be measured:
+With `learnable` each head of each layer learns its sink logit, which starts at 0. With `off-by-one` it stays 0.
+Sinks are float32 in every compute type, are not decayed, and cost nothing that can be measured:
 kernels begin each row's sum with the sink.
 A constant that a processor adds to all logits of a head has an effect then, unlike under a softmax alone.
-`auto` takes no `sdpa` for them, which cannot; a layer that adds nothing else then takes blocks of rows on a CPU, and
-on a GPU what the check finds fastest of these, `triton` and `flex`.
+`auto` does not choose `sdpa`, because SDPA has no sinks.
+A layer that adds nothing else then takes blocks of rows on a CPU,
+and on a GPU what the check finds fastest of blocks of rows, `triton` and `flex`.
 Overlays: `sinks`, `off_by_one`, `gpt_oss`.
 
 `stick-breaking` (overlay `stick_breaking`) knows the order of tokens without positions: going back from its own token,
 which a row does not attend to, each key takes the share σ(x) of what later keys have left.
-A row's first key therefore sees nothing, and what no key takes is attention to nothing.
+The first token of a sequence therefore attends to nothing, and what no key takes is attention to nothing.
 (Released models of its authors add that rest to the output, with the own value or a learned vector; the paper's
 formula does not.)
 PyTorch's blocks of rows compute it, `eager`, `chunked` and `auto`; the other backends refuse it.
@@ -595,16 +595,20 @@ def _describe_parameters(record: dict[str, Any], encoding: Encoding) -> str:
 
 @torch.no_grad()
 def _describe_traits(encoding: Encoding) -> str:
-    said = [f"`{hook}`, {HOOKS[hook]}" for hook in _list_hooks(encoding)] or ["answers no hook"]
+    said = [f"`{hook}`, {HOOKS[hook]}" for hook in _list_hooks(encoding)] or ["adds nothing to attention"]
     if type(encoding).overrides_hook("table"):
         terms = encoding.table(torch.zeros(1))
     else:
         terms = encoding.dense(TokenRange(0, 1), TokenRange(0, 1), torch.zeros(()), ALL_HEADS)
     given = [which for which, value in terms._asdict().items() if value is not None]
     said += [f"gives a {' and a '.join(given)}"] if given else []
-    said.append("relative" if encoding.relative else "not relative: moving all positions changes the result")
+    said.append(
+        "relative: moving all positions changes nothing"
+        if encoding.relative
+        else "not relative: moving all positions changes the result"
+    )
     if not encoding.takes_positions:
-        said.append("not told where tokens are")
+        said.append("reads no positions")
     said.append("any length" if encoding.max_length is None else "at most `max_position_embeddings` positions")
     return "; ".join(said)
 
@@ -648,12 +652,18 @@ def _render_processor(record: dict[str, Any]) -> str:
     facts = {
         "Parameters": "none"
         if not number
-        else f"{record['parameters']}: {number:,} per layer, {LAYERS * number:,} in {LAYERS} layers; "
-        f"{fewer:,} and {LAYERS * fewer:,} without a bias",
+        else f"{record['parameters']}: {number:,} in each layer ({LAYERS * number:,} in {LAYERS})"
+        + (f"; with an encoding that has no bias, {fewer:,} ({LAYERS * fewer:,})" if fewer < number else ""),
         "Options": _describe_options(type(processor), record["options"]),
         "Traits": _describe_processor_traits(name, processor),
         "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
-        f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}",
+        f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}"
+        + (
+            ". The bias's half of the first convolution is not counted: of a Toeplitz bias it is computed once for all "
+            "rows and sequences"
+            if processor.overrides("bias_contribution")
+            else ""
+        ),
         "When": record["advice"],
         "Source": record["source"],
     }
@@ -689,7 +699,7 @@ def _render_temperature(record: dict[str, Any]) -> str:
     num_keys = torch.tensor(lengths, dtype=torch.float32)
     factors = temperature(num_keys - 1, num_keys)[0].tolist()
     facts = {
-        "Parameters": "none" if not number else f"{record['parameters']}: {number:,} per layer",
+        "Parameters": "none" if not number else f"{record['parameters']}: {number:,} in each layer",
         "Options": _describe_options(type(temperature), record["options"]),
         "Factors": ", ".join(f"{factor:.3g} in row {n:,}" for n, factor in zip(lengths, factors, strict=True))
         + ", at the start values",

@@ -1,4 +1,4 @@
-"""ALiBi: a fixed linear penalty on distance, steeper for earlier heads."""
+"""ALiBi: a fixed linear penalty on distance, with a slope of its own for each head."""
 
 import math
 
@@ -20,8 +20,8 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class Alibi(Encoding):
-    formula = "−m_h·n, m_h = 2^(−8h/H)"
-    source = "Press et al. 2022, section 3; heads that are no power of two as in its released code"
+    formula = "−m_h·n, m_h = 2^(−8h/P) for h ≤ P = 2^⌊log₂ H⌋, and 2^(−4·(2(h − P) − 1)/P) beyond"
+    source = "Press et al. 2022, section 3; numbers of heads that are no power of two as in its released code"
     advice = (
         "Not unless necessary: as the sequence grows it soon becomes local attention (DAPE V2, appendix A). Its "
         "perplexity stays flat past the training length. There kerple_log's is lower in KERPLE's table 3; in DAPE V2's "

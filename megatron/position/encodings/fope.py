@@ -22,10 +22,10 @@ class Fope(Encoding):
         "multiplies the pairs of smaller ω by [1, −1; 1, 1]; as the paper has it, ω = 0 turns nothing"
     )
     advice = (
-        "Against rotary's failure past the training length, which its authors trace to frequencies that training does "
-        "not see whole and to those that layers mix; they take gain 0.3 for 60 and 0.4 for 180 million parameters. It "
-        "is not relative: moving all positions changes the scores a little. What Exploring Transformer Extrapolation "
-        "proves of biases says nothing of it: it adds none."
+        "In place of rotary, beyond the training length. Its authors explain RoPE's failure there by frequencies that "
+        "complete no full period in training, and by layers that mix frequencies; they take gain 0.3 for 60 and 0.4 "
+        "for 180 million parameters. It is not relative: moving all positions changes the scores a little. What "
+        "Exploring Transformer Extrapolation proves of biases says nothing of it, because it adds none."
     )
     other_names = ("fourier", "fourier_position_embedding")
     relative = False

@@ -1,4 +1,4 @@
-"""KERPLE's logarithmic kernel, its best: a learned penalty that flattens with distance."""
+"""KERPLE's logarithmic kernel, the best of its paper: a learned penalty that flattens with distance."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,11 @@ class KerpleLog(Encoding):
     source = "KERPLE: Chi et al. 2022, section 4, logarithmic variant; start values of its released code"
     advice = (
         "The one to take if you do not know which: good in almost all settings and easy to train, with few parameters "
-        "(DAPE V2, appendix A). Better than kerple_power at every length (KERPLE, section 5.2). A head is sure to "
-        "extrapolate where r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the training length "
-        "perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with cdape it falls."
+        "(DAPE V2, appendix A). Its paper finds it better than kerple_power at every length (KERPLE, section 5.2); in "
+        "this project's small record, which has one seed of kerple_power, it is the reverse (docs/results/zoo.md). A "
+        "head is sure to extrapolate where r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the "
+        "training length perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with "
+        "cdape it falls."
     )
     other_names = ("kerple_logarithmic",)
     has_independent_heads = True

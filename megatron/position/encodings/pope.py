@@ -1,4 +1,4 @@
-"""Polar coordinate position embedding: the size of a query's or key's number says what, its angle alone says where.
+"""Polar coordinate position embedding: magnitudes carry content, and angles carry position only.
 
 Each of the d numbers of a head becomes a point of the plane, softplus(x_c) long, at the angle of its position: d
 frequencies, where rotary has d/2, and rotated queries and keys of 2d numbers. Values keep d, and the scale stays 1/√d.
@@ -31,7 +31,7 @@ class Pope(Encoding):
         "Instead of rotary: its authors report lower perplexities from 124 to 774 million parameters, and that it "
         "extrapolates without any change to the model. Queries and keys take twice the room, in the cache too, and "
         "kernels twice the head dimension. As with rotary, what Exploring Transformer Extrapolation proves of biases "
-        "says nothing of it: it adds none."
+        "says nothing of it, because it adds none."
     )
     other_names = ("polar", "polar_pos_emb", "polar_coordinate")
     rotates_alike = False

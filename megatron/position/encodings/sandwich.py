@@ -15,7 +15,8 @@ class Sandwich(Encoding):
     source = "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis"
     advice = (
         "A fixed bias that is stable past the training length; its perplexity is never below that of alibi, "
-        "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5)."
+        "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5). That paper's proof that its "
+        "series converges fails, and the series diverges (docs/analysis.md)."
     )
     adds_bias = True
     cost = EncodingCost()

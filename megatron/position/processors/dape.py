@@ -6,7 +6,7 @@ from megatron.position.processors.cdape import Cdape
 
 class Dape(Cdape):
     formula = "S + B + MLP([S, B]) over heads, LeakyReLU"
-    parameters_summary = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them; per layer"
+    parameters_summary = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
         "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; makes rotary worse "

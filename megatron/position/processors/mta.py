@@ -74,12 +74,14 @@ class OutputNorm(nn.Module):
 class Mta(Processor):
     formula = "M_w softmax(K ∗ (S + B)), K of c_q × c_k per head over queries and keys, M_w over groups of heads; norm"
     parameters_summary = (
-        "K [H, c_q, c_k], M_w [H/c_h, c_h, c_h], both less the identity, start at 0; norm [d], starts at 1; per layer"
+        "K [H, c_q, c_k] and M_w [H/c_h, c_h, c_h], stored as differences from the identity, start at 0; norm [d] "
+        "starts at 1"
     )
     source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
     advice = (
-        "Finds what several words mark together (the paper, sections 4.1 and 4.4). It convolves every fourth layer's "
-        "maps: a pattern of layers does that. c_h is all heads unless given. Slow: no kernel fuses it."
+        "Finds what several words mark together (the paper, sections 4.1 and 4.4). Its authors convolve maps in the "
+        "third of every four layers, and mix heads in all; `score_processor: [none, none, mta, none]` does both in "
+        "those layers alone. c_h is all heads unless given. It is slow, because no kernel fuses it."
     )
     other_names = ("multi-token attention",)
     cost = ProcessorCost(

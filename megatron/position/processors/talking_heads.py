@@ -49,7 +49,7 @@ class HeadMixing(nn.Module):
 
 class TalkingHeads(Processor):
     formula = "weights = (I + W_w) softmax((I + W_l)(S + B)), maps of the heads to each other"
-    parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0; per layer"
+    parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0"
     source = "Talking-heads attention: Shazeer et al. 2020 (arXiv:2003.02436), section 3"
     advice = (
         "Better than plain attention at the same number of heads in T5 and ALBERT, and the more heads the better "

@@ -12,7 +12,7 @@ from megatron.position.temperature import Temperature
 
 class Ssmax(Temperature):
     formula = "s·log n, n the keys that the row sees"
-    parameters_summary = "s [H], all at the option's value at first, or for good without learned; per layer"
+    parameters_summary = "s [H], all at the option's value at first, or for good without learned"
     source = (
         "Scalable-Softmax: Nakanishi 2025 (2501.19399), softmax to the base n^s; start value and count of keys as in "
         "BAM's released code"
