@@ -19,14 +19,17 @@ def evaluate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FOLDER", help="For results.json, .csv and .png.", show_default=False),
+        typer.Option(
+            "-o", "--output", metavar="FOLDER", help="For results.json, .csv, .md and .png.", show_default=False
+        ),
     ] = None,
     **options: Any,
 ) -> None:
     """Measure perplexity at lengths never trained on, or tasks of lm-evaluation-harness.
 
     The model is rebuilt from the configuration in its checkpoint. Every run and every length is scored on the same
-    target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV and a picture.
+    target tokens, so that the numbers differ in context alone. Prints a table; writes JSON, CSV, Markdown and a
+    picture.
 
     [bold]Examples[/]
 

@@ -157,7 +157,7 @@ class EvaluationOptions(LengthOptions):
     )
     smoothing: int | None = config_field(
         None,
-        "of token_loss: positions that each value is the mean of, odd; 101 if absent, fewer in short windows",
+        "width of the moving average of token_loss, an odd number of positions; 101 if absent, fewer in short windows",
         ge=1,
     )
     key_tokens: str | None = config_field(
@@ -167,10 +167,15 @@ class EvaluationOptions(LengthOptions):
         False, "the first run is the reference of long_perplexity: its key tokens are written to the file key_tokens"
     )
     key_alpha: float | None = config_field(
-        None, "with find_key_tokens: nats that a key token gains from the long context, more than; 2 if absent", ge=0
+        None,
+        "with find_key_tokens: a key token gains more than this from the long context, in nats of log-probability; 2 "
+        "if absent",
+        ge=0,
     )
     key_beta: float | None = config_field(
-        None, "with find_key_tokens: log-probability of a key token in the long context, above; -2 if absent", le=0
+        None,
+        "with find_key_tokens: a key token has a log-probability above this in the long context, in nats; -2 if absent",
+        le=0,
     )
     data: str | None = config_field(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"

@@ -35,7 +35,10 @@ LION_BETAS = [0.9, 0.99]
 
 class OptimizerParams(ConfigSection):
     lr: float = config_field(
-        6e-4, "peak learning rate; Muon's is matched to AdamW's, Lion's is a third to a tenth", gt=0, policy="schedule"
+        6e-4,
+        "peak learning rate; for Muon take AdamW's, for Lion a third to a tenth of it",
+        gt=0,
+        policy="schedule",
     )
     betas: list[float] = config_field(
         lambda: [0.9, 0.95],
@@ -80,7 +83,11 @@ class OptimizerOptions(ConfigSection):
 
     optimizer: OptimizerChoice = config_field(OptimizerChoice, "type and its params")
     weight_decay: float = config_field(
-        0.1, "decoupled weight decay; not on biases, norms and position parameters", ge=0, policy="numerics"
+        0.1,
+        "decoupled weight decay; not of biases, norms, sinks, temperatures and encodings, but of the matrix of FoX's "
+        "gate (docs/optimizers.md)",
+        ge=0,
+        policy="numerics",
     )
     gradient_clipping: float = config_field(
         1.0, "largest global gradient norm; 0 turns clipping off", ge=0, policy="numerics"
