@@ -130,7 +130,7 @@ the reverse of what KERPLE finds. It is one tiny model, trained for minutes.
 
 ## Compare some of them
 
-An overlay is named after the model, and each run gets a folder of its own:
+An [overlay](glossary.md#configurations) is named after the model, and each run gets a folder of its own:
 
 ```
 ./deepy.py train 125M rotary local_setup save=runs/rotary
@@ -459,8 +459,9 @@ def _render_introduction(
 
 {len(encodings)} encodings (`pos_emb`), {len(processors)} processors (`score_processor`) and \
 {len(temperatures)} temperatures (`attention_temperature`),
-one file each; all work with one another. `./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the
-distance; H is the number of heads, d their dimension, D the hidden size and T the length of the sequence.
+one file each; all work with one another. The [glossary](glossary.md) says what these words mean.
+`./deepy.py positions` prints the same in the terminal. n = i − j ≥ 0 is the distance; H is the number of heads, d their
+dimension, D the hidden size and T the length of the sequence.
 
 {format_table(headings, rows)}
 - **hooks:** where the method acts; [the attention contract](#the-attention-contract) says where each stands.
