@@ -29,7 +29,7 @@ help:
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
 	@echo "make slurm        as root: Debian's SLURM packages, with which make test also tests jobs over two nodes"
 	@echo "make launchers    as root: Debian's sshd, OpenMPI and iproute2, with which make test also tests ssh, mpirun and torchrun"
-	@echo "make test-fast    the tests that need no training process, in a little over a minute, for the inner loop"
+	@echo "make test-fast    the tests that need no training process, in a little over a minute, for use while you work"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         regenerate the generated pages of docs/"
 	@echo "make site         the documentation site, in site/: open site/index.html"
@@ -117,7 +117,7 @@ launchers:
 			printf '#!/bin/sh\nexit 101\n' >$(POLICY); chmod 755 $(POLICY); }; \
 		apt-get -qq update && apt-get -qq install -y --no-install-recommends $(LAUNCHER_PACKAGES) >/dev/null; }
 
-# What finds most mistakes, in a little over a minute; tests/conftest.py says what is left out.
+# What finds most mistakes; tests/conftest.py says what is left out.
 test-fast: setup-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
