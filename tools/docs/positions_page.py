@@ -130,7 +130,7 @@ the reverse of what KERPLE finds. It is one tiny model, trained for minutes.
 
 ## Compare some of them
 
-An [overlay](glossary.md#configurations) is named after the model, and each run gets a folder of its own:
+The [overlay](glossary.md#configurations) of a method stands behind the model, and each run gets a folder of its own:
 
 ```
 ./deepy.py train 125M rotary local_setup save=runs/rotary
