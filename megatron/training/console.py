@@ -10,8 +10,8 @@ from megatron.training.metrics_log import TrainRecord, ValidationRecord
 from megatron.utils.formatting import format_approximate_duration, format_duration, format_flops_per_second
 from megatron.utils.progress import build_progress_bar
 
-QUIET_SECONDS = 30.0
-"""Seconds after which a validation says how far it is where there is no bar, and again after as many."""
+QUIET_SECONDS = 10.0
+"""Seconds without a line after which the first steps and a validation say how far they are where there is no bar."""
 WARMUP_SECONDS = 5.0
 """Seconds of training before the first steps are taken for the speed of the run."""
 
@@ -102,6 +102,7 @@ class ConsoleReporter:
         self._first_step = self._step = 0  # the step that time is counted from, and the last that is done
         self._is_warm = False  # has the first step, which is not like the others, been left out of the count?
         self._estimate: float | None = None  # seconds, until a measured time has been told in its place
+        self._has_record = False  # has an interval's line told how fast it goes?
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = build_progress_bar(console, TextColumn("{task.fields[step]}/{task.total:.0f}"))
@@ -109,8 +110,14 @@ class ConsoleReporter:
 
     def log(self, line: str) -> None:
         """A line of its own."""
+        self._last_line_time = self._clock()
         if self.console is not None:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _log_progress(self, line: str) -> None:
+        """The same for where there is no bar, if nothing has been said for a while."""
+        if self._bar is None and self._clock() - self._last_line_time >= QUIET_SECONDS:
+            self.log(line)
 
     def begin(self, step: int, estimate: float | None = None) -> None:
         """Training begins after `step` steps: the time left is counted from here.
@@ -118,7 +125,8 @@ class ConsoleReporter:
         `estimate` is what the rest may take, in seconds, and shown until the first steps tell better.
         """
         self._first_step = self._step = step
-        self._start_time, self._is_warm, self._estimate = self._clock(), False, estimate
+        self._start_time = self._last_line_time = self._clock()
+        self._is_warm, self._estimate = False, estimate
         if self._bar is not None:
             left = "" if estimate is None else f"{format_approximate_duration(estimate)} left"
             self._bar.update(self._task, completed=step, step=step, left=left)
@@ -128,6 +136,8 @@ class ConsoleReporter:
         """So many of the micro-batches of the next step are done."""
         if self._bar is not None and done < total:
             self._bar.update(self._task, description=f"training {done}/{total}", completed=self._step + done / total)
+        if not self._has_record and done:
+            self._log_progress(f"step {self._step + 1}/{self.train_iters}: {done} of {total} micro-batches")
 
     def step(self, step: int) -> None:
         """A step is done."""
@@ -143,19 +153,20 @@ class ConsoleReporter:
         elif self._estimate is not None and now - self._start_time >= WARMUP_SECONDS:
             self._estimate = None
             self.log(f"at the speed of the first steps: {format_approximate_duration(left)} left")
+        if not self._has_record:
+            self._log_progress(f"step {step}/{self.train_iters} is done")
 
     def show_validation(self, split: str, done: int, total: int) -> None:
         """So many of the micro-batches of a validation are done; 0 begins it."""
         if self._bar is not None:
             self._bar.update(self._task, description=f"{split} {done}/{total}" if done < total else "training")
-        elif done == 0:
+        if done == 0:
             self._last_line_time = self._clock()
-        elif done < total and self._clock() - self._last_line_time >= QUIET_SECONDS:
-            self._last_line_time = self._clock()
-            self.log(f"{split}: {done} of {total} batches")
+        elif done < total:
+            self._log_progress(f"{split}: {done} of {total} batches")
 
     def train(self, record: TrainRecord) -> None:
-        self._estimate = None  # this line tells the time left as well
+        self._estimate, self._has_record = None, True  # this line tells the time left as well
         self.log(format_train_record(record, self.train_iters))
         if (norms := format_norms(record)) is not None:
             self.log(norms)

@@ -88,7 +88,26 @@ def test_the_first_steps_correct_the_estimate_once() -> None:
     for step, seconds in ((1, 30.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 3.0)):  # the first step compiles and allocates
         clock.now += seconds
         reporter.step(step)
-    assert stream.getvalue() == "at the speed of the first steps: about 50 min left\n"
+    assert stream.getvalue() == "step 1/1000 is done\nat the speed of the first steps: about 50 min left\n"
+
+
+def test_slow_first_steps_say_how_far_they_are() -> None:
+    """Until an interval's line tells how fast it goes."""
+    stream, clock, reporter = plain(20)
+    reporter.begin(0)
+    for step in range(1, 4):
+        for done in range(8):
+            reporter.micro_step(done, 8)
+            clock.now += 4
+        reporter.step(step)
+        if step == 2:
+            reporter.train(RECORD)
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if "loss" not in line] == [
+        *(f"step 1/20: {done} of 8 micro-batches" for done in (3, 6)),
+        *(f"step 2/20: {done} of 8 micro-batches" for done in (1, 4, 7)),
+    ]
+    assert len(lines) == 6
 
 
 def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None:
@@ -106,11 +125,11 @@ def test_a_long_validation_says_how_far_it_is() -> None:
     for done in range(101):
         reporter.show_validation("test", done, 100)
         clock.now += 1.0
-    assert stream.getvalue().splitlines() == [f"test: {done} of 100 batches" for done in (30, 60, 90)]
+    assert stream.getvalue().splitlines() == [f"test: {done} of 100 batches" for done in range(10, 100, 10)]
     stream, clock, reporter = plain(10)
     for done in range(101):  # a short one says nothing
         reporter.show_validation("valid", done, 100)
-        clock.now += 0.2
+        clock.now += 0.05
     assert stream.getvalue() == ""
 
 
