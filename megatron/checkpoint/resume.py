@@ -195,8 +195,6 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
     options = config.checkpoint
     # As the first process sees it: the folder's other users may be changing it.
     saved = groups.gather_objects(layout.list_checkpoints(options.save) if options.save is not None else [])[0]
-    if options.rollback and (options.load is None or options.finetune):
-        raise UserError("rollback: it goes back to the checkpoint that load names, and does not go with finetune")
     if options.load is None:
         layout.refuse_existing_run(options.save, next(reversed(saved), None))
         return ResumePlan(stages=build_stages(config))

@@ -10,6 +10,7 @@ All problems of a load are reported together, one line each, with file and line.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import suggest_names
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
+_DEFAULT = "default"
+"""Who sets what nobody sets."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,16 @@ def _has_name(path: Path, text: str) -> bool:
     return any(path.parts[-len(folders) - 1 :] == (*folders, name + suffix) for suffix in CONFIG_SUFFIXES)
 
 
+def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None:
+    """Who set last what contradicts other values: of the key to blame and those that the sentence names before it
+    gives advice, which were right together until then."""
+    named = [tuple(word.split(".")) for word in re.findall(r"[\w.]+\w", message.partition(";")[0])]
+    paths = [path for path in named if path in layers.values and layers.values[path].where != _DEFAULT]
+    blamed = tuple(key.split("."))
+    last = max((blamed, *paths), key=lambda path: layers.values[path].layer if path in layers.values else 0)
+    return layers.locate(last)
+
+
 def _build_config(layers: ConfigLayers, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
     layers.resolve_deferred()
@@ -179,7 +192,7 @@ def _build_config(layers: ConfigLayers, sources: str) -> Config:
     _resolve_tokenizer(layers)
     _resolve_task(layers)
     if ("precision",) not in layers.values:
-        layers.values[("precision",)] = SourcedValue("fp32", "default")
+        layers.values[("precision",)] = SourcedValue("fp32", _DEFAULT)
     precision = layers.values[("precision",)]
     for half_type in ("fp16", "bf16"):
         layers.values[(half_type, "enabled")] = SourcedValue(precision.value == half_type, precision.where)
@@ -190,7 +203,7 @@ def _build_config(layers: ConfigLayers, sources: str) -> Config:
         layers.problems += _find_unknown_methods(layers)
         raise UserError("\n".join(layers.problems)) from error
     for key, message in validate_config(config):
-        where = layers.locate(tuple(key.split(".")))
+        where = _locate_conflict(layers, key, message)
         layers.problems.append(f"{where}: {message}" if where else message)
     if layers.problems:
         raise UserError("\n".join(layers.problems))

@@ -313,8 +313,16 @@ def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_run(config: Config) -> Iterator[ConfigProblem]:
-    if config.checkpoint.finetune and config.checkpoint.load is None:
+    options = config.checkpoint
+    if options.finetune and options.load is None:
         yield "finetune", "finetune: true needs load, the run to take the weights from"
+    if options.rollback and options.load is None:
+        yield "rollback", "rollback: true needs load, the checkpoint of this run to go back to"
+    if options.rollback and options.finetune:
+        yield (
+            "rollback",
+            "rollback: true goes back in a run, and finetune: true begins another one; leave one of them out",
+        )
 
 
 def _validate_stages(config: Config) -> Iterator[ConfigProblem]:

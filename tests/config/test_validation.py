@@ -56,6 +56,8 @@ def problem(*overrides: str) -> str:
         (["merge_file=m"], "merge_file is given without tokenizer_type"),
         (["pos_emb=alibi", "randomized_positions=16"], "randomized_positions 16 is less than seq_length 17"),
         (["finetune=true"], "finetune: true needs load"),
+        (["rollback=true"], "command line: rollback: true needs load"),
+        (["rollback=true", "finetune=true", "load=runs/a"], "finetune: true begins another one; leave one of them out"),
         (["train_batch_size=10", "train_micro_batch_size_per_gpu=4"], "train_batch_size 10 is not divisible by"),
         (
             ["train_batch_size=12", "train_micro_batch_size_per_gpu=4", "num_gpus=2"],
@@ -124,10 +126,25 @@ def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
         resolve_batch_size(config, 3)
 
 
+@pytest.mark.parametrize(
+    ("files", "overrides", "message"),
+    [
+        (("small", "wide"), [], "wide.yml:1: hidden_size 25 is not divisible by num_attention_heads 3"),
+        (("wide", "small"), ["hidden_size=26"], "line: hidden_size 26 is not divisible by num_attention_heads 3"),
+        (("small",), ["num_attention_heads=5"], "line: hidden_size 24 is not divisible by num_attention_heads 5"),
+    ],
+)
+def test_a_conflict_is_of_the_key_that_was_set_last(tmp_path, files, overrides, message):
+    (tmp_path / "small.yml").write_text("\n".join(SMALL).replace("=", ": "))
+    (tmp_path / "wide.yml").write_text("hidden_size: 25\n")
+    with pytest.raises(UserError, match=message):
+        load_config(files, overrides, search=[tmp_path])
+
+
 def test_a_product_of_batch_sizes_that_is_too_large():
     overrides = ["train_micro_batch_size_per_gpu=10000", "gradient_accumulation_steps=1000", "device=cpu"]
     assert problem(*overrides) == (
-        "train_micro_batch_size_per_gpu 10000 × gradient_accumulation_steps 1000 × 1 ranks = 10000000; "
+        "command line: train_micro_batch_size_per_gpu 10000 × gradient_accumulation_steps 1000 × 1 ranks = 10000000; "
         "train_batch_size must be at most 1000000"
     )
 
