@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from megatron.checkpoint.layout import find_run_folder
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
@@ -205,8 +206,9 @@ def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
 
 
 def _find_run_folder(runs: Sequence[TrainedRun]) -> Path | None:
-    """A single run's folder. A checkpoint named directly keeps the results of its run as they are."""
-    folder = Path(runs[0].name)
+    """A single run's folder, also where its folder of checkpoints is named. A checkpoint named directly keeps the
+    results of its run as they are."""
+    folder = find_run_folder(runs[0].name)
     return folder if len(runs) == 1 and folder.resolve() != runs[0].checkpoint.resolve() else None
 
 

@@ -135,6 +135,8 @@ def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place
     evaluated([run], [8, 16], console=Console(file=out, width=200))
     assert len(records.read_records(run / "results.json")) == 2
     assert out.getvalue().startswith(f"results will be written to {run}\n")
+    evaluated([run / "checkpoints"], [12])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_0000005"]
     before = (run / "results.json").read_text()
     out = io.StringIO()
     evaluated([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
