@@ -11,7 +11,7 @@ from megatron.config.schema import SECTIONS, list_config_keys
 from megatron.position import registry
 from tools.site import api_pages, key_pages, method_pages
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter
-from tools.site.links import LinkRewriter
+from tools.site.links import LinkRewriter, list_loaded_urls
 from tools.site.markdown import escape, link_docs
 from tools.site.source_pages import render_source_page
 
@@ -143,6 +143,33 @@ def test_code_is_no_link() -> None:
     code = "```\n[a](../README.md)\n```\n`[a](../README.md)` and ``x`[a](../README.md)``"
     assert rewriter.rewrite(code, "docs/data.md", "data.md") == code
     assert rewriter.rewrite("[`a`](../README.md)", "docs/data.md", "data.md") == "[`a`](index.md)"
+
+
+@pytest.mark.parametrize(
+    ("html", "urls"),
+    [
+        ('<script src="https://unpkg.com/iframe-worker/shim"></script>', ["https://unpkg.com/iframe-worker/shim"]),
+        ('<img alt="a > b" src=//example.org/a.png>', ["//example.org/a.png"]),
+        ('<link href="https://example.org/a.css" rel="stylesheet">', ["https://example.org/a.css"]),
+        ('<link rel=preconnect href="https://example.org">', ["https://example.org"]),
+        ("<style>@import 'https://example.org/a.css'; b {src: url(https://example.org/b.woff)}</style>",
+         ["https://example.org/a.css", "https://example.org/b.woff"]),
+        ('<script src="../assets/iframe-worker.js"></script><img src="images/a.png"><a href="a.md">', []),
+        ('<a href="https://arxiv.org/abs/2205.09921">x</a><link rel="canonical" href="https://example.org/">', []),
+        ('<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>', []),
+    ],
+)  # fmt: skip
+def test_what_a_page_loads_from_the_network_is_found(html: str, urls: list[str]) -> None:
+    assert list_loaded_urls(html) == urls
+
+
+def test_the_search_has_its_script_from_the_site(generated: GeneratedPages) -> None:
+    """The offline plugin adds an address on the network unless a path of this name is given."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (path,) = YAML().load(settings)["extra"]["polyfills"]
+    assert "iframe-worker" in path
+    assert b"IFrameWorker" in generated.contents[path]
+    assert b"Permission is hereby granted" in generated.contents[path]
 
 
 def test_source_pages_show_files_and_folders() -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -19,7 +20,10 @@ sys.path[:0] = [str(ROOT)]
 
 from tools.site import key_pages, method_pages, source_pages  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
-from tools.site.links import LinkRewriter  # noqa: E402
+from tools.site.links import LinkRewriter, list_loaded_urls  # noqa: E402
+
+METHOD_BOOST = 2
+"""How much more the search makes of a page of a method than of pages that name it."""
 
 
 @dataclass
@@ -69,8 +73,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the repository's links into the site's, and give a page without a heading one."""
     path = page.file.src_uri
-    if path.startswith(f"{source_pages.FOLDER}/"):
+    folder = path.partition("/")[0]
+    if folder == source_pages.FOLDER:
+        page.meta["search"] = {"exclude": True}
         return markdown
+    if folder == method_pages.FOLDER:
+        page.meta |= {"search": {"boost": METHOD_BOOST}, "tags": method_pages.list_names(Path(path).stem)}
     if path == key_pages.PAGE:
         markdown = key_pages.shorten_configuration(markdown)
     elif path == method_pages.PAGE:
@@ -78,3 +86,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if "\n# " not in f"\n{markdown}":
         markdown = f"# {Path(path).stem.replace('_', ' ')}\n\n{markdown}"
     return get_build(config.repo_url or "").rewrite_links(markdown, path)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse pages that load anything from the network: the site is read from a disk, too."""
+    for path in sorted(Path(config.site_dir).rglob("*.html")):
+        if urls := list_loaded_urls(path.read_text(encoding="utf-8")):
+            raise PluginError(f"{path.relative_to(config.site_dir)} loads {', '.join(urls)} from the network")

@@ -10,6 +10,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html.parser import HTMLParser
 from pathlib import Path
 
 from tools.site.source_pages import get_source_page
@@ -23,6 +24,11 @@ CODE_OR_LINK = re.compile(
 
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//|/|#", flags=re.IGNORECASE)
 """How targets begin that are no paths relative to the page."""
+
+ON_THE_NETWORK = re.compile(r"\s*(?:https?:)?//", flags=re.IGNORECASE)
+LOADED_BY_STYLES = re.compile(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\s\"')]+)", flags=re.IGNORECASE)
+LOADED_LINKS = {"stylesheet", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "icon"}
+"""Relations of <link> that a browser asks for as it shows a page."""
 
 
 @dataclass
@@ -76,3 +82,35 @@ class LinkRewriter:
             self.source_files.add(file)
             destination, hash_mark, anchor = get_source_page(file, there.is_dir()), "", ""
         return f"{posixpath.relpath(destination, posixpath.dirname(page) or '.')}{hash_mark}{anchor}"
+
+
+class _LoadedUrls(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+        self.in_style = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        names = ["src", "srcset", "poster", "data"]
+        if tag == "link" and LOADED_LINKS & set(values.get("rel", "").lower().split()):
+            names.append("href")
+        self.urls += [values[name].strip() for name in names if ON_THE_NETWORK.match(values.get(name, ""))]
+        self.urls += LOADED_BY_STYLES.findall(values.get("style", ""))
+        self.in_style = tag == "style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_style = False
+
+    def handle_data(self, data: str) -> None:
+        if self.in_style:
+            self.urls += LOADED_BY_STYLES.findall(data)
+
+
+def list_loaded_urls(html: str) -> list[str]:
+    """The addresses on the network that a browser loads something from as it shows a page: scripts, pictures, frames,
+    styles and what these load. Links that a reader may follow are none."""
+    parser = _LoadedUrls()
+    parser.feed(html)
+    parser.close()
+    return parser.urls

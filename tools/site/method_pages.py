@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.attention.backends.capabilities import BACKEND_CAPABILITIES, find_unsupported_method
+from megatron.config.method_names import list_other_names
 from megatron.config.yaml_files import parse_yaml, read_text
 from megatron.position.catalog import (
     list_encodings,
@@ -71,6 +72,11 @@ def split_entries(positions: str) -> dict[str, dict[str, str]]:
         pieces = re.split(r"^### (\w+)$", part, flags=re.MULTILINE)[1:]
         found[kind] = dict(zip(pieces[::2], map(str.strip, pieces[1::2]), strict=True))
     return found
+
+
+def list_names(method: str) -> list[str]:
+    """What a method is called, by itself first, for the search."""
+    return [method, *list_other_names(method)]
 
 
 def shorten_positions(positions: str) -> str:
