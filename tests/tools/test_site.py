@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from megatron.config.load import load_config
 from megatron.config.schema import SECTIONS, list_config_keys
 from megatron.position import registry
 from tools.site import api_pages, key_pages, method_pages
@@ -184,7 +185,7 @@ def test_words_of_the_code_become_markdown() -> None:
 
 
 def test_every_method_has_a_page(generated: GeneratedPages) -> None:
-    names = [name for list_methods in method_pages.KINDS.values() for name in list_methods()]
+    names = [name for list_methods, _ in method_pages.KINDS.values() for name in list_methods()]
     assert sorted(names) == sorted(Path(p).stem for p in generated.contents if p.startswith("methods/"))
     positions = (ROOT / "docs/positions.md").read_text(encoding="utf-8")
     shortened = method_pages.shorten_positions(positions)
@@ -192,13 +193,16 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
     records = registry.describe_methods(names)[0]
     for record in records:
         page = generated.contents[f"methods/{record['name']}.md"]
-        assert f"    {record['formula']}\n" in page
-        assert " ".join(record["source"].split()) in " ".join(page.split())
+        assert f"``` {{ .text .formula }}\n{record['formula']}\n```" in page
+        unlinked = re.sub(r"\[([^\]]*)\]\(https://arxiv.org/abs/[\d.]+\)", r"\1", page)
+        assert " ".join(record["source"].split()) in " ".join(unlinked.split())
         assert f"![{record['name']}: " in page or record["kind"] == "temperature"
         for image in re.findall(r"\]\((\.\./images/[^)]+)\)", page):
             assert (ROOT / "docs/methods" / image).resolve().is_file()
         assert f"[More](methods/{record['name']}.md)" in shortened
         assert f"    {record['formula']}\n" not in shortened
+        cell = record["formula"].replace("|", "\\|")
+        assert f"| [`{record['name']}`](methods/{record['name']}.md)<br>`{cell}` |" in shortened
 
 
 def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPages) -> None:
@@ -215,3 +219,49 @@ def test_a_methods_page_has_its_rows_of_the_leaderboard(generated: GeneratedPage
         assert any("rotary" in row for row in table)
     assert "kerple_log3" not in generated.contents["methods/kerple_log.md"].partition("## In the leaderboard")[2]
     assert "./deepy.py train 125M kerple_log local_setup" in generated.contents["methods/kerple_log.md"]
+
+
+def test_perplexities_of_a_method_say_their_steps_and_seeds(generated: GeneratedPages) -> None:
+    """kerple_power has one seed and beats kerple_log, of three, which its advice calls better."""
+    page = generated.contents["methods/kerple_power.md"]
+    assert "is trained for 300 steps" in page
+    assert "trains the same models for 500" in page
+    row = next(line for line in page.splitlines() if line.startswith("| perplexity at 32×"))
+    power, rotary = row.strip("| ").split(" | ")[1:]
+    assert power.endswith(" (n 1)")
+    assert "(n " not in rotary
+    assert "for `kerple_power` (1 seed) and 7.67 for `kerple_log` (3 seeds)" in page
+    assert "seed)" not in generated.contents["methods/fox.md"], "all that its advice names have three seeds"
+    assert "for `none`" not in generated.contents["methods/fope.md"], "there the word is no method"
+
+
+def test_commands_of_methods_are_of_configurations_that_load(generated: GeneratedPages) -> None:
+    """A processor is trained on the encoding that it was published with, and its page says on which."""
+    chosen = {}
+    for path in (path for path in generated.contents if path.startswith("methods/")):
+        (command,) = re.findall(r"^\./deepy\.py train (.*)$", generated.contents[path], flags=re.MULTILINE)
+        position = load_config(command.split(), []).config.position
+        name = Path(path).stem
+        assert name in (position.encoding, position.processor, position.temperature)
+        chosen[name] = position.encoding
+        if name != position.encoding:
+            assert f"It stands on `{position.encoding}`, " in generated.contents[path]
+    assert (chosen["cdape"], chosen["dape"], chosen["mta"]) == ("kerple_log", "kerple_log", "rotary")
+
+
+def test_overlays_are_of_the_kind_of_their_method() -> None:
+    """`none` is an encoding, and what other keys say where there is no method."""
+    overlays = method_pages.find_overlays(ROOT)
+    assert overlays["none"].count("irope") == 1
+    assert "cdape_kerple_log" in overlays["cdape"]
+    assert "cdape_kerple_log" in overlays["kerple_log"]
+    assert all(len(set(names)) == len(names) for names in overlays.values())
+
+
+def test_sources_link_to_papers(generated: GeneratedPages) -> None:
+    rotary = generated.contents["methods/rotary.md"]
+    assert "[Su et al. 2021](https://arxiv.org/abs/2104.09864)" in rotary
+    assert "[2212.10554](https://arxiv.org/abs/2212.10554)" in rotary
+    assert "[arXiv:2504.00927](https://arxiv.org/abs/2504.00927)" in generated.contents["methods/mta.md"]
+    without = {path for path, page in generated.contents.items() if path.startswith("methods/") and "arxiv" not in page}
+    assert without == {"methods/learned.md", "methods/llama4.md", "methods/logn.md"}, "published elsewhere"

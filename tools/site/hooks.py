@@ -22,9 +22,6 @@ from tools.site import key_pages, method_pages, source_pages  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
 from tools.site.links import LinkRewriter, list_loaded_urls  # noqa: E402
 
-METHOD_BOOST = 2
-"""How much more the search makes of a page of a method than of pages that name it."""
-
 
 @dataclass
 class Build:
@@ -78,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"exclude": True}
         return markdown
     if folder == method_pages.FOLDER:
-        page.meta |= {"search": {"boost": METHOD_BOOST}, "tags": method_pages.list_names(Path(path).stem)}
+        page.meta.update(method_pages.describe_for_search(ROOT, Path(path).stem))
     if path == key_pages.PAGE:
         markdown = key_pages.shorten_configuration(markdown)
     elif path == method_pages.PAGE:

@@ -1,13 +1,14 @@
 """A page for each position method, and docs/positions.md with links to them in the place of its entries.
 
 An entry of docs/positions.md (formula, parameters, options, advice, source, picture) is the page's beginning. Then come
-the overlays that choose the method, the kernels that compute it, and what the leaderboard's record
-(docs/results/zoo.json) has of it.
+the overlays that choose the method, the kernels that compute it, and what the leaderboard's record has of it
+(`method_results.py`).
 """
 
 import re
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megatron.attention.backends.capabilities import BACKEND_CAPABILITIES, find_unsupported_method
 from megatron.config.method_names import list_other_names
@@ -19,21 +20,51 @@ from megatron.position.catalog import (
     read_encoding_facts,
     read_processor_facts,
 )
-from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
-from megatron.reports.records import Record, read_records
-from megatron.reports.table_formats import TextTable
+from tools.site.method_results import LeaderboardResults
 
 FOLDER = "methods"
 PAGE = "positions.md"
-KINDS = {"Encodings": list_encodings, "Processors": list_processors, "Temperatures": list_temperatures}
-"""Parts of docs/positions.md whose entries have pages, and the methods that they are of."""
-KEYS = ("pos_emb", "score_processor", "attention_temperature")
-"""What an overlay chooses a method by."""
-RECORD = Path("docs/results/zoo.json")
-BASELINE = "rotary"
+KINDS = {
+    "Encodings": (list_encodings, "pos_emb"),
+    "Processors": (list_processors, "score_processor"),
+    "Temperatures": (list_temperatures, "attention_temperature"),
+}
+"""Parts of docs/positions.md whose entries have pages: the methods that they are of, and the key that chooses one."""
+MODEL = Path("configs/model/125M.yml")
+"""What the commands of the pages train."""
 FUSED_PROCESSOR, PLAIN_BIAS = "cdape", "kerple_log"
 """What stands for a processor beside an encoding, and for an encoding under a processor."""
+PUBLISHED_ON = {"cdape": "kerple_log", "dape": "kerple_log"}
+"""Encodings that processors are published with, where the file of a model sets another."""
+
+PAPERS = {
+    "Barbero et al. 2024": "2410.06205",
+    "Bianchessi et al. 2025": "2505.22842",
+    "Chen et al. 2023": "2306.15595",
+    "Chen et al. 2024": "2410.21216",
+    "Chi et al. 2022": "2205.09921",
+    "Chi et al. 2023": "2212.10356",
+    "Dai et al. 2019": "1901.02860",
+    "DAPE V2": "2410.04798",
+    "Golovneva et al. 2024": "2405.18719",
+    "Haviv et al. 2022": "2203.16634",
+    "Jin et al. 2024": "2401.01325",
+    "Kazemnejad et al. 2023": "2305.19466",
+    "Li et al. 2023": "2310.04418",
+    "Peng et al. 2023": "2309.00071",
+    "Press et al. 2022": "2108.12409",
+    "Qin et al. 2023": "2307.10156",
+    "Raffel et al. 2020": "1910.10683",
+    "Su et al. 2021": "2104.09864",
+    "Vaswani et al. 2017": "1706.03762",
+    "Zheng et al. 2024": "2405.14722",
+}
+"""Numbers on arXiv of papers that the methods' sources name without one."""
+_NUMBER = r"(?:arXiv:)?\b(?P<number>\d{4}\.\d{5})\b"
+_NAME = rf"\b(?P<name>{'|'.join(name.replace(' ', '.') for name in PAPERS)})\b"
+NUMBER = re.compile(_NUMBER)
+NAME_OR_NUMBER = re.compile(rf"{_NAME}|{_NUMBER}", flags=re.DOTALL)
+"""Papers in a text whose lines may end within a name."""
 
 
 def write_method_pages(root: Path) -> dict[str, str | bytes]:
@@ -42,9 +73,8 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
     Args:
         root: the repository's folder.
     """
-    records = read_records(root / RECORD)
-    tables = LeaderboardReport(Leaderboard(BASELINE), build_comparison_tables(records)).build_tables()
-    overlays = _find_overlays(root)
+    results = LeaderboardResults(root)
+    overlays = find_overlays(root)
     pages: dict[str, str | bytes] = {}
     for kind, entries in split_entries((root / "docs" / PAGE).read_text(encoding="utf-8")).items():
         for name, entry in entries.items():
@@ -52,11 +82,11 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
                 f"# {name}",
                 _link_entry(entry),
                 "## Train with it",
-                _describe_use(overlays.get(name, [])),
+                _describe_use(root, kind, name, overlays.get(name, [])),
                 "## What computes it",
                 _describe_backends(kind, name),
                 "## In the leaderboard",
-                _describe_results(tables, _list_variants(records, name)),
+                results.describe(name, entry if kind == "Encodings" else ""),
                 f"[All methods](../{PAGE}) · [the code](../../megatron/position/{kind.lower()}/{name}.py)",
             ]
             pages[f"{FOLDER}/{name}.md"] = "\n\n".join(parts) + "\n"
@@ -74,43 +104,80 @@ def split_entries(positions: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def list_names(method: str) -> list[str]:
-    """What a method is called, by itself first, for the search."""
-    return [method, *list_other_names(method)]
+def describe_for_search(root: Path, method: str) -> dict[str, Any]:
+    """What the search plugin reads of a method's page: its names, and how much more its words count than those of pages
+    that name it. The methods that most overlays choose come first."""
+    return {
+        "tags": [method, *list_other_names(method)],
+        "search": {"boost": 2 + len(find_overlays(root).get(method, []))},
+    }
 
 
 def shorten_positions(positions: str) -> str:
-    """docs/positions.md with the first sentence of each entry and a link to its page; headings stay."""
+    """docs/positions.md with the first sentence of each entry and a link to its page; headings stay.
+
+    In its tables a formula stands below the name, which leads to the method's page: formulas are long.
+    """
     for entries in split_entries(positions).values():
         for name, entry in entries.items():
             summary = entry.partition("\n\n")[0]
             positions = positions.replace(entry, f"{summary}\n\n[More]({FOLDER}/{name}.md)")
-    return positions
+    cell = r"\| (`(?:\\.|[^|\\])+?`) "
+    positions = re.sub(
+        rf"^\| \[`(\w+)`\]\(#\1\) {cell}", rf"| [`\1`]({FOLDER}/\1.md)<br>\2 ", positions, flags=re.MULTILINE
+    )
+    return re.sub(r"^(\| `\w+`) \| formula (.*\n\| ---) \| ---", r"\1 and formula \2", positions, flags=re.MULTILINE)
 
 
 def _link_entry(entry: str) -> str:
-    """An entry for a page in a folder beside docs/positions.md."""
-    return entry.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
+    """An entry for a page in a folder beside docs/positions.md: its formula as a block that wraps, papers as links."""
+    summary, formula, rest = entry.split("\n\n", 2)
+    rest = rest.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
+    facts, mark, source = rest.partition("- **Source:**")
+    linked = NUMBER.sub(_link_paper, facts) + mark + NAME_OR_NUMBER.sub(_link_paper, source)
+    return f"{summary}\n\n``` {{ .text .formula }}\n{formula.strip()}\n```\n\n{linked}"
 
 
-def _find_overlays(root: Path) -> dict[str, list[str]]:
+def _link_paper(match: re.Match[str]) -> str:
+    found = match.groupdict()
+    number = found["number"] or PAPERS[" ".join(found["name"].split())]
+    return f"[{match[0]}](https://arxiv.org/abs/{number})"
+
+
+@cache
+def find_overlays(root: Path) -> dict[str, list[str]]:
     """Method → the overlays of configs/position/ that choose it, by name, the one of its own name first."""
     found: dict[str, list[str]] = {}
     for path in sorted((root / "configs/position").glob("*.yml")):
         values = parse_yaml(read_text(path), str(path)).values
-        for key in KEYS:
+        for list_methods, key in KINDS.values():
             chosen = values.get(key, [])
             for name in dict.fromkeys(chosen if isinstance(chosen, list) else [chosen]):
-                found.setdefault(str(name), []).append(path.stem)
+                if name in list_methods():  # "none" is an encoding, and of other kinds the lack of a method
+                    found.setdefault(str(name), []).append(path.stem)
     return {name: sorted(overlays, key=lambda overlay: overlay != name) for name, overlays in found.items()}
 
 
-def _describe_use(overlays: list[str]) -> str:
+def _describe_use(root: Path, kind: str, name: str, overlays: list[str]) -> str:
+    """The command that trains with a method, and what encoding it stands on where it is none itself."""
     if not overlays:
         return "No overlay chooses it; its name is the value of the key."
-    own, others = overlays[0], [f"[`{name}`](../../configs/position/{name}.yml)" for name in overlays]
-    block = f"``` console\n./deepy.py train 125M {own} local_setup\n```"
-    return f"{block}\n\nOverlays that choose it: {', '.join(others)}."
+    links = ", ".join(f"[`{overlay}`](../../configs/position/{overlay}.yml)" for overlay in overlays)
+    own, sentence = overlays[0], ""
+    base = PUBLISHED_ON.get(name)
+    if kind != "Encodings":
+        model = f"the model's file ([`{MODEL.stem}`](../../{MODEL}))"
+        given = parse_yaml(read_text(root / MODEL), str(MODEL)).values[KINDS["Encodings"][1]]
+        if base is None:
+            sentence = (
+                f"It stands on `{given}`, which {model} sets; for another encoding, put its overlay before `{own}`."
+            )
+        else:
+            both = f"{name}_{base}"
+            own = both if both in overlays else f"{base} {own}"
+            sentence = f"It stands on `{base}`, with which it was published; {model} alone would put it on `{given}`."
+    block = f"``` console\n./deepy.py train {MODEL.stem} {own} local_setup\n```"
+    return "\n\n".join(filter(None, [block, sentence, f"Overlays that choose it: {links}."]))
 
 
 def _describe_backends(kind: str, name: str) -> str:
@@ -118,7 +185,7 @@ def _describe_backends(kind: str, name: str) -> str:
     if kind == "Temperatures":
         return "It multiplies queries before attention, so every `attention_backend` computes it."
     if kind == "Processors":
-        cases = {f"on `{PLAIN_BIAS}`": (PLAIN_BIAS, name)}
+        cases: dict[str, tuple[str, str | None]] = {f"on `{PLAIN_BIAS}`": (PLAIN_BIAS, name)}
     else:
         cases = {"alone": (name, None), f"under `{FUSED_PROCESSOR}`": (name, FUSED_PROCESSOR)}
     lines = [f"| `attention_backend` | {' | '.join(cases)} |", "| --- " * (1 + len(cases)) + "|"]
@@ -140,35 +207,3 @@ def _describe_backends(kind: str, name: str) -> str:
         "[`auto`](../configuration.md) measures on the machine which of those that can is fastest. "
         "Tensor, context, data and pipeline parallelism divide every method ([parallel](../parallel.md))."
     )
-
-
-def _list_variants(records: list[Record], name: str) -> set[str]:
-    """The methods of records that have a method in their position."""
-    return {
-        record.method
-        for record in records
-        if name in re.findall(r"\w+", f"{record.position or ''} {record.method}") and not record.is_trivial_baseline
-    }
-
-
-def _describe_results(tables: list[TextTable], variants: set[str]) -> str:
-    """The rows of the leaderboard's tables that are of some methods, beside the baseline's."""
-    if not variants:
-        return f"The [leaderboard](../{RECORD.relative_to('docs').with_suffix('.md')}) has not asked it."
-    parts = [
-        f"One small budget, a model of 0.84M parameters for the text; {BASELINE} stands beside for comparison. "
-        f"How it was measured, and every other method: [the leaderboard](../results/zoo.md)."
-    ]
-    for table in tables:
-        rows = [row for row in table.rows if row[0] in variants]
-        rows += [row for row in table.rows if row[0] == BASELINE and BASELINE not in variants]
-        own = replace(table, rows=tuple(rows), notes=())
-        parts.append((_transpose(own) if len(rows) < len(table.column_headers) else own).to_markdown())
-    return "\n\n".join(parts)
-
-
-def _transpose(table: TextTable) -> TextTable:
-    """A column for each method: of few methods that is narrower."""
-    names = tuple(name for name, _ in table.rows)
-    cells = zip(table.column_headers, *(cells for _, cells in table.rows), strict=True)
-    return replace(table, corner_header="", column_headers=names, rows=tuple((row[0], row[1:]) for row in cells))

@@ -1,0 +1,118 @@
+"""What the leaderboard's record (docs/results/zoo.json) has of a method, for the method's page."""
+
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.config.yaml_files import parse_yaml, read_text
+from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
+from megatron.reports.records import read_records
+from megatron.reports.table_formats import TextTable
+
+RECORD = Path("docs/results/zoo.json")
+SWEEP, QUICKSTART = Path("configs/zoo.yml"), Path("configs/quickstart.yml")
+BASELINE = "rotary"
+METRIC, FULL_SEEDS = "perplexity", 3
+"""Of the text, and how many seeds a method has there that a question of the leaderboard names."""
+ORDINARY_WORDS = {"none", "learned"}
+"""Methods whose names are words of sentences about other methods."""
+TITLES = {"Leaderboard": "Ranks and scores"}
+"""Of the report's tables, where the page has a heading of that name."""
+
+
+class LeaderboardResults:
+    """The leaderboard's tables, of which each page shows some rows.
+
+    Args:
+        root: the repository's folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.records = read_records(root / RECORD)
+        tables = build_comparison_tables(self.records)
+        self.tables = LeaderboardReport(Leaderboard(BASELINE), tables).build_tables()
+        text = [record for record in self.records if record.metric == METRIC]
+        self.longest = max(record.length for record in text)
+        self.seeds: dict[str, set[int]] = {}
+        self.values: dict[str, list[float]] = {}
+        """Of each method: the seeds of its perplexities, and these at the longest length."""
+        for record in text:
+            self.seeds.setdefault(record.method, set()).add(record.seed)
+            if record.length == self.longest:
+                self.values.setdefault(record.method, []).append(record.value)
+
+    def describe(self, name: str, entry: str) -> str:
+        """The part of a method's page.
+
+        Args:
+            name: of the method.
+            entry: of docs/positions.md, if its advice is about methods of the same kind; or nothing.
+        """
+        variants = {
+            record.method
+            for record in self.records
+            if name in re.findall(r"\w+", f"{record.position or ''} {record.method}") and not record.is_trivial_baseline
+        }
+        if not variants:
+            return f"The [leaderboard](../results/{RECORD.stem}.md) has not asked it."
+        parts = [self._describe_budget(), self._compare_with_advice(name, entry)]
+        return "\n\n".join(filter(None, [*parts, *(self._render_rows(table, variants) for table in self.tables)]))
+
+    def _describe_budget(self) -> str:
+        """What the numbers are of, and why the quickstart has others."""
+        baseline = next(record for record in self.records if record.metric == METRIC and record.method == BASELINE)
+        quickstart = parse_yaml(read_text(self.root / QUICKSTART), str(QUICKSTART)).values["train_iters"]
+        return (
+            f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
+            f"{baseline.step} steps ([`{SWEEP.stem}`](../../{SWEEP})). The [quickstart](../../{QUICKSTART}) trains the "
+            f"same models for {quickstart}, so the perplexities there are others. A perplexity is the mean of "
+            f"{FULL_SEEDS} seeds, or of as many as (n …) says; needles and tasks have one seed each. {BASELINE} stands "
+            f"beside for comparison. How it was measured, and every other method: "
+            f"[the leaderboard](../results/{RECORD.stem}.md)."
+        )
+
+    def _compare_with_advice(self, name: str, entry: str) -> str:
+        """What the record has of the methods that an entry's advice names, if one of the numbers is of one seed."""
+        advice = re.split(r"^- \*\*", entry.partition("- **When:**")[2], maxsplit=1, flags=re.MULTILINE)[0]
+        words = [word for word in dict.fromkeys(re.findall(r"\w+", advice)) if word not in ORDINARY_WORDS]
+        methods = [name, *(word for word in words if word in self.values and word != name)]
+        if name not in self.values or len(methods) == 1 or all(len(self.seeds[method]) > 1 for method in methods):
+            return ""
+        found = []
+        for method in methods:
+            num_seeds = len(self.seeds[method])
+            mean = statistics.fmean(self.values[method])
+            found.append(f"{mean:.2f} for `{method}` ({num_seeds} seed{'s' * (num_seeds > 1)})")
+        return (
+            f"The advice above is about larger models. Here the perplexity at {self.longest:,} tokens is "
+            f"{', '.join(found[:-1])} and {found[-1]}: a number of one seed does not say how much of it is chance."
+        )
+
+    def _render_rows(self, table: TextTable, variants: set[str]) -> str:
+        """The rows of some methods, beside the baseline's, with the table's title above them."""
+        rows = [row for row in table.rows if row[0] in variants]
+        rows += [row for row in table.rows if row[0] == BASELINE and BASELINE not in variants]
+        marked = []
+        for method, cells in rows:
+            pairs = zip(table.column_headers, cells, strict=True)
+            marked.append((method, tuple(cell + self._mark_seeds(method, header, cell) for header, cell in pairs)))
+        own = replace(table, rows=tuple(marked), notes=())
+        shown = _transpose(own) if len(rows) < len(table.column_headers) else own
+        grid = shown.to_markdown().partition("\n\n")[0]
+        return f"### {TITLES.get(table.title, table.title)}\n\n{grid}"
+
+    def _mark_seeds(self, method: str, header: str, cell: str) -> str:
+        """What a perplexity says of its seeds, if they are fewer than others have."""
+        num_seeds = len(self.seeds.get(method, ()))
+        is_marked = header.startswith(f"{METRIC} at") and 0 < num_seeds < FULL_SEEDS and cell != "–"
+        return f" (n {num_seeds})" if is_marked else ""
+
+
+def _transpose(table: TextTable) -> TextTable:
+    """A column for each method: of few methods that is narrower."""
+    names = tuple(name for name, _ in table.rows)
+    cells = zip(table.column_headers, *(cells for _, cells in table.rows), strict=True)
+    return replace(table, corner_header="", column_headers=names, rows=tuple((row[0], row[1:]) for row in cells))
