@@ -60,6 +60,18 @@ def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) ->
     assert sum(path.startswith("commands/") for path in generated.contents) == len(commands) + 1
 
 
+def test_options_say_their_types_limits_and_defaults_in_words(generated: GeneratedPages) -> None:
+    evaluate = generated.contents["commands/evaluate.md"]
+    assert "`--windows` · whole number · at least 1\n:   Windows per length;" in evaluate
+    assert "`--protocol` · text · default `last`\n" in evaluate
+    assert "`--vocab-size` · whole number · 257 to 16,777,216\n" in generated.contents["commands/prepare.md"]
+    pages = [page for path, page in generated.contents.items() if path.startswith("commands/")]
+    assert not [page for page in pages if "bold" in page], "marks of the terminal"
+    assert not [
+        words for page in pages for words in re.findall(r"<(?:int|str|float|path|list)[^>]*>|x[<>]=|\[default", page)
+    ]
+
+
 def test_examples_are_blocks_of_code(generated: GeneratedPages) -> None:
     page = generated.contents["commands/report.md"]
     block = re.search(r"## Examples\n\n``` console\n(.*?)\n```", page, flags=re.DOTALL)
@@ -73,6 +85,9 @@ def test_every_key_has_a_heading_on_its_section_page(generated: GeneratedPages) 
         path = f"keys/{key.section}.md"
         meaning = link_docs(escape(key.doc), path)
         assert f"`{key.name}` {{ #{key.name} }}\n\n{meaning}\n\n" in generated.contents[path]
+    weight_decay = generated.contents["keys/optimizer.md"].partition("{ #weight_decay }")[2].partition("\n## ")[0]
+    policy = "[numerics](../configuration.md#policies): a resumed run says what changed"
+    assert f"\ntype: number · default: `0.1` · {policy}\n" in weight_decay
     for path, section in key_pages.SWEEP.items():
         for name in section.model_fields:
             assert f"{{ #{path}.{name} }}" in generated.contents["keys/sweep.md"]
@@ -84,6 +99,7 @@ def test_configuration_page_links_to_what_replaces_its_tables(generated: Generat
     headings = re.findall(r"^## .*", configuration, flags=re.MULTILINE)
     assert re.findall(r"^## .*", page, flags=re.MULTILINE) == headings, "anchors are kept"
     assert "num_layers" not in page
+    assert page.count("{ #policies }") == 1
     linked = set(re.findall(r"\]\((keys/[^)]+)\)", page))
     assert linked == {path for path in generated.contents if path.startswith("keys/")}
     assert len(linked) == len(SECTIONS) + 2

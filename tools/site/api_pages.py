@@ -51,6 +51,14 @@ API_PAGES: dict[str, ApiPage] = {
         "From options to megatron-core's GPT with this project's attention.",
         ("megatron.model.build", "megatron.model.gpt"),
     ),
+    "data": ApiPage(
+        "Data",
+        "Texts become tokens in files, with the tokenizer beside them. [Data](../data.md) tells the whole of it.",
+        (
+            *("megatron.data.corpus.prepare", "megatron.options.data", "megatron.data.corpus_metadata"),
+            *("megatron.data.indexed_dataset", "megatron.data.tokenizers"),
+        ),
+    ),
     "checkpoints": ApiPage(
         "Runs and checkpoints",
         "A run that was trained, found by its folder, and its model rebuilt.",
@@ -63,6 +71,8 @@ API_PAGES: dict[str, ApiPage] = {
             *("megatron.evaluation.run", "megatron.evaluation.protocols", "megatron.evaluation.perplexity"),
             *("megatron.evaluation.loss_records", "megatron.evaluation.lengths", "megatron.evaluation.texts"),
             *("megatron.evaluation.needle_map", "megatron.evaluation.accuracy", "megatron.reports.records"),
+            *("megatron.reports.comparison_table", "megatron.reports.table_formats", "megatron.reports.plots"),
+            "megatron.reports.metrics",
         ),
     ),
     "tasks": ApiPage(

@@ -11,6 +11,15 @@ from tools.site.markdown import escape, link_docs
 
 FOLDER = "commands"
 EXAMPLES = "[bold]Examples[/]"
+TYPES = {
+    "<str>": "text",
+    "<int range>": "whole number",
+    "<float range>": "number",
+    "<path>": "path",
+    "<list[str]>": "text, may be given again",
+    "<list[Path]>": "path, may be given again",
+}
+"""What typer writes for the value of an option."""
 
 
 def list_commands() -> dict[str, str]:
@@ -69,8 +78,13 @@ def _format_help(text: str) -> str:
         elif block.strip() == EXAMPLES:
             parts.append("## Examples")
         else:
-            parts.append(re.sub(r"\\\[(/?)(?:bold|italic)?\\\]", "**", escape(block)))
+            parts.append(_escape_help(block))
     return "\n\n".join(parts)
+
+
+def _escape_help(text: str) -> str:
+    """Help for the terminal as Markdown, its [bold] and [/] too."""
+    return re.sub(r"\\\[(/?)(?:bold|italic)?\\\]", "**", escape(text))
 
 
 def _join_lines(block: str) -> str:
@@ -78,8 +92,22 @@ def _join_lines(block: str) -> str:
 
 
 def _format_parameter(parameter: Any, context: Any) -> str:
-    """An argument or option with its meaning, as an entry of a list of definitions."""
+    """An argument or option with its type, limits and default in words, as an entry of a list of definitions."""
     names, meaning = parameter.get_help_record(context)
     if parameter.param_type_name == "argument":
         names = parameter.metavar or names
-    return f"`{' '.join(names.split())}`\n:   {escape(' '.join(meaning.split()))}"
+    facts = [TYPES[placeholder] for placeholder in re.findall(r"<[^>]*>", names)]
+    names = " ".join(re.sub(r"<[^>]*>", "", names).split())
+    if found := re.search(r"\s*\[((?:default: |required|[\d.]*<?=?x[<>]=)[^\]]*)\]$", meaning):
+        meaning = meaning[: found.start()]
+        facts += map(_describe_fact, reversed(found[1].split("; ")))  # limits before the default
+    return f"{' · '.join([f'`{names}`', *facts])}\n:   {_escape_help(' '.join(meaning.split()))}"
+
+
+def _describe_fact(fact: str) -> str:
+    """What typer says in brackets at the end of a help text, in words: `x>=1`, `0<=x<=1`, `default: 64`, `required`."""
+    if fact.startswith("default: "):
+        return f"default `{fact.removeprefix('default: ')}`"
+    fact = re.sub(r"\d{5,}", lambda number: f"{int(number[0]):,}", fact)
+    fact = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", fact)
+    return fact.replace("x>=", "at least ").replace("x<=", "at most ")

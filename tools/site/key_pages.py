@@ -1,8 +1,9 @@
 """A page for each section of configuration keys, and docs/configuration.md without the tables that they replace."""
 
 import re
+from functools import cache
 
-from megatron.config.reference import SWEEP, describe_default, describe_type
+from megatron.config.reference import INTRODUCTION, SWEEP, describe_default, describe_type
 from megatron.config.schema import SECTIONS, list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import ConfigSection, read_docstring
@@ -13,6 +14,9 @@ PAGE = "configuration.md"
 
 OTHER_PAGES = {"sweep": f"{FOLDER}/sweep.md", "GPT-NeoX, KERPLE and DAPE": f"{FOLDER}/gpt-neox.md"}
 """Pages of parts of docs/configuration.md that are no section of a run's configuration, by their headings."""
+
+POLICIES = "policies"
+"""Where docs/configuration.md explains them, on the site."""
 
 COMMANDS_HEADING = "Options of commands"
 
@@ -34,7 +38,8 @@ def write_key_pages(configuration: str) -> dict[str, str]:
 
 def shorten_configuration(configuration: str) -> str:
     """docs/configuration.md with links to the pages of keys in the place of their tables."""
-    parts = [configuration.partition("\n## ")[0]]
+    introduction = configuration.partition("\n## ")[0]
+    parts = [re.sub(r"(^Every key has a policy(?:.+\n)+)", rf"\1{{ #{POLICIES} }}\n", introduction, flags=re.MULTILINE)]
     for heading, text in _split(configuration):
         introduction = text.partition("\n|")[0].partition("\n### ")[0].strip()
         if heading == COMMANDS_HEADING:
@@ -91,7 +96,17 @@ def _format_default(value: object) -> str:
 
 
 def _format_key(name: str, default: str, values: str, policy: str, meaning: str, level: int = 2) -> str:
-    """A key: its name as a heading, its meaning, and a line with its default, values and policy."""
-    facts = [f"default `{default}`" if default not in ("", "required") else default, escape(values), policy]
-    line = " · ".join(fact for fact in facts if fact)
-    return f"{'#' * level} `{name}` {{ #{name} }}\n\n{escape(meaning)}\n\n{line}\n{{ .facts }}"
+    """A key: its name as a heading, its meaning, and a line with its type, its default and what a change of it does."""
+    facts = [f"type: {escape(values.replace(' · ', ', '))}"]
+    if default:
+        facts.append(default if default == "required" else f"default: `{default}`")
+    if policy:
+        facts.append(f"[{policy}](../{PAGE}#{POLICIES}): a resumed run {read_policies()[policy]}")
+    return f"{'#' * level} `{name}` {{ #{name} }}\n\n{escape(meaning)}\n\n{' · '.join(facts)}\n{{ .facts }}"
+
+
+@cache
+def read_policies() -> dict[str, str]:
+    """Policy → what a resumed run does if a key of that policy has changed, of the table in docs/configuration.md."""
+    rows = re.findall(r"^\| (\w+) \| .+ \| (.+) \|$", INTRODUCTION.partition("| --- |")[2], flags=re.MULTILINE)
+    return dict(rows)
