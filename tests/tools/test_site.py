@@ -11,7 +11,7 @@ from megatron.config.load import load_config
 from megatron.config.schema import SECTIONS, list_config_keys
 from megatron.position import registry
 from tools.site import api_pages, key_pages, method_pages
-from tools.site.generated_pages import GeneratedPages, build_link_rewriter
+from tools.site.generated_pages import RESULTS, GeneratedPages, build_link_rewriter
 from tools.site.links import LinkRewriter, list_loaded_urls
 from tools.site.markdown import escape, link_docs
 from tools.site.source_pages import render_source_page
@@ -42,6 +42,26 @@ def test_navigation_has_every_page_once(generated: GeneratedPages) -> None:
     }
     made = {path for path in generated.contents if path.endswith(".md")}
     assert sorted(pages) == sorted(docs | made | notebooks)
+
+
+def test_results_and_methods_are_grouped_under_titles_of_their_own(generated: GeneratedPages) -> None:
+    for folder in ("results", "methods"):
+        groups = [(title, pages) for entry in generated.folders[folder] for title, pages in entry.items()]
+        assert all(isinstance(pages, list) for _, pages in groups), "a page is in no group"
+        titles = [title for _, pages in groups for page in pages for title in page]
+        assert len(set(titles)) == len(titles)
+    assert set(RESULTS) == {title for entry in generated.folders["results"] for title in entry}
+    assert {"kerple_log": "methods/kerple_log.md"} in generated.folders["methods"][0]["Encodings"]
+    assert {"cdape": "methods/cdape.md"} in generated.folders["methods"][1]["Processors"]
+    assert generated.folders["methods"][2]["Temperatures"] == [
+        {name: f"methods/{name}.md"} for name in registry.list_temperatures()
+    ]
+
+
+def test_reports_link_back_to_the_site(generated: GeneratedPages) -> None:
+    for page in ("results/zoo_page.html", "results/small_page.html"):
+        text = generated.contents[page]
+        assert '<a href="../index.html">' in text.partition("<h1")[0]
 
 
 def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) -> None:

@@ -11,6 +11,44 @@ from tools.site.markdown import read_title
 
 ASSETS = Path("tools/site/assets")
 
+RESULTS: dict[str, dict[str, str]] = {
+    "Methods compared": {
+        "zoo": "The leaderboard",
+        "zoo_text": "The leaderboard's text, trained longer",
+        "small": "The papers' tables, small",
+        "tasks": "Tasks from scratch",
+        "drope": "DroPE",
+        "recipe": "CDAPE for a trained model",
+        "muon": "Muon and Lion against AdamW",
+        "mup_coordinates": "muP: activations over width",
+        "document_distances": "Documents apart: distances",
+        "document_perplexity": "Documents apart: perplexity",
+    },
+    "Checked against others": {
+        "methods": "Methods against published code",
+        "export": "Exports against transformers",
+        "stock_configs": "Other projects' configurations",
+        "parity": "Layouts of 2 and 4 ranks",
+        "parity_8": "Layouts of 8 ranks",
+        "resume": "Resuming in another layout",
+    },
+    "Time and memory": {
+        "bench_cdape_cpu": "CDAPE on an Intel Xeon",
+        "bench_cdape_cpu_epyc": "CDAPE on an AMD EPYC",
+        "host_time": "Host time of a training step",
+        "save": "What a checkpoint costs",
+        "context_memory": "What context parallelism saves",
+        "planner_memory": "The planner's memory",
+    },
+    "GPUs": {
+        "gpu_check": "The first check on a GPU",
+        "gpu_methods": "Backends on a GPU",
+        "cuda_matrix": "What runs on CUDA",
+        "rehearsals": "Rehearsals of configurations",
+    },
+}
+"""The pages of docs/results/ in the navigation: short titles by the stems of their files, in groups."""
+
 
 class GeneratedPages:
     """The files that the site has beside those of docs/.
@@ -40,20 +78,37 @@ class GeneratedPages:
         methods = method_pages.write_method_pages(root)
         self._add(method_pages.FOLDER, methods)
         self.sources |= {page: f"docs/{page}" for page in methods}
-        self.folders["results"] = [
-            {read_title(path.read_text(encoding="utf-8"), path.stem.replace("_", " ")): f"results/{path.name}"}
-            for path in sorted((root / "docs/results").glob("*.md"))
-            if path.name != "README.md"
+        self.folders[method_pages.FOLDER] = [
+            {kind: [{Path(page).stem: page} for page in pages]}
+            for kind, pages in method_pages.list_pages_by_kind(methods).items()
         ]
+        self.folders["results"] = self._group_results()
         for path in sorted((root / ASSETS).iterdir()):
             self.contents[f"assets/{path.name}"] = path.read_bytes()
         for path in sorted((root / "docs").rglob("*.html")):
             if path.with_suffix(".md").exists():
                 file = path.relative_to(root / "docs")
                 page = file.with_stem(f"{path.stem}_page").as_posix()
-                self.contents[page] = path.read_bytes()
+                self.contents[page] = self._link_back(path.read_text(encoding="utf-8"), page)
                 self.sources[page] = path.relative_to(root).as_posix()
                 self.moved.append(file.as_posix())
+
+    def _group_results(self) -> list[Any]:
+        """The pages of docs/results/ by groups; those that are in none come last."""
+        paths = {path.stem: path for path in sorted((self.root / "docs/results").glob("*.md")) if path.stem != "README"}
+        groups: list[Any] = []
+        for group, titles in RESULTS.items():
+            there = {stem: paths.pop(stem) for stem in titles if stem in paths}
+            groups.append({group: [{titles[stem]: f"results/{path.name}"} for stem, path in there.items()]})
+        others = {stem: read_title(path.read_text(encoding="utf-8"), stem) for stem, path in paths.items()}
+        return groups + [{title: f"results/{stem}.md"} for stem, title in others.items()]
+
+    @staticmethod
+    def _link_back(html: str, page: str) -> str:
+        """A page that is none of the site's Markdown, with a link to the site's first page above it."""
+        path = posixpath.relpath("index.html", posixpath.dirname(page) or ".")
+        link = f'<p><a href="{path}">The documentation of Farfield</a></p>'
+        return html.replace("<body>", f"<body>\n{link}", 1)
 
     def _show_files(self) -> None:
         readmes = {f"kernels/{path.parent.name}.md": path for path in sorted(self.root.glob("kernels/*/README.md"))}

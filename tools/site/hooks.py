@@ -81,7 +81,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     elif path == method_pages.PAGE:
         markdown = method_pages.shorten_positions(markdown)
     if "\n# " not in f"\n{markdown}":
-        markdown = f"# {Path(path).stem.replace('_', ' ')}\n\n{markdown}"
+        markdown = f"# {page.title}\n\n{markdown}"
     return get_build(config.repo_url or "").rewrite_links(markdown, path)
 
 

@@ -6,6 +6,7 @@ the overlays that choose the method, the kernels that compute it, and what the l
 """
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
             ]
             pages[f"{FOLDER}/{name}.md"] = "\n\n".join(parts) + "\n"
     return pages
+
+
+def list_pages_by_kind(pages: Iterable[str]) -> dict[str, list[str]]:
+    """The methods' pages in the order and the parts of docs/positions.md."""
+    return {
+        kind: [page for page in pages if Path(page).stem in list_methods()] for kind, (list_methods, _) in KINDS.items()
+    }
 
 
 def split_entries(positions: str) -> dict[str, dict[str, str]]:
