@@ -142,7 +142,9 @@ def describe_type(annotation: Any) -> str:
         return f"list of ({kind})" if " or " in kind else f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
-    return {int: "whole number", float: "number", bool: "true or false", str: "text"}.get(annotation, "mapping")
+    return {int: "whole number", float: "number", bool: "true or false", str: "text", list: "list"}.get(
+        annotation, "mapping"
+    )
 
 
 def describe_default(key: ConfigKey) -> str:

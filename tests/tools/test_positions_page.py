@@ -11,12 +11,15 @@ from matplotlib.image import imread
 
 from megatron.position import registry
 from megatron.position.encoding import Encoding, ScoreTerms
+from megatron.position.encodings.fire import ACTIVATIONS
 from megatron.position.processor import Processor
+from megatron.position.rotary_scaling import SCALINGS
 from tools.docs import position_panels as panels
 from tools.docs import position_plots, positions_page
+from tools.docs.method_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-METHODS = (*registry.list_encodings(), *registry.list_processors())
+METHODS = (*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures())
 FLOAT32 = 2.0**-23
 
 
@@ -77,11 +80,20 @@ def test_advice_names_its_source() -> None:
             pytest.fail(record["name"])
 
 
-def test_meanings_are_of_options_that_exist() -> None:
-    options = {
-        option for name in registry.list_processors() for option in registry.load_processor_class(name).options()
+def test_every_option_has_a_meaning_and_no_meaning_is_left_over() -> None:
+    records = registry.describe_methods(METHODS)[0]
+    assert {record["name"]: set(record["options"]) for record in records if record["options"]} == {
+        name: set(meanings) for name, meanings in OPTIONS.items()
     }
-    assert set(positions_page.PROCESSOR_OPTIONS) <= options
+
+
+def test_choices_of_options_are_said(page: str) -> None:
+    for name in SCALINGS:
+        assert (
+            f"`{name}`" in section_of(page, "rotary").partition("`scaling` = none (text): ")[2].partition("`factor`")[0]
+        )
+    for choice in ACTIVATIONS:
+        assert f"`{choice}`" in section_of(page, "fire")
 
 
 def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> None:
@@ -118,6 +130,16 @@ def test_same_pictures_every_time() -> None:
         ("dape", "each key by itself"),
         ("kerple_bias_weight", "gives a bias and a weight"),
         ("fire", "not relative"),
+        ("rotary", "**Also called:** `rope`, `roformer`"),
+        (
+            "rotary",
+            f"{2 * 12 * (64 + 64):,} FLOPs forward per query, key and layer for the products with k and v, as with",
+        ),
+        ("pope", f"{2 * 12 * (2 * 64 + 64):,} FLOPs forward per query, key and layer"),
+        # twice a multiply-add, 12 heads: u·k of 512 keys, and d of W_R R for each
+        ("transformer_xl", f"; {2 * 12 * 64 * 512:,} more per query that sees 512 keys"),
+        ("llama4", f"{12 * 64} FLOPs forward per query and layer"),
+        ("kerple_bias_weight", "r\\*_below"),
     ],
 )
 def test_counts_and_traits(name: str, text: str, page: str) -> None:
@@ -166,6 +188,14 @@ def test_maps_are_the_curves_along_diagonals() -> None:
     bias = curves.lines["head 1"].double().numpy()
     i, j = np.tril_indices(panels.MAP_SIZE)
     np.testing.assert_allclose(first.values.numpy()[i, j], np.exp(bias[i - j]), rtol=16 * FLOAT32)
+
+
+def test_temperature_curves_are_the_factors() -> None:
+    (curve,) = panels.build_temperature_panels(registry.build_temperature("llama4", panels.SHAPE))
+    (line,) = curve.lines.values()
+    rows = np.arange(panels.MAX_ROW)
+    expected = 1 + 0.1 * np.log(1 + np.floor((rows + 1) / 8192))
+    np.testing.assert_allclose(line.double().numpy(), expected, rtol=4 * FLOAT32)
 
 
 def test_a_term_that_starts_at_zero_is_woken_and_said_to_be() -> None:

@@ -232,7 +232,7 @@ def test_every_method_has_a_page(generated: GeneratedPages) -> None:
         assert f"``` {{ .text .formula }}\n{record['formula']}\n```" in page
         unlinked = re.sub(r"\[([^\]]*)\]\(https://arxiv.org/abs/[\d.]+\)", r"\1", page)
         assert " ".join(record["source"].split()) in " ".join(unlinked.split())
-        assert f"![{record['name']}: " in page or record["kind"] == "temperature"
+        assert f"![{record['name']}: " in page
         for image in re.findall(r"\]\((\.\./images/[^)]+)\)", page):
             assert (ROOT / "docs/methods" / image).resolve().is_file()
         assert f"[More](methods/{record['name']}.md)" in shortened

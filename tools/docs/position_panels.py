@@ -20,6 +20,7 @@ from megatron.position import registry
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
+from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask
 
 SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=512, max_length=512)
@@ -27,6 +28,8 @@ SHAPE = AttentionDims(num_heads=12, head_dim=64, hidden_size=768, train_length=5
 SEED = 0
 MAX_DISTANCE = 2048
 """Curves reach to this distance, four times the training length."""
+MAX_ROW = 32 * SHAPE.train_length
+"""Curves of temperatures reach to this row."""
 MAP_SIZE = 2 * SHAPE.train_length
 """Rows and columns of a map."""
 PROCESSOR_MAP_SIZE = 64
@@ -310,6 +313,14 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
     if not processor.overrides("row_terms"):
         panels.append(_measure_response(build_drawn_processor(name, has_bias=False)[0], head))
     return panels, note
+
+
+@torch.no_grad()
+def build_temperature_panels(temperature: Temperature) -> list[Panel]:
+    """The factors of the rows of one document, each of which sees the keys before it and its own."""
+    positions = torch.arange(MAX_ROW, dtype=torch.float32)
+    factors = temperature(positions, positions + 1).expand(SHAPE.num_heads, -1)
+    return [CurvePanel("factor on the query", _split_heads(factors, CURVE_HEADS), across="row i")]
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def draw_panels(shown: list[Panel]) -> bytes:
     rows = 1 if len(shown) <= 3 else 2
     columns = -(-len(shown) // rows)
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 8, "axes.unicode_minus": True}):
-        figure = Figure(figsize=(sum(widths[:columns]), 2.75 * rows), dpi=105, layout="constrained")
+        figure = Figure(figsize=(max(sum(widths[:columns]), 4.2), 2.75 * rows), dpi=105, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(rows, columns, width_ratios=widths[:columns])
         for place, panel in enumerate(shown):
@@ -58,7 +58,7 @@ def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
         axes.plot(np.arange(len(values)), values.double().numpy(), **style)
     if panel.logarithmic:
         axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
-        axes.xaxis.set_major_locator(FixedLocator([0, 1, 4, 16, 64, 256, 1024]))
+        axes.xaxis.set_major_locator(FixedLocator([0, 1, 4, 16, 64, 256, 1024, 4096, 16384]))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
         trained = panels.SHAPE.train_length
@@ -113,4 +113,7 @@ def draw_pictures() -> dict[Path, bytes]:
         made[get_picture_path(name)] = draw_panels(panels.build_encoding_panels(panels.build_encoding(name))[0])
     for name in registry.list_processors():
         made[get_picture_path(name)] = draw_panels(panels.build_processor_panels(name)[0])
+    for name in registry.list_temperatures():
+        temperature = registry.build_temperature(name, panels.SHAPE)
+        made[get_picture_path(name)] = draw_panels(panels.build_temperature_panels(temperature))
     return made

@@ -1,8 +1,8 @@
 """docs/positions.md: every position encoding, score processor and attention temperature, made from the registry.
 
 What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
-off its code. A new file in `megatron/position/` has its section without an edit here, and all but a temperature its
-picture.
+off its code. A new file in `megatron/position/` has its section and its picture without an edit here; what its options
+mean is said in `method_options.py`.
 """
 
 import inspect
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.attention import softmax
-from megatron.config import neox_keys
+from megatron.config import method_names, neox_keys
 from megatron.config.method_names import describe_compositions
 from megatron.config.reference import describe_default, describe_type, format_table
 from megatron.config.schema import list_config_keys
@@ -28,6 +28,7 @@ from megatron.position import registry, rotary_scaling
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
+from tools.docs.method_options import OPTIONS
 from tools.docs.position_panels import (
     BASE_ENCODING,
     MAX_DISTANCE,
@@ -39,6 +40,7 @@ from tools.docs.position_panels import (
     build_encoding_panels,
     build_processor,
     build_processor_panels,
+    build_temperature_panels,
     measure_reach,
 )
 from tools.docs.position_plots import MIN_BIAS, get_picture_path
@@ -46,6 +48,10 @@ from tools.docs.position_plots import MIN_BIAS, get_picture_path
 PAGE = Path("docs/positions.md")
 LAYERS = 12
 WRAPPER = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+NESTED_WRAPPER = TextWrapper(
+    120, initial_indent="    ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
+)
+"""Four blanks: with fewer, the site's Markdown does not nest."""
 HOOKS = {
     "embed": "adds to the embeddings",
     "rotate": "turns queries and keys",
@@ -54,29 +60,6 @@ HOOKS = {
     "contextual": "terms from queries and keys",
     "gate": "a bias from the layer's input",
 }
-
-PROCESSOR_OPTIONS = {
-    "width": "hidden channels W (DAPE's D_DAPE)",
-    "kernel_size": "keys under the convolutions' kernels, odd; 1 is `dape`",
-    "residual_bias": "add the bias to the result as well (equation 5); false leaves it to the convolutions "
-    "(equation 2)",
-    "zero_init": "start as S + B exactly, so that a trained model can be given a processor and keep its loss "
-    "(`finetune: true`)",
-    "query_kernel_size": "rows c_q under the kernels, the row's own and those above it",
-    "key_kernel_size": "keys c_k under the kernels, odd",
-    "head_kernel_size": "heads c_h of a group that are mixed after the softmax; all heads if null, none of them at 1",
-    "weights_query_kernel_size": "rows under the kernels of a second convolution, of the weights after the softmax; 0 "
-    "for none",
-    "weights_key_kernel_size": "keys under these, odd; 0 for none",
-    "mixes_scores": "mix all heads before the softmax as well, after the convolution",
-    "mixes_bias": "what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards",
-    "group_norm": "an RMS norm of each head's output, with a scale for each dimension that heads share",
-    "depth_scale": "multiply that by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does",
-    "gate": "multiply that by a number between 0 and 1 for each head and token, made of it",
-    "before_softmax": "mix the logits",
-    "after_softmax": "mix the weights",
-}
-"""What the options in the registry mean; a test holds the names to it."""
 
 CONTRACT = """\
 ## The attention contract
@@ -340,6 +323,7 @@ a logarithmic scale where they span more than a decade.
 - Processors: row {PROCESSOR_MAP_SIZE - 1} before and after, what is added to it, and what is added elsewhere when one
   score rises by 1. They work on `{BASE_ENCODING}` here, with queries and keys drawn from N(0, 1);
   the last panel has no bias.
+- Temperatures: the factor of each row of one document, over a position that reaches further than for biases.
 """
 
 
@@ -368,7 +352,6 @@ def render_page() -> str:
             CONTRACT,
             CHOOSING,
             SHARING,
-            _render_processor_options(processors),
             TEMPERATURES,
             SOFTMAX,
             ROTARY_SCALINGS,
@@ -478,29 +461,6 @@ A score processor takes the scores S and biases B of all heads and computes new 
 {format_table(["`attention_temperature`", "formula", "parameters per layer"], temperature_rows)}"""
 
 
-def _list_options(method: type[Any], defaults: dict[str, Any]) -> list[list[str]]:
-    found = method.options()
-    return [
-        [f"`{name}`", format_value(default), describe_type(found[name].annotation)]
-        for name, default in defaults.items()
-    ]
-
-
-def _render_processor_options(processors: list[dict[str, Any]]) -> str:
-    rows: dict[str, list[str]] = {}
-    for record in processors:
-        for name, default, values in _list_options(registry.load_processor_class(record["name"]), record["options"]):
-            meaning = PROCESSOR_OPTIONS.get(name.strip("`"), "")
-            rows.setdefault(name, [name, f"`{record['name']}`", default, values, meaning])
-            if f"`{record['name']}`" not in rows[name][1]:
-                rows[name][1] += f", `{record['name']}`"
-    headings = ["option", "of", "default", "values", "meaning"]
-    return (
-        f"## Options of the processors\n\nIn "
-        f"`score_processor_options`.\n\n{format_table(headings, list(rows.values()))}"
-    )
-
-
 def _render_windows(encodings: list[dict[str, Any]]) -> str:
     known = list_config_keys()
     rows = [
@@ -585,13 +545,18 @@ def _read_summary(method: type[Any]) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def _escape(text: str) -> str:
+    return text.replace("*", "\\*")
+
+
 def _describe_parameters(record: dict[str, Any], encoding: Encoding) -> str:
     number = _count_parameters(encoding)
     if not number:
         return "none"
+    parameters = _escape(record["parameters"])
     if type(encoding).overrides_hook("embed"):  # not per layer
-        return f"{record['parameters']}: {number:,}"
-    return f"{record['parameters']}: {number:,} for all layers, {LAYERS * number:,} with a set per layer"
+        return f"{parameters}: {number:,}"
+    return f"{parameters}: {number:,} for all layers, {LAYERS * number:,} with a set per layer"
 
 
 @torch.no_grad()
@@ -614,13 +579,45 @@ def _describe_traits(encoding: Encoding) -> str:
     return "; ".join(said)
 
 
-def _render_facts(facts: dict[str, str]) -> str:
-    return "".join(WRAPPER.fill(f"- **{name}:** {text}") + "\n" for name, text in facts.items() if text)
+def _render_facts(facts: dict[str, str | list[str]]) -> str:
+    """A list of facts; one that is a list itself has its entries below its name."""
+    lines = []
+    for name, text in facts.items():
+        if isinstance(text, list):
+            lines.append(f"- **{name}:**")
+            lines += [NESTED_WRAPPER.fill(f"- {entry}") for entry in text]
+        elif text:
+            lines.append(WRAPPER.fill(f"- **{name}:** {text}"))
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _describe_options(method: type[Any], defaults: dict[str, Any]) -> str:
-    rows = _list_options(method, defaults)
-    return ", ".join(f"{name} = {default} ({values})" for name, default, values in rows) or "none"
+def _describe_other_names(name: str) -> str:
+    return ", ".join(f"`{other}`" for other in method_names.list_other_names(name))
+
+
+def _describe_options(name: str, method: type[Any], defaults: dict[str, Any]) -> str | list[str]:
+    """Each option with its default, its type and its meaning."""
+    if not defaults:
+        return "none"
+    found, meanings = method.options(), OPTIONS.get(name, {})
+    return [
+        f"`{option}` = {format_value(default)} ({describe_type(found[option].annotation)})"
+        + (f": {meanings[option]}" if option in meanings else "")
+        for option, default in defaults.items()
+    ]
+
+
+def _describe_encoding_cost(encoding: Encoding) -> str:
+    """Products per score and per query, beside those that every attention has."""
+    plain = 4 * SHAPE.num_heads * SHAPE.head_dim
+    cost = 2 * SHAPE.num_heads * (encoding.qk_head_dim + SHAPE.head_dim)
+    text = f"{cost:,} FLOPs forward per query, key and layer for the products with k and v"
+    text += ", as with rotary" if cost == plain else f"; rotary has {plain:,}"
+    if more := encoding.product_flops(float(SHAPE.train_length)):
+        text += f"; {more:,.0f} more per query that sees {SHAPE.train_length} keys"
+    if type(encoding).overrides_hook("table") or type(encoding).overrides_hook("dense"):
+        text += "; what it adds or multiplies by is computed once for all sequences of a batch"
+    return text
 
 
 def _render_picture(name: str, titles: list[str], note: str) -> str:
@@ -633,9 +630,11 @@ def _render_encoding(record: dict[str, Any]) -> str:
     name = record["name"]
     encoding = build_encoding(name)
     facts = {
+        "Also called": _describe_other_names(name),
         "Parameters": _describe_parameters(record, encoding),
-        "Options": _describe_options(type(encoding), record["options"]),
+        "Options": _describe_options(name, type(encoding), record["options"]),
         "Traits": _describe_traits(encoding),
+        "Cost": _describe_encoding_cost(encoding),
         "When": record["advice"],
         "Source": record["source"],
     }
@@ -651,11 +650,12 @@ def _render_processor(record: dict[str, Any]) -> str:
     processor, alone = (build_processor(name, has_bias=has_bias) for has_bias in (True, False))
     number, fewer = _count_parameters(processor), _count_parameters(alone)
     facts = {
+        "Also called": _describe_other_names(name),
         "Parameters": "none"
         if not number
-        else f"{record['parameters']}: {number:,} in each layer ({LAYERS * number:,} in {LAYERS})"
+        else f"{_escape(record['parameters'])}: {number:,} in each layer ({LAYERS * number:,} in {LAYERS})"
         + (f"; with an encoding that has no bias, {fewer:,} ({LAYERS * fewer:,})" if fewer < number else ""),
-        "Options": _describe_options(type(processor), record["options"]),
+        "Options": _describe_options(name, type(processor), record["options"]),
         "Traits": _describe_processor_traits(name, processor),
         "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
         f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}"
@@ -700,11 +700,15 @@ def _render_temperature(record: dict[str, Any]) -> str:
     num_keys = torch.tensor(lengths, dtype=torch.float32)
     factors = temperature(num_keys - 1, num_keys)[0].tolist()
     facts = {
-        "Parameters": "none" if not number else f"{record['parameters']}: {number:,} in each layer",
-        "Options": _describe_options(type(temperature), record["options"]),
+        "Also called": _describe_other_names(name),
+        "Parameters": "none" if not number else f"{_escape(record['parameters'])}: {number:,} in each layer",
+        "Options": _describe_options(name, type(temperature), record["options"]),
         "Factors": ", ".join(f"{factor:.3g} in row {n:,}" for n, factor in zip(lengths, factors, strict=True))
         + ", at the start values",
+        "Cost": f"{SHAPE.num_heads * SHAPE.head_dim:,} FLOPs forward per query and layer, its numbers times the factor",
         "When": record["advice"],
         "Source": record["source"],
     }
-    return f"### {name}\n\n{_read_summary(type(temperature))}\n\n    {record['formula']}\n\n{_render_facts(facts)}"
+    image = _render_picture(name, [panel.title for panel in build_temperature_panels(temperature)], "")
+    summary = _read_summary(type(temperature))
+    return f"### {name}\n\n{summary}\n\n    {record['formula']}\n\n{_render_facts(facts)}\n{image}"
