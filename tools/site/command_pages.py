@@ -56,7 +56,10 @@ def render_command(name: str, command: Any, docstring: str, more: str) -> str:
     """
     path = f"{FOLDER}/{name}.md"
     context = command.make_context(name, [], resilient_parsing=True)
-    usage = " ".join(["./deepy.py", name, *command.collect_usage_pieces(context)])
+    pieces = [
+        re.sub(r"^\{(.+)\}$", r"\1", piece.removesuffix("...")) for piece in command.collect_usage_pieces(context)
+    ]
+    usage = " ".join(["./deepy.py", name, *pieces])
     summary, _, rest = docstring.partition("\n\n")
     parts = [f"# {name}", _format_help(summary), f"``` text\n{usage}\n```", _format_help(rest), f"More: {more}"]
     for title, kind in (("Arguments", "argument"), ("Options", "option")):

@@ -1,6 +1,6 @@
 // Code and tables that are wider than the page can be scrolled with the keyboard.
 function findScrolled() {
-  for (const element of document.querySelectorAll(".md-typeset pre > code, .md-typeset table:not([class])")) {
+  for (const element of document.querySelectorAll(".md-typeset pre > code, .md-typeset__scrollwrap")) {
     if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;
     else element.removeAttribute("tabindex");
   }
