@@ -614,7 +614,7 @@ def _describe_encoding_cost(encoding: Encoding) -> str:
     text = f"{cost:,} FLOPs forward per query, key and layer for the products with k and v"
     text += ", as with rotary" if cost == plain else f"; rotary has {plain:,}"
     if more := encoding.product_flops(float(SHAPE.train_length)):
-        text += f"; {more:,.0f} more per query that sees {SHAPE.train_length} keys"
+        text += f"; {more:,.0f} more per query and layer, where it sees {SHAPE.train_length} keys"
     if type(encoding).overrides_hook("table") or type(encoding).overrides_hook("dense"):
         text += "; what it adds or multiplies by is computed once for all sequences of a batch"
     return text
