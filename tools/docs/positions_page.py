@@ -1,12 +1,13 @@
 """docs/positions.md: every position encoding, score processor and attention temperature, made from the registry.
 
 What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
-off its code. A new file in `megatron/position/` has its section and its picture without an edit here; what its options
-mean is said in `method_options.py`.
+off its code; what options mean is read from the constructor's docstring. A new file in `megatron/position/` has its
+section and its picture without an edit here.
 """
 
 import inspect
 import math
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +26,10 @@ from megatron.config.schema import list_config_keys
 from megatron.config.yaml_files import format_value
 from megatron.options.section import read_docstring
 from megatron.position import registry, rotary_scaling
+from megatron.position.base import PositionModule
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange
-from tools.docs.method_options import OPTIONS
 from tools.docs.position_panels import (
     BASE_ENCODING,
     MAX_DISTANCE,
@@ -595,11 +596,18 @@ def _describe_other_names(name: str) -> str:
     return ", ".join(f"`{other}`" for other in method_names.list_other_names(name))
 
 
-def _describe_options(name: str, method: type[Any], defaults: dict[str, Any]) -> str | list[str]:
+def read_option_meanings(method: type[PositionModule]) -> dict[str, str]:
+    """Options and what the constructor's docstring says of them under `Args:`."""
+    _, _, arguments = (inspect.getdoc(method.__init__) or "").partition("Args:\n")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", arguments, re.MULTILINE)
+    return {name: " ".join(meaning.split()).removesuffix(".") for name, meaning in entries}
+
+
+def _describe_options(method: type[PositionModule], defaults: dict[str, Any]) -> str | list[str]:
     """Each option with its default, its type and its meaning."""
     if not defaults:
         return "none"
-    found, meanings = method.options(), OPTIONS.get(name, {})
+    found, meanings = method.options(), read_option_meanings(method)
     return [
         f"`{option}` = {format_value(default)} ({describe_type(found[option].annotation)})"
         + (f": {meanings[option]}" if option in meanings else "")
@@ -632,7 +640,7 @@ def _render_encoding(record: dict[str, Any]) -> str:
     facts = {
         "Also called": _describe_other_names(name),
         "Parameters": _describe_parameters(record, encoding),
-        "Options": _describe_options(name, type(encoding), record["options"]),
+        "Options": _describe_options(type(encoding), record["options"]),
         "Traits": _describe_traits(encoding),
         "Cost": _describe_encoding_cost(encoding),
         "When": record["advice"],
@@ -655,7 +663,7 @@ def _render_processor(record: dict[str, Any]) -> str:
         if not number
         else f"{_escape(record['parameters'])}: {number:,} in each layer ({LAYERS * number:,} in {LAYERS})"
         + (f"; with an encoding that has no bias, {fewer:,} ({LAYERS * fewer:,})" if fewer < number else ""),
-        "Options": _describe_options(name, type(processor), record["options"]),
+        "Options": _describe_options(type(processor), record["options"]),
         "Traits": _describe_processor_traits(name, processor),
         "Cost": f"{processor.flops_per_score():,.0f} FLOPs forward per query, key and layer, all heads together; "
         f"the products with k and v take {4 * SHAPE.num_heads * SHAPE.head_dim:,}"
@@ -702,7 +710,7 @@ def _render_temperature(record: dict[str, Any]) -> str:
     facts = {
         "Also called": _describe_other_names(name),
         "Parameters": "none" if not number else f"{_escape(record['parameters'])}: {number:,} in each layer",
-        "Options": _describe_options(name, type(temperature), record["options"]),
+        "Options": _describe_options(type(temperature), record["options"]),
         "Factors": ", ".join(f"{factor:.3g} in row {n:,}" for n, factor in zip(lengths, factors, strict=True))
         + ", at the start values",
         "Cost": f"{SHAPE.num_heads * SHAPE.head_dim:,} FLOPs forward per query and layer, its numbers times the factor",

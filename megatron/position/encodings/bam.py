@@ -37,6 +37,10 @@ class Bam(Encoding):
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=3)
 
     def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0) -> None:
+        """
+        Args:
+            exponent_init: where β starts; at 1 the bias falls linearly, as ALiBi's does.
+        """
         super().__init__(dims)
         if not -EXPONENT_BOUND <= exponent_init <= EXPONENT_BOUND:
             bounds = f"[−{EXPONENT_BOUND:g}, {EXPONENT_BOUND:g}]"

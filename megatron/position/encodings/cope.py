@@ -31,6 +31,10 @@ class Cope(Encoding):
     )
 
     def __init__(self, dims: AttentionDims, *, positions: int = 64) -> None:
+        """
+        Args:
+            positions: rows of the table e, to which gates can count; tokens further back share the last.
+        """
         super().__init__(dims)
         if positions < 2:
             raise OptionError("positions", f"is {positions}; it must be at least 2")

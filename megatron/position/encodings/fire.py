@@ -51,6 +51,13 @@ class Fire(Encoding):
         c_start: float = 0.1,
         multiplier_start: float = 1.0,
     ) -> None:
+        """
+        Args:
+            width: hidden units of the network f.
+            activation: of these units: `relu`, which kernels fuse, or `leaky_relu`.
+            c_start: where c starts: how fast the logarithm compresses distances.
+            multiplier_start: where the multiplier starts: rows before multiplier·T_train/2 share one normaliser.
+        """
         super().__init__(dims)
         if activation not in ACTIVATIONS:
             raise OptionError("activation", f"is {activation!r}; choose from {', '.join(ACTIVATIONS)}")

@@ -41,6 +41,13 @@ class Fope(Encoding):
         gain: float = 0.3,
         seed: int = 0,
     ) -> None:
+        """
+        Args:
+            base: frequencies are base^(−2m/d) of the pairs m; the larger, the slower the slowest pair turns.
+            original_length: L; pairs that turn less than once within it stay as they are; the training length if null.
+            gain: size of the random weights of the other frequencies.
+            seed: of these weights, which are drawn once and not trained.
+        """
         super().__init__(dims)
         if dims.head_dim % 2:
             raise ValueError(f"fope turns pairs; a head has {dims.head_dim} dimensions")

@@ -46,6 +46,14 @@ class Fox(Encoding):
         decay_time_min_init: float | None = None,
         decay_time_max_init: float | None = None,
     ) -> None:
+        """
+        Args:
+            std: standard deviation of the normal distribution of w at the start.
+            bias_init: where b starts; at 0 a gate lets half through.
+            decay_time_min_init: with the next one, in the place of bias_init: tokens after which the first head has
+                forgotten all but 1/e.
+            decay_time_max_init: the same of the last head; the others lie evenly between on a logarithmic scale.
+        """
         super().__init__(dims)
         times = decay_time_min_init, decay_time_max_init
         init_bias = init_constant(bias_init)

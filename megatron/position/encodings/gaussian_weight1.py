@@ -21,6 +21,10 @@ class GaussianWeight1(Encoding):
     cost = EncodingCost(num_parameters=lambda dims, options: dims.num_heads, num_saved_tables=1)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0) -> None:
+        """
+        Args:
+            r1_below: r1 of each head starts uniformly between 0 and this.
+        """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
 

@@ -47,6 +47,12 @@ class GrapeA(Encoding):
     def __init__(
         self, dims: AttentionDims, *, gates: str = "key", normalize: bool = False, omega_init: float = 1.0
     ) -> None:
+        """
+        Args:
+            gates: what the rate of the penalty is read from: `key`, or `query_key` for both.
+            normalize: u and v have length 1.
+            omega_init: where ω starts, as a multiple of ALiBi's slope of the head.
+        """
         super().__init__(dims)
         if gates not in GATES:
             raise OptionError("gates", f"is {gates!r}; choose from {', '.join(GATES)}")

@@ -25,6 +25,11 @@ class KerplePower(Encoding):
     cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=2)
 
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
+        """
+        Args:
+            r1_below: r1 of each head starts uniformly between 0 and this.
+            r2_below: r2 of each head starts uniformly between 0 and this.
+        """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
         self.r2 = build_per_head_parameter("r2_below", dims.num_heads, r2_below, high=2.0)

@@ -37,6 +37,10 @@ class Learned(Encoding):
     takes_real_positions = False
 
     def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:
+        """
+        Args:
+            std: standard deviation of the normal distribution of the table at the start.
+        """
         super().__init__(dims)
         self.max_length = dims.max_length
         self.vectors = Vectors(dims.max_length, dims.hidden_size, std)

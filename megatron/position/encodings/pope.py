@@ -46,6 +46,12 @@ class Pope(Encoding):
     def __init__(
         self, dims: AttentionDims, *, base: float = 10000.0, learned_delta: bool = True, delta_init: str = "zero"
     ) -> None:
+        """
+        Args:
+            base: frequencies are base^(−c/d) of the d numbers c; the larger, the slower the slowest turns.
+            learned_delta: learn a phase δ for each head and number; false has none.
+            delta_init: where δ starts: `zero`, or `uniform` between −2π and 0.
+        """
         super().__init__(dims)
         if base <= 1:
             raise OptionError("base", f"is {base}; it must be greater than 1")

@@ -70,6 +70,28 @@ class Rotary(Encoding):
         xpos: bool = False,
         xpos_scale_base: float = 512.0,
     ) -> None:
+        """
+        Args:
+            fraction: share of each head's dimensions that are turned (GPT-NeoX's `rotary_pct`).
+            base: frequencies are base^(−2m/r) of the pairs m; the larger, the slower the slowest pair turns.
+            scaling: how frequencies or far positions are changed: `none`, `p_rope`, `hope`, `linear`, `ntk`, `dynamic`,
+                `llama3`, `yarn`, `longrope`, `selfextend` or `rerope`; those below but for xpos belong to some of
+                these.
+            factor: s, how many times the original length is to be read (linear, ntk, dynamic, llama3, yarn, longrope).
+            original_length: L, the tokens of the original training (hope, dynamic, llama3, yarn, longrope).
+            low_freq_factor: pairs that turn less often than this within L are stretched in full (llama3; 1 if null).
+            high_freq_factor: pairs that turn more often than this within L stay (llama3; 4 if null).
+            beta_fast: pairs that turn more often than this within L stay (yarn; 32 if null).
+            beta_slow: pairs that turn less often than this within L are stretched in full (yarn; 1 if null).
+            attention_factor: what cosines and sines are multiplied by (yarn, longrope); as published if null.
+            share: of the pairs that turn, the fastest ones (p_rope).
+            short_factor: what each pair's frequency is divided by up to L (longrope).
+            long_factor: the same beyond L (longrope).
+            group: G, how many far tokens share one position (selfextend).
+            neighbors: w; tokens nearer than this keep their positions (selfextend, rerope).
+            xpos: let scores decay with the distance, those of fast pairs fastest.
+            xpos_scale_base: S, the tokens within which the fastest pair decays by ζ = 0.29 (xpos).
+        """
         super().__init__(dims)
         if not 0 < fraction <= 1:
             raise OptionError("fraction", f"is {fraction}; it must be in (0, 1]")

@@ -22,6 +22,11 @@ class Sandwich(Encoding):
     cost = EncodingCost()
 
     def __init__(self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0) -> None:
+        """
+        Args:
+            dimension: m, the numbers of the sinusoidal vectors whose products are the bias; even.
+            base: frequencies are base^(−2j/m); the larger, the slower the slowest wave.
+        """
         super().__init__(dims)
         if dimension < 2 or dimension % 2:
             raise OptionError("dimension", f"is {dimension}; it must be even and at least 2")

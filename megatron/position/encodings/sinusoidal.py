@@ -20,6 +20,10 @@ class Sinusoidal(Encoding):
     relative = False
 
     def __init__(self, dims: AttentionDims, *, base: float = 10000.0) -> None:
+        """
+        Args:
+            base: frequencies are base^(−2m/D); the larger, the slower the slowest wave.
+        """
         super().__init__(dims)
         if dims.hidden_size % 2:
             raise ValueError(f"sinusoidal positions need an even hidden_size, not {dims.hidden_size}")

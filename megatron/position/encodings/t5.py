@@ -29,6 +29,12 @@ class T5(Encoding):
     def __init__(
         self, dims: AttentionDims, *, num_buckets: int = 32, max_distance: int = 128, std: float = 0.02
     ) -> None:
+        """
+        Args:
+            num_buckets: distances are sorted into so many, each with a bias of its own; even.
+            max_distance: from this distance on all share the last bucket.
+            std: standard deviation of the normal distribution of the table of biases at the start.
+        """
         super().__init__(dims)
         if num_buckets < 2 or num_buckets % 2:
             raise OptionError("num_buckets", f"is {num_buckets}; it must be even and at least 2")

@@ -60,6 +60,11 @@ class TransformerXL(Encoding):
     )
 
     def __init__(self, dims: AttentionDims, *, base: float = 10000.0, std: float = 0.02) -> None:
+        """
+        Args:
+            base: frequencies are base^(−2m/D) of the vectors R_n.
+            std: standard deviation of the normal distribution of u, v and W_R at the start.
+        """
         super().__init__(dims)
         if dims.hidden_size % 2:
             raise ValueError(f"transformer_xl needs an even hidden_size, not {dims.hidden_size}")

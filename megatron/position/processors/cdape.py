@@ -114,6 +114,15 @@ class Cdape(Processor):
         residual_bias: bool = True,
         zero_init: bool = False,
     ) -> None:
+        """
+        Args:
+            width: hidden channels W (DAPE's D_DAPE).
+            kernel_size: keys under the convolutions' kernels, odd; 1 is `dape`.
+            residual_bias: add the bias to the result as well (equation 5 of DAPE V2); false leaves it to the network
+                alone (equation 2).
+            zero_init: start as S + B exactly, so that a trained model can be given a processor and keep its loss
+                (`finetune: true`).
+        """
         super().__init__(dims, has_bias=has_bias)
         if width < 1:
             raise OptionError("width", f"is {width}; it must be at least 1")

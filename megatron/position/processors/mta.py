@@ -124,6 +124,21 @@ class Mta(Processor):
         depth_scale: bool = True,
         gate: bool = False,
     ) -> None:
+        """
+        Args:
+            query_kernel_size: rows c_q under the kernels, the row's own and those above it.
+            key_kernel_size: keys c_k under the kernels, odd.
+            head_kernel_size: heads c_h of a group that are mixed after the softmax; all heads if null, none of them at
+                1.
+            weights_query_kernel_size: rows under the kernels of a second convolution, of the weights after the softmax;
+                0 for none.
+            weights_key_kernel_size: keys under these, odd; 0 for none.
+            mixes_scores: mix all heads before the softmax as well, after the convolution.
+            mixes_bias: what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards.
+            group_norm: an RMS norm of each head's output, with a scale for each dimension that heads share.
+            depth_scale: multiply that by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does.
+            gate: multiply that by a number between 0 and 1 for each head and token, made of it.
+        """
         super().__init__(dims, has_bias=has_bias)
         kernels = {"": (query_kernel_size, key_kernel_size)}
         if (weights_query_kernel_size == 0) != (weights_key_kernel_size == 0):

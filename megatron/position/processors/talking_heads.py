@@ -76,6 +76,12 @@ class TalkingHeads(Processor):
         after_softmax: bool = True,
         mixes_bias: bool = True,
     ) -> None:
+        """
+        Args:
+            before_softmax: mix the logits.
+            after_softmax: mix the weights.
+            mixes_bias: what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards.
+        """
         super().__init__(dims, has_bias=has_bias)
         self.mixes_bias = mixes_bias
         self.logits = HeadMixing(dims.num_heads, dims.num_heads) if before_softmax else None

@@ -18,6 +18,11 @@ class Llama4(Temperature):
     cost = TemperatureCost()
 
     def __init__(self, dims: AttentionDims, *, floor_scale: int = 8192, attn_scale: float = 0.1) -> None:
+        """
+        Args:
+            floor_scale: tokens after which the factor takes its next step; up to the first it is 1.
+            attn_scale: how much the logarithm of the steps adds.
+        """
         super().__init__(dims)
         if floor_scale < 1:
             raise OptionError("floor_scale", f"is {floor_scale}; it must be at least 1")

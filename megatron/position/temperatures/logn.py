@@ -20,6 +20,10 @@ class Logn(Temperature):
     cost = TemperatureCost()
 
     def __init__(self, dims: AttentionDims, *, length: int | None = None) -> None:
+        """
+        Args:
+            length: T, the keys up to which the factor is 1; the training length if null.
+        """
         super().__init__(dims)
         self.length = dims.train_length if length is None else length
         """T; the training length where the option is absent."""

@@ -26,6 +26,11 @@ class Ssmax(Temperature):
     cost = TemperatureCost(num_parameters=lambda dims, options: dims.num_heads if options["learned"] else 0)
 
     def __init__(self, dims: AttentionDims, *, s: float = 1.0, learned: bool = True) -> None:
+        """
+        Args:
+            s: where s starts, or what it is without `learned`.
+            learned: learn s for each head.
+        """
         super().__init__(dims)
         if not (math.isfinite(s) and s > 0):
             raise OptionError("s", f"is {s}; it must be greater than 0")
