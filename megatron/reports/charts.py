@@ -42,6 +42,9 @@ PLOT_HEIGHT = 300
 """Pixels; style.css says the same."""
 BAR_OFFSET = 0.007
 """How far apart bars of a place stand: share of the width."""
+EDGE_ROOM = 0.03
+"""What the first place keeps from the left edge of a chart with markers and bars, and the last from the right: a share
+of the width, so that no bar leaves the plot and lies on the texts of the axis."""
 SIGNIFICANT_DIGITS = 7
 """Of numbers in the page, where the records have them all."""
 
@@ -165,10 +168,15 @@ class Chart:
 
     def list_shapes(self, series: ChartSeries) -> dict[str, Any]:
         """What the template draws of a series: `line` and `band` as points of 0 to 1000, `bars` and `markers` as
-        percentages. Of one that is not drawn in colour, the line alone."""
+        percentages. Of one that is not drawn in colour, the line and the triangles of what lies beyond the scale."""
         scale = self.scale
         line = [(self.places[point.place].share, scale.locate(point.value)) for point in series.points]
         shapes: dict[str, Any] = {"line": _format_path(line), "band": "", "bars": [], "markers": []}
+        if self.kind != "dense":
+            marks = [scale.get_clip_mark(point.value) or (series.is_drawn and series.marker) for point in series.points]
+            shapes["markers"] = [
+                (mark, format_share(x), format_share(y)) for mark, (x, y) in zip(marks, line, strict=True) if mark
+            ]
         if not series.is_drawn:
             return shapes
         spans = [
@@ -186,10 +194,6 @@ class Chart:
             (format_share(x + offset), format_share(low), format_share(high))
             for x, low, high in spans
             if len(drawn) <= MAX_DRAWN_CURVES
-        ]
-        shapes["markers"] = [
-            (scale.get_clip_mark(point.value) or series.marker, format_share(x), format_share(y))
-            for point, (x, y) in zip(series.points, line, strict=True)
         ]
         return shapes
 
@@ -317,7 +321,7 @@ def build_curve_chart(
         tuple(series),
         "dense" if table.axis.is_dense else "curves",
         f"{'Bands' if table.axis.is_dense else 'Bars'}: {notes}." if has_intervals else "",
-        _locate_train_length(x_values, positions, table),
+        _locate_train_length(x_values, table),
         missing=tuple(f"{method} ({table.get_missing_text(method, table.x_values[-1])})"
                       for method in table.methods if method not in measured),
     )  # fmt: skip
@@ -440,25 +444,27 @@ def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
 
 
 def _locate_places(x_values: Sequence[float], table: ComparisonTable) -> list[float]:
-    """The share of the width at each place: by the logarithm where places are counts of tokens."""
+    """The share of the width at each place."""
+    return [_locate_x(x, x_values, table) for x in x_values]
+
+
+def _locate_x(x: float, x_values: Sequence[float], table: ComparisonTable) -> float:
+    """The share of the width at a place between the first and the last: by the logarithm where places are counts of
+    tokens, and with room for markers and bars at both edges where there are any."""
     low, high = x_values[0], x_values[-1]
     if low == high:
-        return [0.5]
-    if table.axis.in_tokens:
-        return [math.log(x / low) / math.log(high / low) for x in x_values]
-    return [(x - low) / (high - low) for x in x_values]
+        return 0.5
+    share = math.log(x / low) / math.log(high / low) if table.axis.in_tokens else (x - low) / (high - low)
+    room = 0.0 if table.axis.is_dense else EDGE_ROOM
+    return room + (1 - 2 * room) * share
 
 
-def _locate_train_length(
-    x_values: Sequence[float], positions: Sequence[float], table: ComparisonTable
-) -> tuple[float, str] | None:
+def _locate_train_length(x_values: Sequence[float], table: ComparisonTable) -> tuple[float, str] | None:
     """The mark at the training length, if it has a place between the others."""
     length = table.train_length
     if not table.axis.in_tokens or not x_values[0] <= length <= x_values[-1]:
         return None
-    if x_values[0] == x_values[-1]:
-        return positions[0], "training length"
-    return math.log(length / x_values[0]) / math.log(x_values[-1] / x_values[0]), "training length"
+    return _locate_x(length, x_values, table), "training length"
 
 
 def _format_x_title(table: ComparisonTable) -> str:

@@ -155,6 +155,24 @@ def test_what_explodes_is_cut_off_and_told() -> None:
     assert "beyond the axis" not in page_of(records[:4])
 
 
+def test_what_explodes_has_its_triangle_where_it_is_drawn_faintly_too() -> None:
+    many = [record(f"m{i:02}", length, 5.0 + i / 10) for i in range(9) for length in (64, 128, 256)]
+    gone = [record("gone", 64, 9.0), record("gone", 128, 1e8), record("gone", 256, 1e30)]
+    content = page_of([*many, *gone])
+    assert "2 more, drawn faintly" in content
+    assert content.count('<use href="#over"') == 2
+
+
+def test_no_bar_leaves_the_plot() -> None:
+    many = [record(f"m{i}", length, 5.0 + i, low=4.0 + i, high=6.0 + i) for i in range(8) for length in (64, 128, 256)]
+    page = Page(page_of(many))
+    bars = [each for tag, each in zip(page.tags, page.attributes, strict=True)
+            if tag == "line" and "y1" in each and each["y1"] != each["y2"]]  # fmt: skip
+    places = [float(bar["x1"].removesuffix("%")) for bar in bars]
+    assert len(places) == 24
+    assert 0 < min(places) < max(places) < 100
+
+
 def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
     many = [record(f"m{i:02}", length, 5.0 + i + length / 1e3) for i in range(60) for length in (64, 128)]
     content = page_of(many)

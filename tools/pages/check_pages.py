@@ -2,8 +2,9 @@
 
 Chromium (Debian's package `chromium`) shows each page at four widths in both colour schemes. A picture of each is
 saved for people to look at, and a script inside the page checks what can be checked: nothing is wider than the window,
-no texts of a chart lie on each other, all text has the contrast that WCAG's level AA asks for, the keyboard reads the
-charts, methods and scales can be switched, tables sort, a chart can be saved, and nothing is asked of a network.
+no text of a chart lies on another or under a bar or a mark, all text has the contrast that WCAG's level AA asks for,
+the keyboard reads the charts, methods and scales can be switched, tables sort, a chart can be saved, and nothing is
+asked of a network.
 
 Without a page, pages are made of records that were made up to be hard: sixty methods with long and hostile names, of
 which some explode, some end early and some failed.

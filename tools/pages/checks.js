@@ -24,7 +24,9 @@
   }
   for (const table of document.querySelectorAll("table")) if (!table.caption) fail("a table without a caption");
 
-  // Texts of a chart keep apart, and inside the window.
+  // Texts of a chart keep apart, inside the window, and off bars and marks.
+  const isApart = (box, place) => box.right <= place.left + 0.5 || place.right <= box.left + 0.5
+    || box.bottom <= place.top + 3 || place.bottom <= box.top + 3;
   const checkTexts = (when) => {
     for (const plot of document.querySelectorAll("figure.chart .plot")) {
       const boxes = [...plot.querySelectorAll(".canvas text, .y-title, .x-title")].filter(isSeen)
@@ -32,11 +34,18 @@
       boxes.forEach(([element, box], index) => {
         if (box.left < -0.5 || box.right > width + 0.5) fail(`${when}: ${name(element)} of a chart leaves the window`);
         for (const [other, place] of boxes.slice(index + 1)) {
-          const isApart = box.right <= place.left + 0.5 || place.right <= box.left + 0.5
-            || box.bottom <= place.top + 3 || place.bottom <= box.top + 3;
-          if (!isApart) fail(`${when}: ${name(element)} lies on ${name(other)}`);
+          if (!isApart(box, place)) fail(`${when}: ${name(element)} lies on ${name(other)}`);
         }
       });
+      // A bar has no width of its own. The names of points stand beside them, nearer than a text may stand to another.
+      const texts = boxes.filter(([element]) => !element.matches(".label"));
+      for (const shape of plot.querySelectorAll(".series > line, .series > use")) {
+        if (!shape.checkVisibility()) continue;
+        const place = shape.getBoundingClientRect();
+        for (const [element, box] of texts) {
+          if (!isApart(box, place)) fail(`${when}: a ${shape.tagName === "line" ? "bar" : "mark"} lies on ${name(element)}`);
+        }
+      }
     }
   };
   checkTexts("at first");

@@ -123,12 +123,15 @@ function setUpChart(figure) {
       stretch(group, "polygon", [...spans.map(([x, , y]) => [x, y]), ...spans.map(([x, y]) => [x, y]).reverse()]);
     }
     stretch(group, "polyline", spots);
-    if (data.kind === "dense" || !drawn[index]) return;
+    if (data.kind === "dense") return;
     const x = (share) => percent(share + 0.007 * (rank - (count - 1) / 2));
-    if (count <= 8) spans.forEach(([at, low, high]) => draw(group, "line",
+    if (drawn[index] && count <= 8) spans.forEach(([at, low, high]) => draw(group, "line",
       {x1: x(at), x2: x(at), y1: percent(low), y2: percent(high)}));
-    spots.forEach(([at, y, value]) => draw(group, "use", {x: percent(at), y: percent(y),
-      href: value > scale.high ? "#over" : value < scale.low ? "#under" : `#m${style[1]}`}));
+    spots.forEach(([at, y, value]) => {
+      const isBeyond = value > scale.high || value < scale.low;
+      if (drawn[index] || isBeyond) draw(group, "use", {x: percent(at), y: percent(y),
+        href: !isBeyond ? `#m${style[1]}` : value > scale.high ? "#over" : "#under"});
+    });
   }
 
   function drawAll() {
