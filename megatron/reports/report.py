@@ -358,37 +358,68 @@ def _summarize_table(table: ComparisonTable) -> str:
     )
 
 
-def _describe_measurement(table: ComparisonTable) -> str:
-    record = table.records[0]
+def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
+    """How numbers were measured: a text for each protocol, with all that it was asked of."""
+    by_protocol: dict[str, list[ComparisonTable]] = {}
+    for section in sections:
+        for table in build_comparison_tables(section.records, section.failures):
+            by_protocol.setdefault(table.protocol, []).append(table)
+    return [_describe_protocol(protocol, tables) for protocol, tables in by_protocol.items()]
+
+
+def _describe_protocol(protocol: str, tables: Sequence[ComparisonTable]) -> str:
+    """Which tokens were scored, of which texts, and what bars and intervals of these tables are."""
+    firsts = [table.records[0] for table in tables]
+    windows = _join_counts([record.windows for record in firsts])
     facts = {
-        "targets": "few" if record.targets is None else f"{record.targets:,}",
-        "windows": "" if record.windows is None else f"{record.windows:,} ",
-        "tokens": f"{record.tokens:,}",
+        "targets": _join_counts([record.targets for record in firsts]) or "few",
+        "windows": windows and f"{windows} ",
+        # At a place inside windows fewer are scored than at a length.
+        "tokens": _join_counts([record.tokens for record in firsts if record.place is None]),
     }
-    protocol_text = Template(_PROTOCOL_DESCRIPTIONS.get(table.protocol, "")).safe_substitute(facts)
-    text = f"Protocol {table.protocol}. {protocol_text}"
-    if record.dataset:
-        text += f" Text: {record.dataset}"
-        text += f" (tokenizer {record.tokenizer})." if record.tokenizer else "."
-    if record.bits_per_byte is not None:
-        text += " One token is one byte."
-    if table.max_seeds > 1:
-        text += (
-            f" Cells are arithmetic means over {table.max_seeds} seeds, or as many as their n says, with their "
-            f"standard "
-            "deviation; bars span the seeds."
+    parts = [f"Protocol {protocol}.", Template(_PROTOCOL_DESCRIPTIONS.get(protocol, "")).safe_substitute(facts)]
+    byte_texts = {record.dataset for record in firsts if record.bits_per_byte is not None}
+    texts = list(dict.fromkeys(
+        _describe_text(record.dataset, record.tokenizer, record.dataset in byte_texts)
+        for record in firsts if record.dataset
+    ))  # fmt: skip
+    if texts:
+        parts.append(f"Text{'s' * (len(texts) > 1)}: {'; '.join(texts)}.")
+    several = _join_counts([table.max_seeds for table in tables if table.max_seeds > 1])
+    single = [table for table in tables if table.max_seeds == 1]
+    has_bars = any(entry.stderr is not None for table in single for entry in table.records)
+    if several:
+        where = "Where there are several seeds, cells" if has_bars else "Cells"
+        parts.append(
+            f"{where} are arithmetic means over {several} seeds, or as many as their n says, with their standard "
+            "deviation, and bars span the seeds."
         )
-    elif any(entry.stderr is not None for entry in table.records):
-        text += (
-            " Bars are 95% intervals over windows of text; all methods and lengths share the text, so differences "
+    if has_bars:
+        where = "Where there is one seed, bars" if several else "Bars"
+        parts.append(
+            f"{where} are 95% intervals over windows of text; all methods and lengths share the text, so differences "
             "between them are known better than the bars suggest."
         )
-    if record.protocol != "task" and any(entry.change_low is not None for entry in table.records):
-        text += (
-            " Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
+    has_changes = any(entry.change_low is not None for table in tables for entry in table.records)
+    if has_changes and protocol not in ("depths", "task"):  # whose own sentences say it of sequences
+        parts.append(
+            "Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
             "lengths, so that what makes a window hard at every length cancels."
         )
-    return text
+    return " ".join(filter(None, parts))
+
+
+def _join_counts(counts: Sequence[int | None]) -> str:
+    """In ascending order, each once: 2,048 or 4,096; empty if none is known."""
+    texts = [f"{count:,}" for count in sorted({count for count in counts if count is not None})]
+    return " or ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
+
+
+def _describe_text(dataset: str, tokenizer: str | None, is_bytes: bool) -> str:
+    """Where tokens come from, and what one is."""
+    notes = [f"tokenizer {tokenizer}"] if tokenizer else []
+    notes += ["one token is one byte"] if is_bytes else []
+    return f"{dataset} ({', '.join(notes)})" if notes else dataset
 
 
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:
@@ -413,12 +444,6 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
         run_cell = HtmlCell(record.run or "–", scoring)
         rows[identity] = HtmlCell(record.method, position), [*map(HtmlCell, values), run_cell]
     return HtmlTable("method", columns, list(rows.values()), "facts", "The models, a row for each")
-
-
-def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
-    """How each kind of number was measured, each once."""
-    tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
-    return list(dict.fromkeys(_describe_measurement(table) for table in tables))
 
 
 def describe_environment(sections: Sequence[ReportSection]) -> dict[str, str]:

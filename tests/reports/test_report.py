@@ -205,6 +205,24 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
         assert part in text, part
 
 
+def test_a_protocol_is_told_once_with_its_texts(story: list[Record]) -> None:
+    known = {"windows": 61, "targets": 64, "dataset": "data/a", "tokenizer": "bytes"}
+    bytes_of_a = [each.replace(**known, bits_per_byte=2.3) for each in story]
+    others = [
+        record(method, length, 5.0, seed, **known | {"windows": 32, "dataset": "data/b"}, target_digest="b")
+        for method in ("rotary", "alibi") for length in (64, 512) for seed in (1, 2, 3)
+    ]  # fmt: skip
+    (text,) = report.describe_measurements([ReportSection("A", bytes_of_a), ReportSection("B", others)])
+    assert text.startswith("Protocol last. Only the last 64 tokens")
+    assert "the same 32 or 61 places" in text
+    assert "Texts: data/a (tokenizer bytes, one token is one byte); data/b (tokenizer bytes)." in text
+    assert "Where there are several seeds, cells are arithmetic means over 3 seeds" in text
+    assert "Where there is one seed, bars are 95% intervals" in text
+    (text,) = report.describe_measurements([ReportSection("B", others)])
+    assert " Cells are arithmetic means over 3 seeds" in text
+    assert "one seed" not in text
+
+
 def test_the_summary_ranks_by_the_largest_length(story: list[Record]) -> None:
     summary = re.search(r"perplexity per token at 2,048 tokens.*?\.\s*\n", Page(page_of(story)).text).group()
     assert summary.index("cdape") < summary.index("kerple_log") < summary.index("rotary")
