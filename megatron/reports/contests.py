@@ -10,9 +10,9 @@ methods that every contest asked; the others follow without a rank, by the first
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatron.reports.comparison_table import ComparisonTable
+from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
 from megatron.reports.x_axes import format_multiple
 
@@ -33,6 +33,8 @@ class Contest:
     """That were asked, with a number or without."""
     floor: float | None = None
     """What the best predictor that learned nothing reaches."""
+    partial_num_seeds: Mapping[str, int] = field(default_factory=dict)
+    """Of methods with fewer seeds than others."""
 
     def is_above_floor(self, method: str) -> bool:
         """Is a method better than what learned nothing? So is every one where nothing is known of that."""
@@ -44,9 +46,12 @@ class Contest:
         if score is None:
             return "–"
         deviation = self.deviations.get(method)
-        if deviation is None:
-            return self.metric.format_value(score)
-        return self.metric.format_value_with_deviation(score, deviation)
+        text = (
+            self.metric.format_value(score)
+            if deviation is None
+            else self.metric.format_value_with_deviation(score, deviation)
+        )
+        return text + format_partial_seeds(self.partial_num_seeds.get(method))
 
     def rank_methods(self, methods: Sequence[str]) -> dict[str, float]:
         """From 1, the best. Equal scores share the mean of their ranks; methods without one share the last."""
@@ -103,6 +108,7 @@ def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> C
         {method: cell.deviation for method, cell in cells.items() if cell.deviation is not None},
         frozenset(table.methods) - set(table.trivial_baselines),
         table.metric.select_best(floors) if floors else None,
+        {method: cell.partial_num_seeds for method, cell in cells.items() if cell.partial_num_seeds is not None},
     )
 
 

@@ -117,7 +117,7 @@ class LeaderboardReport:
                 cells = [format_number(mean).removesuffix(".00") for mean in means[: len(rank_headers)]]
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
-                cells.append("–" if cell is None else str(replace(cell, is_best=False, partial_num_seeds=None)))
+                cells.append("–" if cell is None else str(replace(cell, is_best=False)))
             cells += [contest.format_score(method) for contest in self.contests]
             if text is not None:
                 change = text.compute_change(method, text.train_length, text.x_values[-1])
@@ -140,6 +140,8 @@ class LeaderboardReport:
             )
         if any(contest.deviations for contest in self.contests):
             notes.append("± is the standard deviation over seeds, of methods that have several.")
+        if any(contest.partial_num_seeds for contest in self.contests):
+            notes.append("n is the seeds of a method that has fewer than others; its change and distance rest on them.")
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes))
 
     def _describe_distance(self, method: str) -> str:

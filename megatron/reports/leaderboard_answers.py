@@ -80,8 +80,22 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
         told = f"{len(equal)} {'is' if len(equal) == 1 else 'are'} not worse beyond chance ({_name_methods(equal)})"
     yield f"The least perplexity at {board.largest} is that of {best}, {value}; {told}."
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
-    if missing:
-        yield f"Without a number there: {_name_methods(missing)}."
+    ended: dict[int, list[str]] = {}
+    for method in missing:
+        if text.ends_before(method, last):
+            ended.setdefault(text.max_lengths[method], []).append(method)
+    for max_length, methods in ended.items():
+        whose = "its positions end" if len(methods) == 1 else "their positions end"
+        yield f"{_name_methods(methods)} cannot be evaluated there, because {whose} at {max_length:,} tokens."
+    unknown = [method for method in missing if not text.ends_before(method, last)]
+    if unknown:
+        yield f"Without a number there: {_name_methods(unknown)}."
+    num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
+    if num_partial:
+        yield (
+            f"{num_partial} of these {len(changes)} have fewer than {text.max_seeds} seeds, which their n says in the "
+            "tables: another training of these may say otherwise."
+        )
     for contest in board.contests:
         if contest.kind != "text" and contest.scores:
             yield _tell_winner(contest)
@@ -189,8 +203,8 @@ def _tell_winner(contest: Contest) -> str:
     if contest.floor is None:
         return f"{text}."
     learned = [method for method in order if contest.is_above_floor(method)]
-    floor = contest.metric.format_value(contest.floor)
-    return f"{text}; {len(learned)} of {len(order)} are above {floor}, which is reached without learning anything."
+    floor = contest.metric.format_value(contest.floor) + "%" * (contest.metric.unit == "in %")
+    return f"{text}; {len(learned)} of {len(order)} beat the best trivial baseline ({floor})."
 
 
 def _name_methods(names: Sequence[str]) -> str:

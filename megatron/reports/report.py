@@ -310,18 +310,18 @@ def _build_title(tables: Sequence[ComparisonTable]) -> str:
     trivial_baselines = {method for table in tables for method in table.trivial_baselines}
     methods = [name for name in dict.fromkeys(method for table in tables for method in table.methods)
                if name not in trivial_baselines] or list(trivial_baselines)  # fmt: skip
-    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else _join_words(methods)
-    metric_text = _join_words(list(dict.fromkeys(table.metric.title for table in tables)))
+    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else join_words(methods)
+    metric_text = join_words(list(dict.fromkeys(table.metric.title for table in tables)))
     lengths = sorted({record.length for table in tables for record in table.records})
     train_lengths = sorted({table.train_length for table in tables})
     length_range = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
     return (
         f"{metric_text} of {method_text} at {length_range} tokens, trained at "
-        f"{_join_words([f'{length:,}' for length in train_lengths])}"
+        f"{join_words([f'{length:,}' for length in train_lengths])}"
     )
 
 
-def _join_words(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """a, b and c."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.reports import plots
-from megatron.reports.comparison_table import build_comparison_tables, select_curve_tables
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import list_cost_points, render_cost_png
@@ -21,6 +21,7 @@ from megatron.reports.report import (
     describe_measurements,
     describe_plots,
     get_section_title,
+    join_words,
     select_shown_records,
 )
 from megatron.reports.results_output import build_missing_table
@@ -29,6 +30,8 @@ from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomicall
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
 """How every page begins."""
+MAX_NAMED_METHODS = 10
+"""Of a picture with several panels, in its alternative text; more are counted."""
 LINE_LENGTH = 118
 """Of sentences; tables are as wide as they are."""
 
@@ -86,14 +89,34 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     drawn = select_shown_records(section, board)
     failures = section.failures if board is None else ()
     picture = write_bytes_atomically(_get_picture_path(path, index), plots.render_plots_png(drawn, failures=failures))
-    shown_tables, depth_maps = split_depth_maps(build_comparison_tables(drawn, failures))
-    alt_text = " ".join([describe_plots(select_curve_tables(shown_tables)), *(each.describe() for each in depth_maps)])
-    parts.append(f"![{alt_text.strip()}]({picture.name})\n")
+    drawn_tables = build_comparison_tables(drawn, failures)
+    _, depth_maps = split_depth_maps(drawn_tables)
+    parts.append(f"![{_describe_picture(drawn_tables)}]({picture.name})\n")
     parts += [render_comparison_markdown(table) for table in split_depth_maps(tables)[0]]
     parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]
     missing_table = build_missing_table(tables, own_seeds=section.own_seeds)
     text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]
     return [*parts, *(table.to_markdown() for table in text_tables)]
+
+
+def _describe_picture(tables: Sequence[ComparisonTable]) -> str:
+    """For those who do not see it: of one panel how its curves run, of several what they show. The tables follow."""
+    others, depth_maps = split_depth_maps(tables)
+    curves = select_curve_tables(others)
+    if len(curves) == 1 and not depth_maps:
+        return describe_plots(curves)
+    kinds = []
+    if curves:
+        axes = dict.fromkeys(table.axis.inline_name for table in curves)
+        names = dict.fromkeys(table.metric.axis_label for table in curves)
+        kinds.append(f"curves of {join_words(list(names))} over {join_words(list(axes))}")
+    if depth_maps:
+        names = dict.fromkeys(depth_map.metric.axis_label for depth_map in depth_maps)
+        kinds.append(f"maps of {join_words(list(names))} over depth and length")
+    methods = list(dict.fromkeys(method for table in tables for method in table.methods))
+    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else join_words(methods)
+    text = f"{', and '.join(kinds)}, of {method_text}. The tables below have every number."
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _get_picture_path(path: Path, index: int) -> Path:

@@ -144,7 +144,7 @@ def test_words_follow_the_numbers() -> None:
     assert "least rotary (+447%" in holds.replace("+448%", "+447%")
     assert "least perplexity at 32× is that of cdape+alibi, 4.5" in holds
     assert "no other method is as good within chance" in holds
-    assert "the best is cdape+alibi and fox with 90.00; 3 of 4 are above 40.00" in holds
+    assert "the best is cdape+alibi and fox with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
     assert "At 32× cdape lowers perplexity on 1 of 2 (alibi -10." in adds
     assert "makes no difference beyond chance on 1 of 2 (fox " in adds
     assert "1 of these pairs rest on one seed" in adds
@@ -223,6 +223,35 @@ def test_a_failed_method_is_last_and_told() -> None:
     assert board.ranking[-1] == "gone"
     assert "Without a number there: gone." in " ".join(build_answers(board)[0].sentences)
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
+
+
+def test_positions_that_end_are_why_a_number_is_missing() -> None:
+    ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
+    told = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
+    assert "learned cannot be evaluated there, because its positions end at 64 tokens." in told
+    assert "Without a number" not in told
+
+
+def test_methods_with_fewer_seeds_say_so() -> None:
+    board = board_of(records())
+    table = board.build_tables()[0]
+    start, end = (table.column_headers.index(header) for header in ("perplexity at 1×", "perplexity at 32×"))
+    rows = dict(table.rows)
+    assert all(rows["fox"][index].endswith(" (n 1)") for index in (start, end))
+    assert not any("(n " in cell for cell in rows["alibi"])
+    assert any(note.startswith("n is the seeds") for note in table.notes)
+    assert "3 of these 5 have fewer than 2 seeds" in " ".join(build_answers(board)[0].sentences)
+
+
+def test_a_picture_of_many_panels_is_described_in_two_sentences(tmp_path: Path) -> None:
+    accuracies = [task(method, 0.5, metric="accuracy") for method in ("rotary", "alibi", "fox", "cdape+alibi")]
+    write_records(tmp_path / "results.json", [*records(), *accuracies])
+    write_experiment(tmp_path / "results.json", Experiment("All", "rotary", own_seeds=True, leaderboard=BOARD))
+    combine_results([tmp_path], Console(quiet=True), output=tmp_path / "board.md")
+    (line,) = (each for each in (tmp_path / "board.md").read_text().splitlines() if each.endswith("](board.png)"))
+    assert "The tables below have every number." in line
+    assert "Curves of perplexity per token and accuracy in % over length, of " in line
+    assert len(line) < 300
 
 
 def test_the_frontier_holds_what_nothing_beats() -> None:
