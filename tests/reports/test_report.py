@@ -25,6 +25,7 @@ from megatron.utils.errors import UserError
 from .conftest import record
 
 VOID = {"meta", "img", "br", "source"}
+RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 class Page(HTMLParser):
@@ -92,6 +93,16 @@ def test_it_stands_alone_and_holds_its_files(story: list[Record], tmp_path: Path
     ):
         assert part in page.text, part
     assert "Press et al." not in page.text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.html")), ids=lambda path: path.name)
+def test_kept_pages_have_the_present_design(path: Path) -> None:
+    """`./deepy.py report` makes an old page anew from its records."""
+    content = path.read_text(encoding="utf-8")
+    head, _, _ = (html_page.TEMPLATES_FOLDER / "page.html").read_text(encoding="utf-8").partition("<title>")
+    assert content.startswith(head)
+    ids = set(Page(content).list_values("id"))
+    assert {"main", "theme", "downloads", "markers", "measurements", "cite"} <= ids
 
 
 def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
