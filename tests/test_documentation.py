@@ -22,7 +22,8 @@ NOT_OURS = {
     "version.py": "torch's",
 }
 
-# docs/log.md tells of the files that there were on the day of each entry, and so do records.
+# docs/log.md tells of the files that there were on the day of each entry, and so do records; the commands of these are
+# today's.
 PAGES = [
     page
     for pattern in ("*.md", "docs/*.md", "docs/results/README.md", "kernels/**/*.md")
@@ -73,6 +74,16 @@ def list_defined_names(path: Path) -> Iterator[str]:
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert find_missing_paths(text) + find_missing_modules(text) + find_missing_imports(text) == []
+
+
+def test_the_commands_of_records_are_there() -> None:
+    commands = {
+        (page.name, name)
+        for page in sorted((ROOT / "docs/results").glob("*.md"))
+        for name in re.findall(r"`python ([\w./]+\.py)\b", page.read_text(encoding="utf-8"))
+    }
+    assert len(commands) > 10
+    assert {(page, name) for page, name in commands if name not in FILES} == set()
 
 
 def test_the_files_that_the_code_names_are_there() -> None:
