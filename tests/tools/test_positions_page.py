@@ -1,7 +1,9 @@
 """docs/positions.md is current, complete, and its pictures show what the formulas say."""
 
 import ast
+import base64
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,8 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.encodings.fire import ACTIVATIONS
 from megatron.position.processor import Processor
 from megatron.position.rotary_scaling import SCALINGS
+from tools.docs import make_docs, position_plots, positions_page
 from tools.docs import position_panels as panels
-from tools.docs import position_plots, positions_page
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = (*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures())
@@ -98,23 +100,31 @@ def test_choices_of_options_are_said(page: str) -> None:
         assert f"`{choice}`" in section_of(page, "fire")
 
 
-def test_every_method_has_one_picture_and_no_picture_is_left_over(page: str) -> None:
-    expected = {position_plots.get_picture_path(name) for name in METHODS}
+def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) -> None:
+    shown = re.findall(r"^!\[(\w+): [^\]]+\]\((images/positions/\w+\.svg)\)$", page, flags=re.MULTILINE)
+    assert {name for name, _ in shown} == set(METHODS)
     there = {path.relative_to(ROOT) for path in (ROOT / position_plots.FOLDER).iterdir()}
-    assert there == expected
-    assert sum((ROOT / path).stat().st_size for path in there) < 65e3 * len(there)
-    for path in expected:
-        assert page.count(f"]({path.relative_to(positions_page.PAGE.parent).as_posix()})") == 1
-        pixels = imread(ROOT / path)
-        assert pixels[..., :3].std() > 0.01  # something is drawn
+    assert there == {positions_page.PAGE.parent / path for _, path in shown}
+    assert len(there) == len(shown)
+    assert sum((ROOT / path).stat().st_size for path in there) < 25e3 * len(there)
+    for path in there:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert "prefers-color-scheme:dark" in text
+        assert "#0a0b" not in text, "a colour of no scheme"
+        assert "<image" in text or 'id="line2d_' in text
 
 
 def test_same_pictures_every_time() -> None:
     """As the page is: every run of test_page_is_current makes it anew."""
     state = torch.random.get_rng_state()
-    first, second = (position_plots.draw_panels(panels.build_processor_panels("cdape")[0]) for _ in range(2))
+    first, second = (
+        [position_plots.draw_panel(panel) for panel in panels.build_processor_panels("cdape")[0]] for _ in range(2)
+    )
     assert first == second
-    assert imread(io.BytesIO(first)).shape[0] > 100
+    assert all(map(make_docs._show_the_same, first, second))
+    assert not make_docs._show_the_same(first[1], first[2])
+    (encoded,) = make_docs.EMBEDDED_MAP.findall(first[1].decode().partition("colorbar")[0])[:1]
+    assert imread(io.BytesIO(base64.b64decode(encoded)), format="png").shape[:2] == (64, 64)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -162,6 +172,16 @@ def test_bias_curves_are_the_bias() -> None:
     for head, slope in ((1, 2.0**-1), (4, 2.0**-4), (8, 2.0**-8), (12, 2.0**-3.5)):
         np.testing.assert_allclose(found[f"head {head}"], -slope * N, rtol=2 * FLOAT32)
     np.testing.assert_allclose(_lines("type1")["every head"], -2 * np.log(N + 1), rtol=4 * FLOAT32)
+
+
+def test_heads_that_differ_are_drawn_apart() -> None:
+    """Each head of FoPE sums frequencies by its own coefficients; those of rotary turn alike."""
+    curves = _lines("fope")
+    assert list(curves) == ["head 1", "head 8"]
+    assert abs(curves["head 1"] - curves["head 8"]).max() > 0.01
+    shown = panels.build_encoding_panels(panels.build_encoding("fope"))[0]
+    assert [panel.title.rpartition(", ")[2] for panel in shown[1:]] == ["head 1", "head 8"]
+    assert list(_lines("rotary")) == ["every head"]
 
 
 def test_rotary_curve_is_the_mean_of_cosines() -> None:
@@ -269,7 +289,7 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
     page = positions_page.render_page()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
     assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
-    assert "images/positions/everything.png" in section
+    assert "images/positions/everything_1.svg" in section
     assert "| [`everything`](#everything) | `a \\| b` |" in page
     assert "each key by itself" in page.split("\n### doubled\n")[1]
     shown, note = panels.build_encoding_panels(panels.build_encoding("everything"))
@@ -282,4 +302,4 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
     ]
     assert note == ""
     np.testing.assert_array_equal(shown[4].lines["head 8, i = 511"], -8 * N[:512])
-    assert position_plots.draw_panels(shown).startswith(b"\x89PNG")
+    assert all(position_plots.draw_panel(panel).startswith(b"<?xml") for panel in shown[:2])

@@ -1,6 +1,8 @@
 """Write the pages of docs/ that are made from the code: `make docs`. Tests keep them current."""
 
+import base64
 import io
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,8 @@ import matplotlib.image  # noqa: E402
 from megatron.config import reference  # noqa: E402
 from tools.docs import parallel_page, position_plots, positions_page  # noqa: E402
 
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+EMBEDDED_MAP = re.compile(r"(?<=data:image/png;base64,)[^\"]+")
 PAGES: dict[Path, Callable[[], str]] = {
     reference.REFERENCE_PAGE: reference.build_reference,
     positions_page.PAGE: positions_page.render_page,
@@ -26,9 +30,31 @@ PAGES: dict[Path, Callable[[], str]] = {
 
 
 def _show_the_same(old: bytes, new: bytes) -> bool:
-    """Do two PNG files show the same, but for a rounding of colours that differs between processors?"""
+    """Do two pictures show the same, but for a rounding that differs between processors?
+
+    They are PNG, or SVG of `position_plots`: texts, lines and maps.
+    """
+    if not new.startswith(b"<?xml"):
+        return _have_the_same_colors(old, new)
+    (before, before_maps), (after, after_maps) = map(_split_svg, (old, new))
+    if len(before_maps) != len(after_maps) or NUMBER.sub("", before) != NUMBER.sub("", after):
+        return False
+    pairs = zip(NUMBER.findall(before), NUMBER.findall(after), strict=True)
+    return all(abs(float(one) - float(other)) < 0.05 for one, other in pairs) and all(
+        map(_have_the_same_colors, before_maps, after_maps)
+    )
+
+
+def _have_the_same_colors(old: bytes, new: bytes) -> bool:
     before, after = (matplotlib.image.imread(io.BytesIO(content), format="png") for content in (old, new))
     return before.shape == after.shape and float(abs(before - after).max()) < 4 / 255
+
+
+def _split_svg(content: bytes) -> tuple[str, list[bytes]]:
+    """An SVG without its maps and without ids, which are digests of what they name; and its maps."""
+    text = content.decode()
+    maps = [base64.b64decode(found) for found in EMBEDDED_MAP.findall(text)]
+    return re.sub(r"[a-z]+[0-9a-f]{10}", "", EMBEDDED_MAP.sub("", text)), maps
 
 
 def main() -> None:

@@ -142,8 +142,8 @@ def _mask_future(square: Tensor) -> Tensor:
 
 
 def _split_heads(values: Tensor, heads: tuple[int, ...]) -> dict[str, Tensor]:
-    """Values [H, …] of some heads by label; one entry where all heads are alike."""
-    if torch.equal(values, values[:1].expand_as(values)):
+    """Values [H, …] of some heads by label; one entry where all heads are alike, but for the rounding of float32."""
+    if torch.allclose(values, values[:1].expand_as(values), rtol=1e-6, atol=1e-6):
         return {"every head": values[0]}
     return {f"head {head + 1}": values[head] for head in heads}
 
@@ -165,14 +165,18 @@ def _build_rotate_panels(encoding: Encoding) -> list[Panel]:
     ones = torch.ones(1, SHAPE.num_heads, MAX_DISTANCE, SHAPE.head_dim)
 
     def product(query: TokenRange, key: TokenRange) -> Tensor:
-        q = encoding.rotate(ones[:, :, : query.length], query)[0, 0]
-        k = encoding.rotate_keys(ones[:, :, : key.length], key)[0, 0]
-        return normalize(q, dim=-1) @ normalize(k, dim=-1).T
+        q = encoding.rotate(ones[:, :, : query.length], query)[0]
+        k = encoding.rotate_keys(ones[:, :, : key.length], key)[0]
+        return normalize(q, dim=-1) @ normalize(k, dim=-1).mT
 
     title = "q·k/|q||k| of equal vectors"
-    line = product(TokenRange(MAX_DISTANCE - 1, 1), TokenRange(0, MAX_DISTANCE))[0].flip(0)
-    square = product(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE))
-    return [CurvePanel(title, {"every head": line}), MapPanel(title, _mask_future(square), "signed")]
+    rows = product(TokenRange(MAX_DISTANCE - 1, 1), TokenRange(0, MAX_DISTANCE))[:, 0].flip(-1)
+    squares = _split_heads(product(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE)), MAP_HEADS)
+    maps = [
+        MapPanel(title if len(squares) == 1 else f"{title}, {label}", _mask_future(square), "signed")
+        for label, square in squares.items()
+    ]
+    return [CurvePanel(title, _split_heads(rows, MAP_HEADS)), *maps]
 
 
 def _build_term_panels(encoding: Encoding) -> list[Panel]:

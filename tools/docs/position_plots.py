@@ -1,21 +1,27 @@
-"""The pictures of docs/positions.md, one per method: `make docs`.
+"""The pictures of docs/positions.md, an SVG for each panel of a method: `make docs`.
 
-PNG without dates and versions: the same numbers give the same file.
+Panels are files of their own, so that a page sets them side by side or under each other, as it is wide. Their colours
+are those of our HTML pages, light or dark as the reader's scheme is. No dates and no versions: the same numbers give
+the same file.
 """
 
+import base64
 import io
+import re
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import Colormap, ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from PIL import Image
 
 from megatron.position import registry
-from megatron.reports.plots import COLORS, DASHES
+from megatron.reports.html_page import TEMPLATES_FOLDER
+from megatron.reports.plots import DASHES
 from tools.docs import position_panels as panels
 from tools.docs.position_panels import CurvePanel, MapPanel, Panel
 
@@ -25,36 +31,51 @@ MIN_BIAS = -20.0
 MIN_FACTOR = 1e-4
 MAX_PIXELS = 256
 """Largest side of a drawn matrix: every n-th row and column."""
+SIZE = (3.3, 2.8)
+"""Inches of a panel: 317 pixels wide, which a telephone has."""
+SIGNED_ENDS = ("#2f7fc8", "#d9532c")
+"""Of the least and the largest value; zero is the ground, whatever colour that has."""
+SCHEME_COLORS = {
+    name: (light, dark)
+    for name, light, dark in re.findall(
+        r"--(\w+): light-dark\((#\w+), (#\w+)\)", (TEMPLATES_FOLDER / "style.css").read_text(encoding="utf-8")
+    )
+}
+"""Name → the light scheme's colour and the dark one's, of our HTML pages."""
+LINE_COLORS = ("c0", "c1", "c2", "c3", "c4", "c5")
+_PLACEHOLDERS = {name: f"#0a0b{index:02x}" for index, name in enumerate(SCHEME_COLORS)}
+"""What stands for a colour of a scheme while matplotlib draws."""
 
 
-def get_picture_path(name: str) -> Path:
-    """Where the picture of a method lies."""
-    return FOLDER / f"{name}.png"
+def get_picture_path(name: str, number: int) -> Path:
+    """Where a panel of a method lies; the first has the number 1."""
+    return FOLDER / f"{name}_{number}.svg"
 
 
-def draw_panels(shown: list[Panel]) -> bytes:
-    """Panels side by side."""
-    widths = [3.4 if isinstance(panel, CurvePanel) else 2.9 for panel in shown]
-    rows = 1 if len(shown) <= 3 else 2
-    columns = -(-len(shown) // rows)
-    with matplotlib.rc_context({"font.family": "DejaVu Sans", "font.size": 8, "axes.unicode_minus": True}):
-        figure = Figure(figsize=(max(sum(widths[:columns]), 4.2), 2.75 * rows), dpi=105, layout="constrained")
-        FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(rows, columns, width_ratios=widths[:columns])
-        for place, panel in enumerate(shown):
-            axes = figure.add_subplot(grid[place // columns, place % columns])
-            (_draw_curves if isinstance(panel, CurvePanel) else _draw_map)(figure, axes, panel)
-            axes.set_title(panel.title, loc="left", fontsize=8.5, pad=13)
-        raw = io.BytesIO()
-        options = {"optimize": True, "compress_level": 9}
-        figure.savefig(raw, format="png", metadata={"Software": None}, pil_kwargs=options)
-    return raw.getvalue()
+def draw_panel(panel: Panel) -> bytes:
+    """A panel as SVG."""
+    text, soft, strong = (_PLACEHOLDERS[name] for name in ("text", "soft", "strong"))
+    settings = {
+        "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "positions", "axes.unicode_minus": True,
+        "text.color": text, "axes.labelcolor": soft, "axes.edgecolor": strong, "xtick.color": strong,
+        "ytick.color": strong, "xtick.labelcolor": soft, "ytick.labelcolor": soft, "axes.facecolor": "none",
+        "figure.facecolor": _PLACEHOLDERS["ground"],
+    }  # fmt: skip
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=SIZE, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        (_draw_curves if isinstance(panel, CurvePanel) else _draw_map)(figure, axes, panel)
+        axes.set_title(panel.title, loc="left", x=0 if isinstance(panel, CurvePanel) else -0.1, fontsize=9.5, pad=14)
+        content = io.StringIO()
+        figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    return _follow_scheme(content.getvalue()).encode()
 
 
 def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
     for index, (label, values) in enumerate(panel.lines.items()):
-        colour, dash = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
-        style = {"color": colour, "linestyle": dash, "label": label, "linewidth": 1.4}
+        color, dash = _PLACEHOLDERS[LINE_COLORS[index % len(LINE_COLORS)]], DASHES[index % len(DASHES)]
+        style = {"color": color, "linestyle": dash, "label": label, "linewidth": 1.4}
         axes.plot(np.arange(len(values)), values.double().numpy(), **style)
     if panel.logarithmic:
         axes.set_xscale("symlog", base=2, linthresh=1, linscale=0.6)
@@ -62,10 +83,10 @@ def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
         trained = panels.SHAPE.train_length
-        axes.axvline(trained, color="0.45", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+        axes.axvline(trained, color=_PLACEHOLDERS["strong"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
             "training length", (trained, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
-            textcoords="offset points", ha="center", va="bottom", fontsize=6.5, color="0.35",
+            textcoords="offset points", ha="center", va="bottom", fontsize=7.5, color=_PLACEHOLDERS["soft"],
         )  # fmt: skip
     lowest = min(float(values.min()) for values in panel.lines.values())
     highest = max(float(values.max()) for values in panel.lines.values())
@@ -73,9 +94,9 @@ def _draw_curves(figure: Figure, axes: Axes, panel: CurvePanel) -> None:
         axes.set_ylim(MIN_BIAS, highest + 0.05 * (highest - MIN_BIAS))
     axes.set_xlim(left=0, right=panel.far)
     axes.set_xlabel(panel.across)
-    axes.grid(axis="y", color="0.9", linewidth=0.7)
+    axes.grid(axis="y", color=_PLACEHOLDERS["line"], linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, loc="best")
+    axes.legend(frameon=False, fontsize=8, loc="best")
 
 
 def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
@@ -83,37 +104,75 @@ def _draw_map(figure: Figure, axes: Axes, panel: MapPanel) -> None:
     values = panel.values[::step, ::step].double().numpy()
     top = max(float(np.nanmax(np.abs(values))), 1e-12)
     if panel.scale == "decades":
-        colours, faintest = "viridis", float(np.nanmin(values))
+        faintest = float(np.nanmin(values))
         # Within a decade a logarithmic scale would show one colour.
         near = 0.1 * top < faintest < top
         norm = Normalize(faintest, top) if near else LogNorm(MIN_FACTOR, max(1.0, top), clip=True)
+        colors: Colormap = matplotlib.colormaps["viridis"].resampled(65)  # few, so that files are small
     else:
-        norm, colours = Normalize(-top, top), "RdBu_r"
+        norm, colors = Normalize(-top, top), _build_signed_colors()
     row, column = panel.first
     height, width = panel.values.shape
     extent = (column - 0.5, column + width - 0.5, row + height - 0.5, row - 0.5)
-    few = matplotlib.colormaps[colours].resampled(65)  # odd, so that zero is white; few, so that files are small
-    shown = axes.imshow(values, cmap=few, norm=norm, extent=extent, aspect="auto", interpolation="nearest")
+    shown = axes.imshow(values, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="none")
     axes.set_xlabel(panel.across)
     axes.set_ylabel(panel.down)
     trained = panels.SHAPE.train_length
     if height > trained:
         for line in (axes.axhline, axes.axvline):
-            line(trained, color="0.45", linewidth=0.8, linestyle=(0, (4, 3)))
+            line(trained, color=_PLACEHOLDERS["strong"], linewidth=0.8, linestyle=(0, (4, 3)))
         axes.xaxis.set_major_locator(FixedLocator([0, trained, 2 * trained]))
         axes.yaxis.set_major_locator(FixedLocator([0, trained, 2 * trained]))
     bar = figure.colorbar(shown, ax=axes, fraction=0.05, pad=0.02)
-    bar.ax.tick_params(labelsize=6.5)
+    bar.ax.tick_params(labelsize=7.5)
+
+
+def _build_signed_colors() -> ListedColormap:
+    """From one end's colour to nothing, and from there to the other's: an odd number, so that zero is nothing."""
+    shares = np.linspace(-1, 1, 65)
+    low, high = map(matplotlib.colors.to_rgb, SIGNED_ENDS)
+    return ListedColormap([(*(low if share < 0 else high), abs(share)) for share in shares])
+
+
+def _follow_scheme(svg: str) -> str:
+    """Matplotlib's SVG with the colours of both schemes, the system's font, smaller numbers and smaller maps."""
+    for name, placeholder in _PLACEHOLDERS.items():
+        svg = svg.replace(placeholder, f"var(--{name})")
+    used = [name for name in SCHEME_COLORS if f"var(--{name})" in svg]
+    light, dark = ("".join(f"--{name}:{SCHEME_COLORS[name][index]};" for name in used) for index in (0, 1))
+    style = f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}text{{font-family:sans-serif}}"
+    svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL).replace("</style>", f"{style}</style>", 1)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r"(?<= d=\")[^\"]+", lambda found: re.sub(r"-?\d+\.\d+", _shorten_number, found[0]), svg)
+    return re.sub(r"(?<=data:image/png;base64,)[^\"]+", lambda found: _pack_map(found[0]), svg)
+
+
+def _shorten_number(found: re.Match[str]) -> str:
+    """A hundredth of a point is enough."""
+    return f"{float(found[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def _pack_map(encoded: str) -> str:
+    """A PNG in base64 with a palette, which is a fraction of one with four numbers for each pixel."""
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))).convert("RGBA"))
+    palette, indices = np.unique(pixels.reshape(-1, 4), axis=0, return_inverse=True)
+    image = Image.fromarray(indices.reshape(pixels.shape[:2]).astype(np.uint8), mode="P")
+    image.putpalette(palette.tobytes(), "RGBA")
+    packed = io.BytesIO()
+    image.save(packed, format="png", optimize=True, compress_level=9)
+    return base64.b64encode(packed.getvalue()).decode("ascii")
 
 
 def draw_pictures() -> dict[Path, bytes]:
     """Every picture, by its place in the repository."""
-    made = {}
-    for name in registry.list_encodings():
-        made[get_picture_path(name)] = draw_panels(panels.build_encoding_panels(panels.build_encoding(name))[0])
-    for name in registry.list_processors():
-        made[get_picture_path(name)] = draw_panels(panels.build_processor_panels(name)[0])
-    for name in registry.list_temperatures():
-        temperature = registry.build_temperature(name, panels.SHAPE)
-        made[get_picture_path(name)] = draw_panels(panels.build_temperature_panels(temperature))
-    return made
+    shown = {name: panels.build_encoding_panels(panels.build_encoding(name))[0] for name in registry.list_encodings()}
+    shown |= {name: panels.build_processor_panels(name)[0] for name in registry.list_processors()}
+    shown |= {
+        name: panels.build_temperature_panels(registry.build_temperature(name, panels.SHAPE))
+        for name in registry.list_temperatures()
+    }
+    return {
+        get_picture_path(name, number): draw_panel(panel)
+        for name, own in shown.items()
+        for number, panel in enumerate(own, start=1)
+    }

@@ -316,6 +316,7 @@ parameters shows where training begins, not where it ends. The dashed line is th
 Biases below −{-MIN_BIAS:g}, a factor of {math.exp(MIN_BIAS):.0e}, are cut off.
 Maps show the factor that a bias puts on the attention of query i to key j, exp(bias), or the weight on its score; on
 a logarithmic scale where they span more than a decade.
+Maps of values with a sign are blue below zero and red above it, and have no colour at zero.
 
 - Added to the embeddings: the cosine between the vectors of two positions.
 - Rotated: the cosine between a query and a key that were both (1, …, 1) before they were turned.
@@ -630,8 +631,9 @@ def _describe_encoding_cost(encoding: Encoding) -> str:
 
 def _render_picture(name: str, titles: list[str], note: str) -> str:
     # Relative to the page's folder.
-    image = f"![{name}: {'; '.join(titles)}]({get_picture_path(name).relative_to(PAGE.parent).as_posix()})\n"
-    return f"{image}\n{note}\n" if note else image
+    paths = [get_picture_path(name, number).relative_to(PAGE.parent) for number in range(1, len(titles) + 1)]
+    images = [f"![{name}: {title}]({path.as_posix()})\n" for title, path in zip(titles, paths, strict=True)]
+    return f"{''.join(images)}\n{note}\n" if note else "".join(images)
 
 
 def _render_encoding(record: dict[str, Any]) -> str:

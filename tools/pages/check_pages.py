@@ -176,7 +176,7 @@ def open_browser() -> Iterator[Browser]:
     read_commands, to_browser = os.pipe()
     from_browser, write_answers = os.pipe()
 
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # it still writes as it ends
         process = subprocess.Popen(
             # The browser reads from 3 and writes to 4.
             ["/bin/sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", program, *CHROMIUM_OPTIONS,
