@@ -141,7 +141,9 @@ class LeaderboardReport:
         if any(contest.deviations for contest in self.contests):
             notes.append("± is the standard deviation over seeds, of methods that have several.")
         if any(contest.partial_num_seeds for contest in self.contests):
-            notes.append("n is the seeds of a method that has fewer than others; its change and distance rest on them.")
+            notes.append(
+                "Where n stands, a method has so many seeds and others have more; its change and distance rest on them."
+            )
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes))
 
     def _describe_distance(self, method: str) -> str:

@@ -239,7 +239,7 @@ def test_methods_with_fewer_seeds_say_so() -> None:
     rows = dict(table.rows)
     assert all(rows["fox"][index].endswith(" (n 1)") for index in (start, end))
     assert not any("(n " in cell for cell in rows["alibi"])
-    assert any(note.startswith("n is the seeds") for note in table.notes)
+    assert any(note.startswith("Where n stands, ") for note in table.notes)
     assert "3 of these 5 have fewer than 2 seeds" in " ".join(build_answers(board)[0].sentences)
 
 
