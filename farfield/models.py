@@ -72,9 +72,10 @@ def load(
     place = resolve_device(device)
     loaded = load_model(
         opened.checkpoint, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
-        backend=backend, window=window, temperature=attention_temperature, rope=rope, end_of_document=tokenizer.eod,
+        backend=backend, window=window, attention_temperature=attention_temperature, rope=rope,
+        end_of_document=tokenizer.eod,
     )  # fmt: skip
-    reading = {"window": window, "temperature": attention_temperature, "rope": rope}
+    reading = {"window": window, "attention_temperature": attention_temperature, "rope": rope}
     return Model(opened, loaded, tokenizer, reading | {"device": device, "precision": precision})
 
 

@@ -48,7 +48,7 @@ def load_model(
     backend: str | None = None,
     window: int | None = None,
     attention_mask: Literal["causal", "document"] | None = None,
-    temperature: str | None = None,
+    attention_temperature: str | None = None,
     rope: str | None = None,
     end_of_document: int | None = None,
 ) -> LoadedModel:
@@ -59,8 +59,8 @@ def load_model(
         device, dtype: where the model goes and the type of its weights; float32 holds what was stored exactly.
         backend: overrides attention_backend. Where that is auto and nothing overrides it, a model on a GPU is computed
             as the check of its training found best, if that was on such a card (`recall_choice`); nothing is checked.
-        window, attention_mask, temperature, rope: override what the run has of these (`override_position`); None keeps
-            it.
+        window, attention_mask, attention_temperature, rope: override what the run has of these (`override_position`);
+            None keeps it.
         end_of_document: the token that ends documents, of a run that was not trained with documents apart and is to
             keep them so; the others know it.
 
@@ -75,7 +75,12 @@ def load_model(
     if trainer_state.vocabulary is None:
         raise RunError(f"{checkpoint / layout.PROGRESS}: says nothing of the vocabulary")
     position = override_position(
-        config.model, config.position, window=window, attention_mask=attention_mask, temperature=temperature, rope=rope
+        config.model,
+        config.position,
+        window=window,
+        attention_mask=attention_mask,
+        attention_temperature=attention_temperature,
+        rope=rope,
     )
     is_auto = backend is None and config.model.attention_backend == "auto" and config.model.attention_check
     if is_auto and not has_two_rotations(position):  # of which the training had one, which more backends can do

@@ -20,7 +20,7 @@ from megatron.options.section import ConfigSection
 from megatron.position.catalog import read_encoding_facts, read_temperature_facts, select_encoding_options
 from megatron.utils.errors import UserError
 
-OVERRIDES = ("window", "attention_mask", "temperature", "rope")
+OVERRIDES = ("window", "attention_mask", "attention_temperature", "rope")
 """The options of commands that override something of a run's positions: the arguments of `override_position`."""
 
 ROPE_KINDS = {
@@ -59,7 +59,7 @@ def override_position(
     *,
     window: int | None = None,
     attention_mask: Literal["causal", "document"] | None = None,
-    temperature: str | None = None,
+    attention_temperature: str | None = None,
     rope: str | None = None,
 ) -> PositionOptions:
     """The positions of a run as it is read.
@@ -67,7 +67,7 @@ def override_position(
     Args:
         model, position: the run's.
         window, attention_mask: instead of its attention_window and attention_mask; None keeps that.
-        temperature: instead of its attention_temperature, as `NAME` or `NAME:OPTION=VALUE,…`; None keeps that.
+        attention_temperature: instead of its own, as `NAME` or `NAME:OPTION=VALUE,…`; None keeps that.
         rope: scaling of rotary's frequencies or of far distances, as `parse_rope` reads it; None keeps them.
 
     Raises:
@@ -82,21 +82,21 @@ def override_position(
         position = position.replace(attention_window=window)
     if attention_mask is not None:
         position = position.replace(attention_mask=attention_mask)
-    if temperature is None:
+    if attention_temperature is None:
         return position
-    name, options = parse_temperature(temperature)
+    name, options = parse_temperature(attention_temperature)
     chosen = position.replace(attention_temperature=name, attention_temperature_options=options)
     if chosen == position:
         return position
     if learned := list_learned_temperatures(model, position):
         raise UserError(
-            f"temperature {temperature}: the run was trained with {', '.join(learned)}, whose parameters are learned; "
-            "no other can take its place"
+            f"attention_temperature {attention_temperature}: the run was trained with {', '.join(learned)}, whose "
+            "parameters are learned; no other can take its place"
         )
     if list_learned_temperatures(model, chosen):
         raise UserError(
-            f"temperature {temperature}: its parameters are learned, so it cannot be put on when a model is read; "
-            f"train with attention_temperature={name}"
+            f"attention_temperature {attention_temperature}: its parameters are learned, so it cannot be put on when a "
+            f"model is read; train with attention_temperature={name}"
         )
     return chosen
 
@@ -242,7 +242,7 @@ def _split_override(key: str, text: str, *, max_unnamed: int = 0) -> tuple[str, 
 
 def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of `logn` or `logn:length=512`. Raises UserError for what is no temperature."""
-    name, _, options = _split_override("temperature", text)
+    name, _, options = _split_override("attention_temperature", text)
     known, list_options = method_names.list_temperature_values(), method_names.list_temperature_options
     for _, problem in validate_methods("attention_temperature", [name], known, options, list_options):
         raise UserError(problem)

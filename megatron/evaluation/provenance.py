@@ -9,7 +9,7 @@ A method is called by its position encoding, with whatever differs from the defa
     rotary(window=64)                   trained and evaluated with attention_window 64
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(temperature=ssmax)           trained and evaluated with attention_temperature ssmax
-    rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --temperature logn`
+    rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --attention-temperature logn`
     rotary(softmax=learnable)           trained and evaluated with softmax_type learnable
     rotary(scaling=hope)                trained with slow pairs that have no position
     rotary(rope=yarn:8 at evaluation)   trained with plain frequencies; `evaluate --rope yarn:8`

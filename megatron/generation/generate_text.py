@@ -113,7 +113,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     backend = options.backend or run.config.model.attention_backend
     loaded = load_model(
         run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window,
-        temperature=options.attention_temperature, rope=options.rope,
+        attention_temperature=options.attention_temperature, rope=options.rope,
     )  # fmt: skip
     return TextGenerator(loaded.model, request.tokenizer, options)
 

@@ -43,9 +43,9 @@ class AnalysisOptions(LengthOptions):
     )
     windows: int = config_field(4, "windows that attention is averaged over, at each length", ge=1)
     window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
-    temperature: str | None = config_field(
+    attention_temperature: str | None = config_field(
         None,
-        "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
     rope: str | None = config_field(

@@ -186,9 +186,9 @@ class EvaluationOptions(LengthOptions):
         "tokens see all before them (causal), or their own document alone, whose positions begin at 0 (document); as "
         "in training if absent",
     )
-    temperature: str | None = config_field(
+    attention_temperature: str | None = config_field(
         None,
-        "attention_temperature to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
     rope: str | None = config_field(

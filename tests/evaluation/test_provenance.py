@@ -64,13 +64,13 @@ def test_a_window_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
 def test_a_temperature_of_the_evaluation_alone_is_not_one_of_the_training() -> None:
     plain, logn = config("pos_emb=rotary"), config("pos_emb=rotary", "attention_temperature=logn", "seed=2")
     assert assign_distinct_names([plain, logn], ["a", "b"]) == ["rotary", "rotary(temperature=logn)"]
-    assert assign_distinct_names([plain, logn], ["a", "b"], temperature="logn") == [
+    assert assign_distinct_names([plain, logn], ["a", "b"], attention_temperature="logn") == [
         "rotary(temperature=logn at evaluation)", "rotary(temperature=logn)"
     ]  # fmt: skip
-    assert assign_distinct_names([plain, logn], ["a", "b"], temperature="none") == [
+    assert assign_distinct_names([plain, logn], ["a", "b"], attention_temperature="none") == [
         "rotary", "rotary(temperature=none at evaluation)"
     ]  # fmt: skip
-    assert assign_distinct_names([plain], ["a"], temperature="llama4:floor_scale=16", window=3) == [
+    assert assign_distinct_names([plain], ["a"], attention_temperature="llama4:floor_scale=16", window=3) == [
         "rotary(window=3 at evaluation, temperature=llama4(floor_scale=16) at evaluation)"
     ]
 

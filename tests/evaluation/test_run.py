@@ -327,9 +327,9 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
              f"attention_temperature_options={options}", "seed=1234")  # fmt: skip
     make_run("runs/ssmax", "pos_emb=kerple_log", "attention_temperature=ssmax", "seed=1234")
     (plain,) = evaluated(["runs/plain"], [32])
-    (asked,) = evaluated(["runs/plain"], [32], temperature="llama4:floor_scale=3, attn_scale=0.6")
+    (asked,) = evaluated(["runs/plain"], [32], attention_temperature="llama4:floor_scale=3, attn_scale=0.6")
     (own,) = evaluated(["runs/llama4"], [32])
-    (without,) = evaluated(["runs/llama4"], [32], temperature="none")
+    (without,) = evaluated(["runs/llama4"], [32], attention_temperature="none")
     # The same seed, the same weights: only the scores' scale differs.
     assert asked.value == own.value != plain.value
     assert without.value == plain.value
@@ -338,12 +338,12 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
     assert own.method == f"kerple_log({named})"
     assert without.method == "kerple_log(temperature=none at evaluation)"
     # Up to the training length log-n scaling leaves everything as it is.
-    (longer,) = evaluated(["runs/plain"], [32], temperature="logn")
-    (short,) = evaluated(["runs/plain"], [8], temperature="logn")
+    (longer,) = evaluated(["runs/plain"], [32], attention_temperature="logn")
+    (short,) = evaluated(["runs/plain"], [8], attention_temperature="logn")
     assert short.value == evaluated(["runs/plain"], [8])[0].value
     assert longer.value != plain.value
-    assert evaluated(["runs/ssmax"], [32], temperature="ssmax")[0].method == "kerple_log(temperature=ssmax)"
-    fixed = evaluated(["runs/plain"], [32], temperature="ssmax:learned=false,s=0.5")
+    assert evaluated(["runs/ssmax"], [32], attention_temperature="ssmax")[0].method == "kerple_log(temperature=ssmax)"
+    fixed = evaluated(["runs/plain"], [32], attention_temperature="ssmax:learned=false,s=0.5")
     assert fixed[0].method == "kerple_log(temperature=ssmax(learned=False, s=0.5) at evaluation)"
     for run, temperature, message in (
         ("plain", "ssmax", "its parameters are learned, so it cannot be put on when a model is read"),
@@ -355,7 +355,7 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
         ("plain", "logn:length=1", "option length of logn is 1; it must be at least 2"),
     ):
         with pytest.raises(UserError) as caught:
-            evaluated([f"runs/{run}"], [32], temperature=temperature)
+            evaluated([f"runs/{run}"], [32], attention_temperature=temperature)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
 

@@ -170,7 +170,8 @@ def test_an_analysis_reads_as_the_model_was_loaded(
     monkeypatch.setattr("farfield.commands.analyze", lambda runs, output=None, **options: asked.update(options))
     farfield.load(tmp_path / "run", rope="pi:2", window=7, device="cpu").analyze(only=["kernels"], window=5)
     assert asked == {
-        "rope": "pi:2", "window": 5, "temperature": None, "device": "cpu", "precision": "auto", "only": ["kernels"],
+        "rope": "pi:2", "window": 5, "attention_temperature": None, "device": "cpu", "precision": "auto",
+        "only": ["kernels"],
     }  # fmt: skip
 
 
