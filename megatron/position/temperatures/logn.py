@@ -14,7 +14,8 @@ class Logn(Temperature):
     source = "Su 2021 (kexue.fm/archives/8823), with the maximum that Qwen's use_logn_attn takes"
     advice = (
         "At evaluation of a model that was trained without a temperature (`--attention-temperature logn`): up to the "
-        "training length it changes nothing. It keeps the entropy of attention about as it was where a row sees more keys."
+        "training length it changes nothing. It keeps the entropy of attention about as it was where a row sees more "
+        "keys."
     )
     other_names = ("log_n", "logn_attn", "use_logn_attn")
     cost = TemperatureCost()
