@@ -22,6 +22,8 @@ MAX_POINTS = 160
 """Of a curve."""
 MAX_CURVES = 40
 """Runs of a page with curves; of more the table alone is shown."""
+MIN_STEPS = 5
+"""Of the horizontal axis: its ticks are whole numbers then."""
 START_SHARE = 0.1
 """Losses of the first tenth of all steps may lie above the chart, which would otherwise be theirs alone."""
 
@@ -162,11 +164,13 @@ def _build_chart(
     steps = [step for line in lines for step, _ in line.points]
     ends = "; ".join(f"{line.name} {line.points[-1][1]:,.4g} at step {line.points[-1][0]:,.0f}" for line in lines[:8])
     low, high = limits
+    # From 0 on, unless all there is begins late, as of a run that branches from another's checkpoint.
+    first = min(steps) if min(steps) < max(steps) < 2 * min(steps) else 0
     return build_line_chart(
         name,
         title,
         f"{title} over the steps. Last: {ends}.",
-        HorizontalAxis("step", min(steps), max(max(steps), min(steps) + 1)),
+        HorizontalAxis("step", first, max(max(steps), first + MIN_STEPS)),
         y_title,
         lines,
         y_limits=(low, high) if high > low else (low - 0.5, low + 0.5),

@@ -5,10 +5,11 @@ plot, which the template writes as percentages, so text and strokes keep their s
 classes of the style sheet. `templates/page.js` reads the same numbers from the page, and draws a chart again when a
 reader switches its scale or its methods; without it the chart stands there as it is.
 
-A scale ends where most values end. What lies beyond (a perplexity of a million among others of five) is drawn at the
-edge with a mark, and its true value stands in the table and where the pointer is. Perplexities are cut off at
-`MAX_LOG_RATIO` times the least on a logarithmic scale and at `MAX_LINEAR_RATIO` times on a linear one, other metrics
-where they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
+A scale ends where most values end. A line to a value beyond it (a perplexity of a million among others of five) runs on
+to where that value would be and is cut off at the edge of the plot, so that it is false nowhere. Where lines have
+markers, a triangle at the edge stands for such a value; its number is told where the pointer is. Perplexities are cut
+off at `MAX_LOG_RATIO` times the least on a logarithmic scale and at `MAX_LINEAR_RATIO` times on a linear one, other
+metrics where they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
 """
 
 import math
@@ -41,10 +42,13 @@ CHARACTER_WIDTH, LINE_HEIGHT = 6.8, 15.0
 PLOT_HEIGHT = 300
 """Pixels; style.css says the same."""
 BAR_OFFSET = 0.007
-"""How far apart bars of a place stand: share of the width."""
+"""How far apart curves with bars stand at a place: share of the width."""
 EDGE_ROOM = 0.03
 """What the first place keeps from the left edge of a chart with markers and bars, and the last from the right: a share
 of the width, so that no bar leaves the plot and lies on the texts of the axis."""
+MAX_REACH = 100.0
+"""How far beyond the plot a line is drawn at most: heights of the plot. A browser cuts off what is outside, and the
+place where a line leaves is wrong by less than a hundredth of the way between two places."""
 SIGNIFICANT_DIGITS = 7
 """Of numbers in the page, where the records have them all."""
 
@@ -60,12 +64,15 @@ class Scale:
     ticks: tuple[tuple[float, str], ...]
     """Value and text, ascending."""
 
-    def locate(self, value: float) -> float:
-        """The share of the height above a value: 0 at the upper edge and beyond, 1 at the lower edge and beyond."""
-        clipped = min(max(value, self.low), self.high)
+    def locate(self, value: float, reach: float = 0.0) -> float:
+        """The share of the height above a value: 0 at the upper edge, 1 at the lower edge, and beyond them no more than
+        `reach` below 0 or above 1."""
         if self.name == "log":
-            return math.log(self.high / clipped) / math.log(self.high / self.low)
-        return (self.high - clipped) / (self.high - self.low)
+            position = math.log(value) if value > 0 else -math.inf
+            share = (math.log(self.high) - position) / math.log(self.high / self.low)
+        else:
+            share = (self.high - value) / (self.high - self.low)
+        return min(max(share, -reach), 1 + reach)
 
     def get_clip_mark(self, value: float) -> str | None:
         """`over` or `under` for a value that the scale leaves out."""
@@ -160,49 +167,78 @@ class Chart:
     def scale(self) -> Scale:
         return self.scales[0]
 
-    @property
-    def has_clipped(self) -> bool:
-        """Does a value lie beyond one of the scales?"""
-        values = [point.value for series in self.series for point in series.points]
-        return any(scale.get_clip_mark(value) is not None for scale in self.scales for value in values)
+    @cached_property
+    def clip_note(self) -> str:
+        """How values beyond one of the scales are drawn, with the outermost; empty if there are none."""
+        points = [point for series in self.series for point in series.points]
+        outermost = (
+            ("up", max(points, key=lambda point: point.value), "over"),
+            ("down", min(points, key=lambda point: point.value), "under"),
+        )
+        reaches = [
+            f"{way} to {point.text}"
+            for way, point, mark in outermost
+            if any(scale.get_clip_mark(point.value) == mark for scale in self.scales)
+        ]
+        if not reaches:
+            return ""
+        drawing = "A line that leaves the plot has" if self.kind == "dense" else "A filled triangle at the edge marks"
+        values = "values" if self.kind == "dense" else "a value"
+        return f"{drawing} {values} beyond the axis, {' and '.join(reaches)}; the pointer and the arrow keys tell each."
 
     def list_shapes(self, series: ChartSeries) -> dict[str, Any]:
-        """What the template draws of a series: `line` and `band` as points of 0 to 1000, `bars` and `markers` as
-        percentages. Of one that is not drawn in colour, the line and the triangles of what lies beyond the scale."""
-        scale = self.scale
-        line = [(self.places[point.place].share, scale.locate(point.value)) for point in series.points]
+        """What the template draws of a series: `line` and `band` as points of 0 to 1000, and beyond for what is cut
+        off, `bars` and `markers` as percentages. A line of one point is its marker. Of a series that is not drawn in
+        colour, the line and the triangles of what lies beyond the scale."""
+        scale, offset = self.scale, self._get_offset(series)
+        x_shares = [self.places[point.place].share + offset for point in series.points]
+        line = [(x, scale.locate(point.value, MAX_REACH)) for x, point in zip(x_shares, series.points, strict=True)]
         shapes: dict[str, Any] = {"line": _format_path(line), "band": "", "bars": [], "markers": []}
-        if self.kind != "dense":
+        if self.kind != "dense" or len(series.points) == 1:
             marks = [scale.get_clip_mark(point.value) or (series.is_drawn and series.marker) for point in series.points]
             shapes["markers"] = [
-                (mark, format_share(x), format_share(y)) for mark, (x, y) in zip(marks, line, strict=True) if mark
+                (mark, format_share(x), format_share(scale.locate(point.value)))
+                for mark, x, point in zip(marks, x_shares, series.points, strict=True)
+                if mark
             ]
         if not series.is_drawn:
             return shapes
+        reach = MAX_REACH if self.kind == "dense" else 0.0
         spans = [
-            (self.places[point.place].share, *map(scale.locate, point.interval))
-            for point in series.points
+            (x, *(scale.locate(bound, reach) for bound in point.interval))
+            for x, point in zip(x_shares, series.points, strict=True)
             if point.interval is not None
         ]
         if self.kind == "dense":
             upper = [(x, high) for x, _, high in spans]
             shapes["band"] = _format_path([*upper, *((x, low) for x, low, _ in reversed(spans))])
-            return shapes
-        drawn = [other for other in self.series if other.is_drawn]
-        offset = BAR_OFFSET * (drawn.index(series) - (len(drawn) - 1) / 2)
-        shapes["bars"] = [
-            (format_share(x + offset), format_share(low), format_share(high))
-            for x, low, high in spans
-            if len(drawn) <= MAX_DRAWN_CURVES
-        ]
+        elif self._has_bars:
+            shapes["bars"] = [tuple(map(format_share, span)) for span in spans]
         return shapes
+
+    @cached_property
+    def _has_bars(self) -> bool:
+        """Do curves have bars? More than a few would hide each other."""
+        drawn = [series for series in self.series if series.is_drawn]
+        has_intervals = any(point.interval is not None for series in drawn for point in series.points)
+        return self.kind == "curves" and has_intervals and len(drawn) <= MAX_DRAWN_CURVES
+
+    def _get_offset(self, series: ChartSeries) -> float:
+        """How far aside a curve with bars stands, its markers with them, so that no bar lies on another: a share of the
+        width."""
+        if not (self._has_bars and series.is_drawn):
+            return 0.0
+        drawn = [other for other in self.series if other.is_drawn]
+        return BAR_OFFSET * (drawn.index(series) - (len(drawn) - 1) / 2)
 
     @cached_property
     def path_points(self) -> str:
         """The line of `path`."""
         by_name = {series.name: series.points[0] for series in self.series}
         points = [by_name[name] for name in self.path]
-        return _format_path([(self.places[point.place].share, self.scale.locate(point.value)) for point in points])
+        return _format_path(
+            [(self.places[point.place].share, self.scale.locate(point.value, MAX_REACH)) for point in points]
+        )
 
     @property
     def data(self) -> dict[str, Any]:
@@ -305,7 +341,9 @@ def build_curve_chart(
         ]
         series.append(ChartSeries(method, tuple(points), is_drawn, index))
     has_intervals = any(point.interval for each in series for point in each.points)
-    notes = "smallest to largest seed" if table.max_seeds > 1 else "95% interval over windows"
+    note = f"{'Bands' if table.axis.is_dense else 'Bars'}: {get_bar_meaning(table)}."
+    if not table.axis.is_dense and len(series) > 1:
+        note += " Curves stand a little apart, so that no bar hides another."
     return Chart(
         name,
         table.title,
@@ -320,11 +358,16 @@ def build_curve_chart(
         choose_scales(*_list_limits(series), table.metric),
         tuple(series),
         "dense" if table.axis.is_dense else "curves",
-        f"{'Bands' if table.axis.is_dense else 'Bars'}: {notes}." if has_intervals else "",
+        note if has_intervals else "",
         _locate_train_length(x_values, table),
         missing=tuple(f"{method} ({table.get_missing_text(method, table.x_values[-1])})"
                       for method in table.methods if method not in measured),
     )  # fmt: skip
+
+
+def get_bar_meaning(table: ComparisonTable) -> str:
+    """What the bars or bands of a table's curves span."""
+    return "smallest to largest seed" if table.max_seeds > 1 else "95% interval over windows"
 
 
 def get_curve(table: ComparisonTable, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:

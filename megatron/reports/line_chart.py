@@ -22,6 +22,8 @@ from megatron.reports.charts import (
 )
 from megatron.reports.metrics import format_number
 
+MAX_NUMBER = 1e300
+"""What stands for infinity, which JSON does not have."""
 SPREADS: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
 
 
@@ -100,7 +102,7 @@ def build_line_chart(
         alt_text: what it shows, for those who do not see it.
         axis: the horizontal one.
         lines: at least one.
-        y_limits: of the vertical axis; values beyond stand at its edge.
+        y_limits: of the vertical axis; lines to values beyond are cut off at its edge.
         y_format: how a value is told where the pointer is.
         note: a sentence under it.
         mark: x and text of a vertical line.
@@ -112,13 +114,13 @@ def build_line_chart(
     drawn = [lines[index * len(lines) // num_drawn] for index in range(num_drawn)]
     low, high = y_limits
 
-    def clip(value: float) -> float:
-        return min(max(value, low), high)
+    def limit(value: float) -> float:
+        return min(max(value, -MAX_NUMBER), MAX_NUMBER)
 
     def build_point(x: float, y: float, band: tuple[float, float] | None) -> ChartPoint:
-        interval = None if band is None else (clip(band[0]), clip(band[1]))
+        interval = None if band is None else (limit(band[0]), limit(band[1]))
         text = y_format(y) if band is None else f"{y_format(y)} [{y_format(band[0])}, {y_format(band[1])}]"
-        return ChartPoint(index_by_x[x], clip(y), text, interval)
+        return ChartPoint(index_by_x[x], limit(y), text, interval)
 
     series = []
     for line in [*drawn, *(line for line in lines if line not in drawn)]:

@@ -4,8 +4,8 @@ Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and da
 An axis of tokens is logarithmic (lengths double); the other one is where the metric asks for it and values differ by
 more than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several
 seeds, smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would
-hide the curves. Curves stand where their lengths are; their bars stand side by side around each length, because
-intervals of the same text overlap and areas or bars on top of each other could not be told apart.
+hide the curves. Curves with bars stand side by side around each length, markers and bars alike, because intervals of
+the same text overlap and areas or bars on top of each other could not be told apart.
 """
 
 import io
@@ -23,7 +23,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.reports.charts import choose_log_ticks, get_curve, get_style_indices
+from megatron.reports.charts import choose_log_ticks, get_bar_meaning, get_curve, get_style_indices
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.failures import RunFailure
@@ -37,7 +37,7 @@ MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 MAX_CURVES_WITH_BARS = len(COLORS)
 BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
-"""How far apart bars of a length stand, and all of them together at most: shares of the way to the next length."""
+"""How far apart curves with bars stand, and all of them together at most: shares of the way to the next length."""
 MAX_TICKS = 9
 MAX_WRITTEN_CELLS = 80
 """A map with more has no numbers in its cells."""
@@ -115,9 +115,10 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
             lines += _draw_dense_curve(axes, style_kwargs, x_values, means, bars)
             low, high = min([low, *means]), max([high, *means])
             continue
-        lines += axes.plot(x_values, means, **style_kwargs, markersize=5, linewidth=1.8 if not has_bars else 1.4)  # type: ignore[arg-type]
+        shifted = [x * x_factor for x in x_values]
+        lines += axes.plot(shifted, means, **style_kwargs, markersize=5, linewidth=1.8 if not has_bars else 1.4)  # type: ignore[arg-type]
         if has_bars and any(bars):
-            bar_x = [x * x_factor for x, bar in zip(x_values, bars, strict=True) if bar is not None]
+            bar_x = [x for x, bar in zip(shifted, bars, strict=True) if bar is not None]
             lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
             axes.vlines(bar_x, lower, upper, color=style_kwargs["color"], linewidth=1.6, alpha=0.85)
             axes.plot(
@@ -137,9 +138,8 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(textwrap.fill(table.title, 52 if narrow else 84), loc="left", fontsize=8.5 if narrow else 11)
     # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
-    bar = "bar: smallest to\nlargest seed" if table.max_seeds > 1 else "bar: 95% interval\nover windows"
-    bar = bar.replace("bar", "band", 1) if table.axis.is_dense else bar
-    legend_title = bar.replace("\n", " " if narrow else "\n") if has_bars else None
+    bar = f"{'band' if table.axis.is_dense else 'bar'}: {get_bar_meaning(table)}"
+    legend_title = (bar if narrow else textwrap.fill(bar, 18)) if has_bars else None
     # Outside the axes, where no curve can run through it.
     legend_location: dict[str, Any] = (
         {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
@@ -244,7 +244,7 @@ def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> No
 
 
 def _get_bar_x_factors(table: ComparisonTable, count: int) -> list[float]:
-    """Factors on the place that put `count` bars next to each other around each place."""
+    """Factors on the place that put `count` curves next to each other around each place."""
     if not table.axis.in_tokens:
         return [1.0] * count
     ratios = [next_x / x for x, next_x in pairwise(table.x_values)]

@@ -79,7 +79,31 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     assert speed.series[0].points[-1].value == 103.0
     # The first tenth of the steps may lie above the chart: its upper edge is the loss of step 70.
     assert loss.scale.high < 5 / 70 * 1.1
-    assert loss.series[0].points[0].value == max(point.value for point in loss.series[1].points)
+    assert loss.series[0].points[0].value == 5.0, "what is above is told as it is"
+    assert "up to 5.00" in loss.clip_note
+
+
+def test_runs_with_one_record_each_are_shown(tmp_path: Path) -> None:
+    for name, value in (("a", 3.0), ("b", 3.5)):
+        write_line(tmp_path / name, 20, value)
+    for chart in TrainingMonitor().describe([tmp_path / "a", tmp_path / "b"]).charts:
+        assert all(len(chart.list_shapes(series)["markers"]) == 1 for series in chart.series)
+        assert [tick.text for tick in chart.ticks] == ["0", "5", "10", "15", "20"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "texts"),
+    [
+        ([1], ["0", "1", "2", "3", "4", "5"]),
+        ([10, 500], ["0", "100", "200", "300", "400", "500"]),
+        ([4100, 4200], ["4,100", "4,120", "4,140", "4,160", "4,180", "4,200"]),
+    ],
+)
+def test_the_axis_of_steps_begins_at_0_unless_all_are_late(steps: list[int], texts: list[str], tmp_path: Path) -> None:
+    for step in steps:
+        write_line(tmp_path, step, 3.0)
+    chart, _ = TrainingMonitor().describe([tmp_path]).charts
+    assert [tick.text for tick in chart.ticks] == texts
 
 
 def test_runs_may_be_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """Charts of functions: what stands where, what is told of it, and which lines are in colour."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
+from megatron.reports.html_page import TEMPLATES_FOLDER
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart, build_median_line
 
 
@@ -17,15 +19,49 @@ def test_lines_stand_where_their_numbers_are() -> None:
     assert [place.share for place in chart.places] == pytest.approx([0.0, 0.5, 1.0])
     assert [place.text for place in chart.places] == ["distance: 0", "distance: 9", "distance: 99"]
     first, second = chart.series
-    # Beyond the edge a value stands at it, and is told as it is; what is no number has no point.
-    assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -4.0)]
+    # What is beyond the edge is kept and told as it is; what is no number has no point.
+    assert [(point.place, point.value) for point in first.points] == [(0, -1.0), (1, -1e300)]
     assert "∞" in first.points[1].text or "inf" in first.points[1].text
     assert second.points[0].interval == (-3.0, -1.0)
-    assert second.points[1].interval == (0.0, 0.0)
+    assert second.points[1].interval == (0.0, 1.0)
     assert second.points[1].text.startswith("0.5")
     assert chart.mark == (pytest.approx(0.5), "here")
     assert first.style == 3
     assert chart.data["word"] == "methods"
+
+
+def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None:
+    """A line along the edge would say that its values are those of the edge."""
+    lines = [Line("a", [(0.0, 4.0), (10.0, 3.0), (20.0, 2.0), (30.0, 1.0)])]
+    chart = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 30.0), "loss", lines, y_limits=(1.0, 2.0))
+    points = [point.split(",") for point in chart.list_shapes(chart.series[0])["line"].split()]
+    heights = [float(y) for _, y in points]
+    steps = [before - after for before, after in pairwise(heights)]
+    assert steps == pytest.approx([steps[0]] * 3, abs=0.2), "equal steps of the loss are equal heights, inside and out"
+    assert heights[1] < -900 < 0 < heights[2], "1,000 is the height of the plot"
+    assert chart.clip_note.startswith("A line that leaves the plot has values beyond the axis, up to 4.00;")
+    assert chart.data["series"][0]["points"][0][1:3] == [4.0, "4.00"], "which the pointer tells"
+    inside = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 30.0), "loss", lines, y_limits=(1.0, 4.0))
+    assert inside.clip_note == ""
+    style = (TEMPLATES_FOLDER / "style.css").read_text()
+    assert ".canvas svg { overflow: hidden; }" in style
+
+
+def test_a_value_without_an_end_falls_steeply_and_stays_a_number() -> None:
+    lines = [Line("a", [(0.0, -1.0), (1.0, -math.inf)], [(-2.0, 0.0), (-math.inf, -1.0)])]
+    chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "bias", lines, y_limits=(-4.0, 0.0))
+    shapes = chart.list_shapes(chart.series[0])
+    assert "inf" not in shapes["line"] + shapes["band"] + str(chart.data["series"][0]["points"][1][1])
+    assert float(shapes["line"].split()[1].split(",")[1]) > 50_000
+
+
+def test_a_line_of_one_point_is_its_marker() -> None:
+    lines = [Line("a", [(20.0, 3.0)]), Line("b", [(10.0, 3.0), (20.0, 2.0)], style=1)]
+    chart = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 20.0), "loss", lines, y_limits=(2.0, 3.0))
+    alone, line = map(chart.list_shapes, chart.series)
+    ((marker, x, _),) = alone["markers"]
+    assert (marker, x) == ("m0", "100%")
+    assert line["markers"] == []
 
 
 def test_an_axis_may_fall() -> None:

@@ -46,12 +46,15 @@ def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
 def test_curves_are_the_records(story: list[Record]) -> None:
     axes = axes_of(story)
     rotary, kerple, cdape = curves(axes)
-    assert all(list(curve.get_xdata()) == [64, 512, 2048] for curve in (rotary, kerple, cdape))
-    # Bars are side by side, the middle one where its length is.
+    # Curves are side by side, the middle one where its lengths are, and each point stands at its bar.
+    assert list(kerple.get_xdata()) == [64, 512, 2048]
+    for curve, bars in zip((rotary, kerple, cdape), axes.collections, strict=True):
+        assert [segment[0][0] for segment in bars.get_segments()] == pytest.approx(list(curve.get_xdata()))
     places = [bars.get_segments()[0][0][0] for bars in axes.collections]
     assert 60 > places[0] > 64 / 2
-    assert places[1] == 64
     assert places[0] * places[2] == pytest.approx(64**2)
+    bare = axes_of([each.replace(low=None, high=None, stderr=None) for each in story])
+    assert all(list(curve.get_xdata()) == [64, 512, 2048] for curve in curves(bare)), "without bars nothing is shifted"
     assert list(rotary.get_ydata()) == [5.25, 12.5, 29.75]
     assert list(cdape.get_ydata()) == [4.96, 4.9, 4.87]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rotary", "kerple_log", "cdape"]

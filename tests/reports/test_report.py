@@ -182,6 +182,13 @@ def test_no_bar_leaves_the_plot() -> None:
     places = [float(bar["x1"].removesuffix("%")) for bar in bars]
     assert len(places) == 24
     assert 0 < min(places) < max(places) < 100
+    # A bar stands at its marker, and the line runs through both.
+    markers = [float(each["x"].removesuffix("%")) for tag, each in zip(page.tags, page.attributes, strict=True)
+               if tag == "use" and each["x"] != "50%"]  # fmt: skip
+    corners = [float(point.split(",")[0]) / 10 for points in page.list_values("points") for point in points.split()]
+    assert sorted(markers) == sorted(places)
+    assert sorted(corners) == pytest.approx(sorted(places), abs=0.06)
+    assert len(set(places)) == 24
 
 
 def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:

@@ -95,10 +95,11 @@ function setUpChart(figure) {
     drawn: new Map(data.series.map((series, index) => [series.name, drawn[index]]))});
 
   const percent = (share) => `${+(100 * share).toFixed(2)}%`;
-  const locate = (value) => {
-    const clipped = Math.min(Math.max(value, scale.low), scale.high);
-    return scale.name === "log" ? Math.log(scale.high / clipped) / Math.log(scale.high / scale.low)
-      : (scale.high - clipped) / (scale.high - scale.low);
+  const locate = (value, reach = 0) => {
+    const share = scale.name === "log"
+      ? (Math.log(scale.high) - Math.log(Math.max(value, 0))) / Math.log(scale.high / scale.low)
+      : (scale.high - value) / (scale.high - scale.low);
+    return Math.min(Math.max(share, -reach), 1 + reach);
   };
   const draw = (parent, tag, attributes, text = "") => {
     const element = document.createElementNS(canvas.namespaceURI, tag);
@@ -112,31 +113,33 @@ function setUpChart(figure) {
     {points: points.map(([x, y]) => `${Math.round(1000 * x)},${(1000 * y).toFixed(1)}`).join(" "),
       "vector-effect": "non-scaling-stroke"});
 
-  function drawSeries(index, rank, count) {
-    const group = groups[index], {points, style} = data.series[index];
-    const spots = points.map(([at, value]) => [data.places[at][0], locate(value), value]);
-    const spans = points.filter((point) => point.length > 3)
-      .map(([at, , , low, high]) => [data.places[at][0], locate(low), locate(high)]);
+  function drawSeries(index, rank, count, hasBars) {
+    const group = groups[index], {points, style} = data.series[index], isDense = data.kind === "dense";
+    const offset = hasBars && drawn[index] ? 0.007 * (rank - (count - 1) / 2) : 0, reach = 100;
+    const spots = points.map(([at, value]) => [data.places[at][0] + offset, value]);
+    const spans = points.filter((point) => point.length > 3).map(([at, , , ...ends]) =>
+      [data.places[at][0] + offset, ...ends.map((end) => locate(end, isDense ? reach : 0))]);
     group.replaceChildren();
     group.classList.toggle("drawn", drawn[index]);
-    if (data.kind === "dense" && drawn[index]) {
+    if (isDense && drawn[index]) {
       stretch(group, "polygon", [...spans.map(([x, , y]) => [x, y]), ...spans.map(([x, y]) => [x, y]).reverse()]);
     }
-    stretch(group, "polyline", spots);
-    if (data.kind === "dense") return;
-    const x = (share) => percent(share + 0.007 * (rank - (count - 1) / 2));
-    if (drawn[index] && count <= 8) spans.forEach(([at, low, high]) => draw(group, "line",
-      {x1: x(at), x2: x(at), y1: percent(low), y2: percent(high)}));
-    spots.forEach(([at, y, value]) => {
+    stretch(group, "polyline", spots.map(([x, value]) => [x, locate(value, reach)]));
+    if (isDense && points.length > 1) return;
+    if (drawn[index] && hasBars) spans.forEach(([x, low, high]) => draw(group, "line",
+      {x1: percent(x), x2: percent(x), y1: percent(low), y2: percent(high)}));
+    spots.forEach(([x, value]) => {
       const isBeyond = value > scale.high || value < scale.low;
-      if (drawn[index] || isBeyond) draw(group, "use", {x: percent(at), y: percent(y),
+      if (drawn[index] || isBeyond) draw(group, "use", {x: percent(x), y: percent(locate(value)),
         href: !isBeyond ? `#m${style[1]}` : value > scale.high ? "#over" : "#under"});
     });
   }
 
   function drawAll() {
     const chosen = drawn.flatMap((is, index) => is ? [index] : []);
-    if (!isPoints) groups.forEach((_, index) => drawSeries(index, chosen.indexOf(index), chosen.length));
+    const hasBars = data.kind === "curves" && chosen.length <= 8
+      && chosen.some((index) => data.series[index].points.some((point) => point.length > 3));
+    if (!isPoints) groups.forEach((_, index) => drawSeries(index, chosen.indexOf(index), chosen.length, hasBars));
     items.forEach((item, index) => item?.firstChild.setAttribute("aria-pressed", drawn[index]));
     const grid = canvas.querySelector(".grid");
     grid.replaceChildren();
@@ -311,7 +314,7 @@ function saveChart(figure, canvas) {
   const place = {x: left, y: top, width, height, overflow: "visible"};
   inner.removeAttribute("class");
   for (const [name, value] of Object.entries(place)) inner.setAttribute(name, value);
-  inner.querySelectorAll("svg").forEach((element) => element.setAttribute("overflow", "visible"));
+  inner.querySelectorAll("svg").forEach((element) => element.setAttribute("overflow", "hidden"));
   whole.append(inner);
   lines.forEach(([mark, name], index) => {
     const y = top + height + 72 + 18 * index;
