@@ -36,6 +36,8 @@ MAX_HEARTBEAT_AGE = 60.0
 """Seconds: a run on another machine whose heartbeat is older is not alive."""
 REFRESH_SECONDS = 5.0
 """Seconds between two looks."""
+UNKNOWN = "–"
+"""A cell without a value."""
 
 ValueT = TypeVar("ValueT")
 
@@ -196,7 +198,8 @@ def build_status_table(statuses: Sequence[RunStatus]) -> Table:
 
 
 def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """What is told of runs: the heads of the columns, and the cells of each run."""
+    """What is told of runs: the heads of the columns, and the cells of each run. What is known of none has no column:
+    MFU of CPUs, say."""
     headers = ("state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
     rows: list[tuple[str, ...]] = [
         (
@@ -206,16 +209,17 @@ def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...],
             _format_number(status.valid_loss, ".4f"),
             _format_number(status.tokens_per_second, ",.0f"),
             _format_number(status.mfu, ".0%"),
-            "–" if status.seconds_left is None else format_duration(status.seconds_left),
+            UNKNOWN if status.seconds_left is None else format_duration(status.seconds_left),
             _format_number(status.checkpoint, ","),
         )
         for status in statuses
     ]
-    return headers, rows
+    known = [column for column in range(len(headers)) if not rows or any(row[column] != UNKNOWN for row in rows)]
+    return tuple(headers[column] for column in known), [tuple(row[column] for column in known) for row in rows]
 
 
 def _format_number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return UNKNOWN if value is None else format(value, form)
 
 
 def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, console: Console | None = None) -> bool:

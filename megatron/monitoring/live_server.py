@@ -18,7 +18,7 @@ from megatron.launch.run_status import find_runs, is_alive
 from megatron.monitoring.training_curves import TrainingMonitor
 from megatron.options.commands import ReportOptions
 from megatron.reports.combine import build_sections
-from megatron.reports.records import RESULTS_FILE
+from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, TrainingSection, render_report
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.utils.errors import FarfieldError, UserError, describe_error
@@ -84,15 +84,22 @@ class LivePage:
         return list(dict.fromkeys(runs))
 
     def _render(self, runs: Sequence[Path], is_live: bool) -> str:
-        training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
         results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
         sections: Sequence[ReportSection] = ()
         if results:
             sections = build_sections(results, self.options.against, self.options.delta, is_whole=not is_live)
+        runs = _sort_as_results(runs, [record for section in sections for record in section.records])
+        training: TrainingSection = self._monitor.describe(runs, is_live=is_live)
         title = self.options.title
         if title is None and not sections:
             title = f"Training of {', '.join(map(str, self.folders))}"
         return render_report(sections, title=title, training=training, refresh_seconds=REFRESH_SECONDS)
+
+
+def _sort_as_results(runs: Sequence[Path], records: Sequence[Record]) -> list[Path]:
+    """Runs in the order of their records, so that tables agree; those without any follow in their own order."""
+    order = {Path(run).resolve(): index for index, run in enumerate(dict.fromkeys(r.run for r in records if r.run))}
+    return sorted(runs, key=lambda run: order.get(run.resolve(), len(order)))
 
 
 def _stat(path: Path) -> tuple[int, int]:

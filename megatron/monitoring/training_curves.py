@@ -123,7 +123,7 @@ def _build_table(statuses: dict[str, RunStatus], *, shows_curves: bool) -> TextT
     problems = tuple(problem for status in statuses.values() for problem in status.problems)
     headers, rows = format_status_cells(list(statuses.values()))
     return TextTable(
-        "Trainings", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
+        "The runs, a row for each", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
     )  # fmt: skip
 
 

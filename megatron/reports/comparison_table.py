@@ -87,6 +87,11 @@ class Change:
             return _get_half_width(self.interval)
         return self.metric.compute_change_half_width(self.mean, self.deviation)
 
+    def format_relative(self, change: float) -> str:
+        """The mean, or an end of the interval, as a distance from no change, rounded alike wherever it is told: -2.8%,
+        +134.4%, or -12.30 where the metric has no ratios."""
+        return self.metric.format_relative_change(change, self.half_width, min_decimals=1)
+
     def __str__(self) -> str:
         if self.deviation is not None:
             text = self.metric.format_change_with_deviation(self.mean, self.deviation)

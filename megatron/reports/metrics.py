@@ -198,10 +198,10 @@ class Metric:
         half_width = (high - low) / 2
         return f"[{self.format_change(low, half_width)}, {self.format_change(high, half_width)}]"
 
-    def format_relative_change(self, change: float, half_width: float | None = None) -> str:
-        """A change as a distance from none: +467%, +0.3%, or -12.30."""
+    def format_relative_change(self, change: float, half_width: float | None = None, min_decimals: int = 0) -> str:
+        """A change as a distance from none: +467%, +0.3%, or -12.30. Percent have so many decimals at least."""
         if self.comparison == "ratio":
-            return format_percent(change - 1, half_width)
+            return format_percent(change - 1, half_width, min_decimals)
         return _format_signed(
             change * self.display_factor, None if half_width is None else half_width * self.display_factor
         )

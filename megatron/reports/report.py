@@ -317,7 +317,7 @@ def _build_title(tables: Sequence[ComparisonTable]) -> str:
     length_range = f"{lengths[0]:,}" + (f" to {lengths[-1]:,}" if len(lengths) > 1 else "")
     return (
         f"{metric_text} of {method_text} at {length_range} tokens, trained at "
-        f"{join_words([f'{length:,}' for length in train_lengths])}"
+        f"{join_words([f'{length:,}' for length in train_lengths])} tokens"
     )
 
 
@@ -341,8 +341,8 @@ def _summarize_table(table: ComparisonTable) -> str:
             verdict = (
                 "" if reported_change is None or reported_change.verdict is None else f", {reported_change.verdict}"
             )
-            relative_change = metric.format_relative_change(change.mean, change.half_width if change.interval else None)
-            change_text = f" ({relative_change} from {axis.format_value_with_unit(first_x)}{verdict})"
+            size = change.format_relative(change.mean)
+            change_text = f" ({size} from {axis.format_value_with_unit(first_x)}{verdict})"
         parts.append(f"{method} {cell.mean_text}{format_partial_seeds(cell.partial_num_seeds)}{change_text}")
     x_text = (
         axis.format_value_with_unit(last_x)

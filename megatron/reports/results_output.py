@@ -77,8 +77,8 @@ def describe_changes(table: ComparisonTable) -> list[str]:
         begin, end = (
             f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)
         )
-        percent = table.metric.format_relative_change(change.mean, None)
-        sentences.append(f"{method} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({percent}).")
+        size = change.format_relative(change.mean)
+        sentences.append(f"{method} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({size}).")
     return sentences
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from megatron.reports import significance
 from megatron.reports.comparison_table import Change, ComparisonTable, format_partial_seeds
-from megatron.reports.metrics import format_percent
 from megatron.reports.table_formats import TextTable
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
@@ -119,12 +118,6 @@ class Extrapolation:
         """n → r_n."""
         return {length: change.mean - 1 for length, change in self.changes.items()}
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """95% of the largest r_n, by bootstrap; for one seed."""
-        bounds = self.changes[self.worst_length].interval
-        return None if bounds is None else (bounds[0] - 1, bounds[1] - 1)
-
     def extrapolates(self, delta: float) -> bool:
         """Is every r_n below δ in size?"""
         return abs(self.relative_changes[self.worst_length]) < delta
@@ -152,20 +145,17 @@ def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
 
 
 def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DELTA) -> TextTable | None:
-    """The criterion as a table, the largest r first; None if nothing was scored at and beyond the training length."""
-    results = sorted(
-        measure_extrapolation(table), key=lambda result: -abs(result.relative_changes[result.worst_length])
-    )
+    """The criterion as a table, with the methods in the order of the table of numbers; None if nothing was scored at
+    and beyond the training length."""
+    results = measure_extrapolation(table)
     if not results:
         return None
     rows = []
     for result in results:
         change = result.changes[result.worst_length]
-        value = format_percent(change.mean - 1, change.half_width, min_decimals=1)
-        if result.interval is not None:
-            value += (
-                f" [{', '.join(format_percent(bound, change.half_width, min_decimals=1) for bound in result.interval)}]"
-            )
+        value = change.format_relative(change.mean)
+        if change.interval is not None:
+            value += f" [{', '.join(map(change.format_relative, change.interval))}]"
         value += format_partial_seeds(change.partial_num_seeds)
         verdict = f"{'yes' if result.extrapolates(delta) else 'no'}, up to {max(result.relative_changes):,}"
         rows.append((result.method, (value, f"{result.worst_length:,}", verdict)))
@@ -176,6 +166,7 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
             listed_methods.add(method)
     rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(result.method for result in table.failures)
              if method not in listed_methods]  # fmt: skip
+    rows.sort(key=lambda row: table.methods.index(row[0]))
     notes = [
         f"r is perplexity over that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
         "gives no bound)."

@@ -14,7 +14,7 @@ from tiny_runs import tiny_config
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.launch import run_status as module
-from megatron.launch.run_status import build_status_table, find_runs, print_status, read_status
+from megatron.launch.run_status import build_status_table, find_runs, format_status_cells, print_status, read_status
 from megatron.utils.errors import UserError
 
 RECORD = {"kind": "train", "step": 30, "loss": 2.5, "tokens_per_second": 1000.0, "mfu": 0.25, "seconds_left": 70.0}
@@ -159,6 +159,18 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     print_status([tmp_path / "runs"], as_json=True)
     assert [each["run"] for each in json.loads(capsys.readouterr().out)] == [str(runs[1]), str(runs[0])]
     assert build_status_table([read_status(run) for run in runs]).row_count == 2
+
+
+def test_what_is_known_of_no_run_has_no_column(tmp_path: Path) -> None:
+    run = make(tmp_path / "a")
+    headers, rows = format_status_cells([read_status(run)])
+    assert headers == ("state", "step", "loss", "validation", "tokens/s", "MFU", "checkpoint"), "it does not train"
+    assert len(rows[0]) == len(headers)
+    (run / "metrics.jsonl").write_text(json.dumps({**RECORD, "mfu": None}) + "\n")
+    assert format_status_cells([read_status(run)])[0] == ("state", "step", "loss", "tokens/s", "checkpoint")
+    both = [read_status(run), read_status(make(tmp_path / "b"))]
+    headers, rows = format_status_cells(both)
+    assert [cells[headers.index("MFU")] for cells in rows] == ["–", "25%"]
 
 
 def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The live page over a real socket: what it shows as runs go on, and what it refuses."""
 
 import http.client
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,22 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
         assert "Nothing trains now" in text
         assert text.index("16.25") < text.index('id="training"'), "results come first"
         assert 'id="cite"' in text
+
+
+def test_runs_stand_in_the_order_of_their_results(tmp_path: Path) -> None:
+    """`find_runs` sorts by name; a run that is not measured yet comes last."""
+    folders = [make_run(tmp_path / name / "seed_1", 3) for name in ("a", "b", "c")]
+    records = [
+        Record(
+            method=run.parent.name, train_length=64, length=64, protocol="last", metric="perplexity", value=5.0,
+            tokens=64, seed=1, run=str(run),
+        )
+        for run in (folders[2], folders[0])
+    ]  # fmt: skip
+    write_records(tmp_path / "results.json", records)
+    text = make_page(tmp_path).render()
+    table = text[text.index("The runs, a row for each") :]
+    assert re.findall(r'<th scope="row">(\w)/seed_1</th>', table) == ["c", "a", "b"]
 
 
 def test_a_sweep_that_has_no_run_yet_is_live(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
-from megatron.reports.report import ReportSection, describe_plots
-from megatron.reports.table_formats import render_comparison_latex
+from megatron.reports.report import ReportSection, TrainingSection, describe_plots
+from megatron.reports.table_formats import TextTable, render_comparison_latex
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -123,6 +123,22 @@ def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     assert all(figure["aria-label"] for figure in figures)
 
 
+def test_its_navigation_names_its_headings_in_their_order(story: list[Record]) -> None:
+    """All of them, of a page with a single section."""
+    said, training = TextTable("Said", "method", ("a",), (("x", ("1",)),)), TextTable("Runs", "run", (), ())
+    section = ReportSection(None, [*story, record("alibi", 64, 5.0)], [said])
+    for is_live in (False, True):
+        content = report.render_report(
+            [section], training=TrainingSection(training, is_live=is_live), configurations={"a": "b"}
+        )
+        headings = re.findall(r'<h2 id="([^"]+)">([^<]+)</h2>', content)
+        assert content.count("<h2") == len(headings)
+        nav = content[content.index("<nav") : content.index("</nav>")]
+        assert re.findall(r'href="#([^"]+)">([^<]+)</a>', nav) == headings
+        names = [name for _, name in headings if name != "Trainings"]
+        assert names[:3] == ["Results", "What is missing", "What it says"]
+
+
 def test_charts_hold_the_records_and_draw_them(story: list[Record]) -> None:
     page = Page(page_of(story))
     (chart,) = page.charts
@@ -217,8 +233,8 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
     for part in (
         *("A & B", "Only the last 64 tokens", "the same 61 places", "the same 4,096 tokens", "861,234"),
         *("data/python/test_text_document", "1,024,000", "cdape(width=16)+kerple_log", "chunked, float32, 4.5 s"),
-        *("Linux, 2 threads", "torch 2.13.0", "2025-01-02T03:04:05+00:00", "cdape 4.87 (-2% from 64 tokens)"),
-        *("rotary 29.75 (+467% from 64 tokens)", "29.75", "4.96*"),
+        *("Linux, 2 threads", "torch 2.13.0", "2025-01-02T03:04:05+00:00", "cdape 4.87 (-1.8% from 64 tokens)"),
+        *("rotary 29.75 (+466.7% from 64 tokens)", "29.75", "4.96*"),
     ):
         assert part in text, part
 
@@ -270,7 +286,7 @@ def test_the_axis_of_each_metric_is_named(story: list[Record]) -> None:
 def test_the_summary_says_what_is_beyond_chance() -> None:
     change = {"change": 6.0, "change_low": 5.0, "change_high": 7.0, "change_from": 64}
     page = Page(page_of([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
-    assert "rotary 30.00 (+500% from 64 tokens, rises)" in page.text
+    assert "rotary 30.00 (+500.0% from 64 tokens, rises)" in page.text
     assert "draw the same windows at both lengths" in page.text
 
 
@@ -315,11 +331,11 @@ def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_b
 
 
 def test_the_title_says_what_is_shown(story: list[Record]) -> None:
-    title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64"
+    title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64 tokens"
     assert f"{title}</h1>" in page_of(story)
     assert f"{title} (2 runs to come)</h1>" in page_of(story, num_pending_runs=2)
     many = [record(f"m{i}", 64, 5.0) for i in range(5)]
-    assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64</h1>" in page_of(many)
+    assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64 tokens</h1>" in page_of(many)
     assert "<h1>A &amp; B</h1>" in page_of(story, title="A & B")
 
 

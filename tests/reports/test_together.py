@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import table_html
+from pages import page_of, table_html
 from rich.console import Console
 
-from megatron.reports import paper_experiment, records, verdict_tables
+from megatron.reports import paper_experiment, records, results_output, verdict_tables
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.paper_experiment import Experiment, PublishedTable
@@ -25,7 +25,7 @@ def silent() -> Console:
 def test_the_criterion_by_hand(story: list[Record]) -> None:
     """rotary 5.25, 12.5, 29.75; kerple_log 5.5, 5.45, 5.43; cdape 4.96, 4.9, 4.87 at 64, 512 and 2,048."""
     (layout,) = build_comparison_tables(story)
-    rotary, kerple, cdape = verdict_tables.measure_extrapolation(layout)
+    rotary, kerple, _ = verdict_tables.measure_extrapolation(layout)
     assert rotary.relative_changes == pytest.approx({512: 12.5 / 5.25 - 1, 2048: 29.75 / 5.25 - 1})
     assert (rotary.worst_length, rotary.extrapolates(4.0), rotary.extrapolates(5.0)) == (2048, False, True)
     assert kerple.relative_changes[kerple.worst_length] == pytest.approx(-0.07 / 5.5), (
@@ -33,23 +33,44 @@ def test_the_criterion_by_hand(story: list[Record]) -> None:
     )
     assert not kerple.extrapolates(0.012)
     assert kerple.extrapolates(0.013)
-    assert cdape.interval is None
     lines = verdict_tables.build_extrapolation_table(layout, delta=0.013).to_text().splitlines()
     assert lines[0] == "Extrapolation beyond 64 tokens, protocol last"
-    assert [line.split()[0] for line in lines[2:5]] == ["rotary", "cdape", "kerple_log"]
+    assert [line.split()[0] for line in lines[2:5]] == ["rotary", "kerple_log", "cdape"], "as in the table of numbers"
     assert "+466.7%" in lines[2]
     assert lines[2].endswith("no, up to 2,048")
-    assert lines[4].endswith("yes, up to 2,048")
+    assert lines[3].endswith("yes, up to 2,048")
+
+
+def test_one_change_has_the_same_digits_in_sentences_tables_and_on_pages() -> None:
+    """cdape's 0.9722 in an interval of ± 1.8%."""
+    change = {"change": 6.0373 / 6.21, "change_low": 0.954, "change_high": 0.990, "change_from": 64}
+    rows = [record("cdape", 64, 6.21), record("cdape", 2048, 6.0373, **change)]
+    (table,) = build_comparison_tables(rows)
+    assert results_output.describe_changes(table) == [
+        "cdape falls from 6.21 at 64 tokens to 6.04 at 2,048 tokens (-2.8%)."
+    ]
+    grid = verdict_tables.build_extrapolation_table(table)
+    assert grid is not None
+    assert dict(grid.rows)["cdape"][0] == "-2.8% [-4.6%, -1.0%]"
+    assert "cdape 6.04 (-2.8% from 64 tokens, falls)" in page_of(rows)
+
+
+def test_methods_without_a_verdict_stand_where_they_stand_in_the_table_of_numbers() -> None:
+    rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.0)]
+    grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
+    assert grid is not None
+    assert [name for name, _ in grid.rows] == ["learned", "a"]
 
 
 def test_its_interval_is_that_of_the_change_from_the_training_length() -> None:
     change = {"change": 1.2, "change_low": 1.1, "change_high": 1.35}
-    for base, interval in ((64, (0.1, 0.35)), (32, None)):
+    for base, text in ((64, "+20.0% [+10.0%, +35.0%]"), (32, "+20.0%")):
         rows = [record("a", length, 5.0) for length in sorted({base, 64})] + [
             record("a", 128, 6.0, **change, change_from=base)
         ]
-        (found,) = verdict_tables.measure_extrapolation(build_comparison_tables(rows)[0])
-        assert found.interval == (None if interval is None else pytest.approx(interval))
+        grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
+        assert grid is not None
+        assert dict(grid.rows)["a"][0] == text
 
 
 def test_lengths_below_and_tables_of_something_else_have_none(story: list[Record]) -> None:
