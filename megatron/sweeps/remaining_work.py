@@ -212,7 +212,7 @@ def estimate_work(
             for note in dict.fromkeys(estimate.note for estimate in scoring[key].values()):
                 if note is not None:
                     log(f"{', '.join(filter(None, key))}: {note}")
-        position = f"{number}/{len(sweep.members)}"
+        position = f"run {number} of {len(sweep.members)}"
         works[member] = _estimate_member(member, position, finished_steps[member], scoring[key])
     return works
 
@@ -268,10 +268,10 @@ def _estimate_member(
     kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models do fewer FLOPs in a second
     return MemberWork(
         finished_steps=finished_steps,
-        training=WorkItem(f"{position} train {member.name}", f"train{kind}", flops),
+        training=WorkItem(f"{position}, train {member.name}", f"train{kind}", flops),
         evaluations={
             name: WorkItem(
-                f"{position} evaluate {member.name}" + ("" if name is None else f" ({name})"),
+                f"{position}, evaluate {member.name}" + ("" if name is None else f" ({name})"),
                 f"evaluate{kind}",
                 0.0 if is_evaluated[name] else estimate.flops,
             )

@@ -25,6 +25,7 @@ How long it takes is estimated from the FLOPs of every training and evaluation, 
 the speed of those that have run or are running.
 """
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -232,9 +233,12 @@ def _run_members(
     records, failures = _run_all_members(sweep, console, works, diverged)
     if records:
         _print_results(sweep, records, failures, console)
-        names = (REPORT_FILE, *(f"results.{suffix}" for suffix in ("json", "csv", "md", "png")))
-        files = ", ".join(str(sweep.output_folder / name) for name in names)
-        log(f"{files} ({format_duration(time.monotonic() - start_time)})")
+        log(
+            f"\nopen {sweep.output_folder / REPORT_FILE} in a browser; results.json, .csv, .md and .png lie beside it "
+            f"({format_duration(time.monotonic() - start_time)})"
+        )
+        if (hint := _suggest_comparison(sweep, records, failures)) is not None:
+            log(hint)
     if failures:
         num_diverged = sum(find_member_divergence(member) is not None for member in works)
         raise RunError(_describe_failures(failures, num_diverged, len(works)))
@@ -250,7 +254,7 @@ def _run_all_members(
     jobs = [job for work in pending.values() for job in work.items]
     num_workers = _count_workers(sweep, sum(work.has_work for work in pending.values()))
     with ProgressMeter(
-        console, jobs, forecast=lambda left: meter.log(_describe_time_left(pending, left)), at_once=num_workers
+        console, jobs, forecast=lambda left: meter.log(_describe_time_left(left)), at_once=num_workers
     ) as meter:
         meter.log(_describe_plan(pending, len(works), num_workers))
         for member, failure in diverged.items():
@@ -267,7 +271,7 @@ def _run_all_members(
                 results.write_if_due()
                 done = len(results.records) + len(results.failures)
                 if done < len(works) and (left := meter.estimate_seconds_left()) is not None:
-                    meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left")
+                    meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left in all")
     if len(works) > MAX_QUIET_MEMBERS:
         meter.log("writing the report")
     results.write()
@@ -324,6 +328,18 @@ def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[R
         console.print(f"\n{grid.to_text()}", end="", markup=False, highlight=False, soft_wrap=True)
 
 
+def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> str | None:
+    """The command that says which differences from the first method are beyond chance; None if the page does, or there
+    is nothing to compare."""
+    if failures or sweep.options.against is not None or sweep.options.leaderboard is not None:
+        return None
+    methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
+    if len(methods) < 2:
+        return None
+    command = shlex.join(["./deepy.py", "report", str(sweep.output_folder), "--against", methods[0]])
+    return f"next: {command} says which differences from {methods[0]} are beyond chance"
+
+
 def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_members: int) -> str:
     """One line for all that failed: how many, and each with its reason."""
     named = failures[:MAX_NAMED_FAILURES]
@@ -337,7 +353,7 @@ def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_me
 def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> None:
     from megatron.data.corpus.prepare import prepare_corpus
 
-    job = WorkItem(f"corpus {corpus.folder}", "prepare", 1.0)
+    job = WorkItem(f"preparing the text of the corpus {corpus.folder}", "prepare", 1.0)
     with ProgressMeter(console, [job]) as meter:
         meter.begin(job)
         info = prepare_corpus(corpus, corpus.folder, progress=meter.report_stage, log=meter.log)
@@ -361,9 +377,8 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_w
     )
 
 
-def _describe_time_left(works: dict[SweepMember, MemberWork], left: float) -> str:
-    runs = sum(work.has_work for work in works.values())
-    return f"about {format_duration(left)} for {runs} of {len(works)} runs, at the speed of the first steps"
+def _describe_time_left(left: float) -> str:
+    return f"about {format_duration(left)} left in all, at the speed of the first steps"
 
 
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:

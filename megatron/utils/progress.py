@@ -256,7 +256,9 @@ class ProgressMeter:
         if self._bar is None and not is_due:
             return
         left = self.estimate_seconds_left()
-        time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left"
+        # Of several jobs it is the time for all, and not for the one that stands there.
+        in_all = " in all" if len(self.jobs) > 1 else ""
+        time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left{in_all}"
         text = f"{job.name}: {detail}" if detail else job.name
         if self._bar is not None:
             spent = sum(item.seconds for item in self.jobs) / self.at_once
@@ -264,6 +266,8 @@ class ProgressMeter:
             self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
         else:
             self._printed_at = self._clock()
+            if left is None and not is_start:  # or the line would be the one before
+                time_left += f", {format_duration(job.seconds)} so far"
             self.console.print(escape(f"{text} ({time_left})"), highlight=False, soft_wrap=True)
 
 

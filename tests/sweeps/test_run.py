@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import time
@@ -45,6 +46,10 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert "sweep.yml" in report
     assert said.count("Perplexity per token, trained at 16 tokens") == 1
     assert "left)" in said
+
+    assert said.startswith("preparing the text of the corpus corpus (")
+    last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png lie beside it \(\d+ s\)"
+    assert re.fullmatch(last, said.splitlines()[-1]), "a method alone is compared with none"
 
     again, said = run()
     assert again == found
@@ -263,14 +268,30 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
     assert todo.startswith("3 of 3 runs to do: ")
     assert "FLOP of training and " in todo
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
-    assert "for 3 of 3 runs" in forecast
+    assert re.fullmatch(r"about \S+ s left in all, at the speed of the first steps", forecast)
     first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
     assert lines.index(todo) < lines.index(forecast) < first_done
     done = [line.split(" runs done, about")[0] for line in lines if " runs done, about" in line]
     assert done == ["1 of 3", "2 of 3"]
-    assert any(line.startswith("3/3 train mine, seed 5: step 0 of 6") for line in lines)
+    assert any(line.startswith("run 3 of 3, train mine, seed 5: step 0 of 6") for line in lines)
     _, said = run("sweep.seeds=[3, 4, 5, 6]")
     assert "1 of 4 runs to do: " in said
+
+
+def test_its_last_line_is_a_command_to_go_on_with(trainer: Trainer) -> None:
+    write(BASE.replace("output: out", "output: 'my out'"))
+    _, said = run()
+    page, hint = said.splitlines()[-2:]
+    assert page.startswith("open my out/report.html in a browser;")
+    command, _, rest = hint.removeprefix("next: ").partition(" says ")
+    assert rest == "which differences from rotary are beyond chance"
+    assert command == "./deepy.py report 'my out' --against rotary"
+    console = Console(record=True, width=200)
+    combine_results([Path("my out")], console, against="rotary")
+    assert "compared with rotary" in console.export_text()
+    # Where the page has the comparison there is no need for another.
+    write(BASE.replace("output: out", "output: out\n      against: rotary"))
+    assert "next: " not in run()[1]
 
 
 def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:

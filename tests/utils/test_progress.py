@@ -81,10 +81,25 @@ def test_the_meter_measures_and_speaks_now_and_then() -> None:
     assert (jobs[0].seconds, jobs[1].seconds) == (20, 30)
     assert out.getvalue().splitlines() == [
         "first: starting (estimating the time left)",
-        "first: step 70 (about 1 min 04 s left)",
-        "second (about 1 min 00 s left)",
-        "second (about 30 s left)",
+        "first: step 70 (about 1 min 04 s left in all)",
+        "second (about 1 min 00 s left in all)",
+        "second (about 30 s left in all)",
         "a [line] of text",
+    ]
+
+
+def test_no_line_is_the_one_before() -> None:
+    """While nothing is known of the speed the time that passed tells two looks apart."""
+    clock, out = Clock(), io.StringIO()
+    with ProgressMeter(Console(file=out, width=200), [job := WorkItem("only", "train", 100)], clock=clock) as meter:
+        meter.begin(job, "step 0 of 9")
+        for _ in range(2):
+            clock.now += 15
+            meter.update(0, "step 0 of 9")
+    assert out.getvalue().splitlines() == [
+        "only: step 0 of 9 (estimating the time left)",
+        "only: step 0 of 9 (estimating the time left, 15 s so far)",
+        "only: step 0 of 9 (estimating the time left, 30 s so far)",
     ]
 
 
