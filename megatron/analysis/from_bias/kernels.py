@@ -12,7 +12,7 @@ from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0
-"""Biases below stand at the lower edge of charts: e^−12 = 6e-6."""
+"""Lines to biases below are cut off at the lower edge of charts: e^−12 = 6e-6."""
 NUM_DISTANCES = 160
 """Distances of the data, evenly spaced on a logarithmic scale."""
 MAX_PARAMETERS = 8
@@ -37,7 +37,7 @@ class Kernels(Analysis):
     description = (
         "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
         "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
-        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, stand at the lower edge of the chart. Where "
+        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are below the lower edge of the chart. Where "
         "the bias depends on the query's position, it is that of the last query of the longest length."
     )
 
