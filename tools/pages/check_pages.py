@@ -279,7 +279,7 @@ def render_made_up_analysis() -> str:
         axis = HorizontalAxis("distance", 0.0, distances[-1], "log1p")
         return build_line_chart(
             f"kernels_{number}", f"Bias of {name}", "Bias over the distance.", axis, "bias", lines,
-            y_limits=(-12.0, 0.0), note="Biases below −12 stand at the lower edge.",
+            y_limits=(-12.0, 0.0), note="Biases below −12 are cut off.",
             mark=(512.0, "training length"), series_word="heads",
         )  # fmt: skip
 
