@@ -212,6 +212,6 @@ def _describe_backends(kind: str, name: str) -> str:
     return "\n".join(lines) + (
         "\n\n`triton` and `flex` need a GPU, `native` is a kernel for CPUs. "
         "`chunked` and `eager`, in plain PyTorch, compute every combination of methods. "
-        "[`auto`](../configuration.md) measures on the machine which of those that can is fastest. "
+        "[`auto`](../configuration.md) times those that can do a model on a GPU, and takes the fastest. "
         "Tensor, context, data and pipeline parallelism divide every method ([parallel](../parallel.md))."
     )

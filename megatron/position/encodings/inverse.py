@@ -1,4 +1,4 @@
-"""A bias whose exponentials 1/(n + 1) form a series that diverges, so the model does not extrapolate."""
+"""A bias whose exponentials 1/(n + 1) form a series that diverges, as a counter-example to those that converge."""
 
 import torch
 from torch import Tensor
