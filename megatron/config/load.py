@@ -177,6 +177,8 @@ def _has_name(path: Path, text: str) -> bool:
 def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None:
     """Who set last what contradicts other values: of the key to blame and those that the sentence names before it
     gives advice, which were right together until then."""
+    if key == "stages":  # whose sentences have values of a stage
+        return layers.locate((key,))
     named = [tuple(word.split(".")) for word in re.findall(r"[\w.]+\w", message.partition(";")[0])]
     paths = [path for path in named if path in layers.values and layers.values[path].where != _DEFAULT]
     blamed = tuple(key.split("."))

@@ -99,7 +99,7 @@ def bundle_modeling_code(
     while pending:
         path = pending.pop()
         if (same := paths.setdefault(path.stem, path)) != path:
-            own, other = sorted((path, same), key=lambda file: file.is_relative_to(REPOSITORY))
+            own, other = sorted((path, same), key=_is_project_file)
             raise UserError(
                 f"{format_path(own)}: an export has all files in one folder, and {format_path(other)} has the same name"
             )
@@ -109,7 +109,7 @@ def bundle_modeling_code(
             files[path.stem] = _render_registry(methods)
             continue
         text = path.read_text(encoding="utf-8")
-        if not path.is_relative_to(REPOSITORY):
+        if not _is_project_file(path):
             _check_own_imports(path, text)
         files[path.stem] = flatten_imports(text)
         pending += [target for target in list_project_imports(text) if paths.get(target.stem) != target]
@@ -152,19 +152,27 @@ def _get_source_file(method: type[PositionModule]) -> Path:
     return find_method_file(kind, name)
 
 
+def _is_project_file(path: Path) -> bool:
+    """A user's own may lie anywhere else, also in another folder of the repository."""
+    folders = (*_SOURCE_FOLDERS, BUNDLED_FOLDER)
+    return any(path.resolve().is_relative_to(folder.resolve()) for folder in folders)
+
+
 def _check_own_imports(path: Path, text: str) -> None:
     """See that what a user's file imports of ours is found again beside it. Raises UserError."""
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
         if {name.partition(".")[0] for name in names}.isdisjoint(_OUR_PACKAGES):
             continue
-        files = list_project_imports(ast.unparse(node)) if node.col_offset == 0 else ()
+        is_rewritten = _PROJECT_IMPORT.match(lines[node.lineno - 1]) is not None
+        files = list_project_imports(ast.unparse(node)) if is_rewritten else ()
         if not files or not all(file.is_file() and any(map(file.is_relative_to, _SOURCE_FOLDERS)) for file in files):
             raise UserError(
-                f"{path}:{node.lineno}: {ast.unparse(node)}: an export carries what a line imports that begins with "
-                "`from megatron.position.MODULE import` or `from megatron.attention.MODULE import`"
+                f"{path}:{node.lineno}: {ast.unparse(node)}: an export carries what is imported at the beginning of a "
+                "line by `from megatron.position.MODULE import` or `from megatron.attention.MODULE import`"
             )
 
 

@@ -171,6 +171,8 @@ class Chart:
     def clip_note(self) -> str:
         """How values beyond one of the scales are drawn, with the outermost; empty if there are none."""
         points = [point for series in self.series for point in series.points]
+        if not points:
+            return ""
         outermost = (
             ("up", max(points, key=lambda point: point.value), "over"),
             ("down", min(points, key=lambda point: point.value), "under"),

@@ -89,8 +89,8 @@ class Change:
 
     def format_relative(self, change: float) -> str:
         """The mean, or an end of the interval, as a distance from no change, rounded alike wherever it is told: -2.8%,
-        +134.4%, or -12.30 where the metric has no ratios."""
-        return self.metric.format_relative_change(change, self.half_width, min_decimals=1)
+        +134.4%, +14,492,739%, or -12.30 where the metric has no ratios."""
+        return self.metric.format_relative_change(change, self.half_width, min_decimals=int(abs(change) < 10))
 
     def __str__(self) -> str:
         if self.deviation is not None:

@@ -379,7 +379,7 @@ def format_percent(fraction: float, half_width: float | None = None, min_decimal
     if abs(100 * fraction) >= 1e9:  # of a model that has diverged
         return f"{100 * fraction:+.2g}%"
     text = f"{100 * fraction:+,.{num_decimals}f}"
-    return f"{text if any(digit in text for digit in '123456789') else '0'}%"
+    return f"{text if any(digit in text for digit in '123456789') else f'{0:.{min_decimals}f}'}%"
 
 
 def _append_deviation(text: str, deviation: float) -> str:

@@ -136,7 +136,7 @@ class ConsoleReporter:
         """So many of the micro-batches of the next step are done."""
         if self._bar is not None and done < total:
             self._bar.update(self._task, description=f"training {done}/{total}", completed=self._step + done / total)
-        if not self._has_record and done:
+        if not self._has_record and 0 < done < total:
             self._log_progress(f"step {self._step + 1}/{self.train_iters}: {done} of {total} micro-batches")
 
     def step(self, step: int) -> None:
@@ -154,7 +154,8 @@ class ConsoleReporter:
             self._estimate = None
             self.log(f"at the speed of the first steps: {format_approximate_duration(left)} left")
         if not self._has_record:
-            self._log_progress(f"step {step}/{self.train_iters} is done")
+            time_left = f", {format_approximate_duration(left)} left" if step > self._first_step else ""
+            self._log_progress(f"step {step}/{self.train_iters} is done{time_left}")
 
     def show_validation(self, split: str, done: int, total: int) -> None:
         """So many of the micro-batches of a validation are done; 0 begins it."""

@@ -126,6 +126,14 @@ def test_settled_batch_is_stable_and_another_number_of_ranks_is_refused():
         resolve_batch_size(config, 3)
 
 
+def test_a_conflict_in_a_stage_is_of_the_stages(tmp_path):
+    lines = [line.replace("=", ": ") for line in SMALL]
+    text = [*lines, "pos_emb: learned", "max_position_embeddings: 32", "stages: [{until: 2}, {seq_length: 64}]"]
+    (tmp_path / "run.yml").write_text("\n".join(text))
+    with pytest.raises(UserError, match=r"run.yml:8: stages: stage 2: seq_length 64 is longer than"):
+        load_config(["run"], ["seq_length=32"], search=[tmp_path])
+
+
 @pytest.mark.parametrize(
     ("files", "overrides", "message"),
     [

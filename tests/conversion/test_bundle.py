@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron.position
+from megatron.conversion import modeling_code
 from megatron.conversion.modeling_code import BUNDLED_FOLDER, MODELING_FILE, bundle_modeling_code, flatten_imports
 from megatron.position.catalog import METHODS_VARIABLE
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
@@ -103,6 +104,11 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
         ("mine", "from megatron.position import registry", "mine.py:1: from megatron.position import registry: an"),
         ("mine", "from megatron.utils.errors import UserError", "mine.py:1: from megatron.utils.errors import"),
         ("mine", "if True:\n    from megatron.position.facts import HOOKS", "mine.py:2: from megatron.position.facts"),
+        (
+            "mine",
+            "from  megatron.position.facts import HOOKS",
+            "mine.py:1: from megatron.position.facts",
+        ),
         ("facts", "", r"facts.py: an export has all files in one folder, and megatron.position.facts.py has the same"),
     ],
 )
@@ -110,6 +116,13 @@ def test_methods_that_cannot_travel_are_refused(own_methods: Path, name: str, he
     (own_methods / "encodings" / f"{name}.py").write_text(f"{head}\n{OWN}")
     with pytest.raises(UserError, match=message):
         bundle_modeling_code([name], ["none"])
+
+
+def test_folders_of_methods_may_lie_in_the_project(own_methods: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_code, "REPOSITORY", own_methods.parent)
+    (own_methods / "encodings" / "mine.py").write_text(f"import megatron.position.facts\n{OWN}")
+    with pytest.raises(UserError, match=r"mine.py:1: import megatron.position.facts: an export"):
+        bundle_modeling_code(["mine"], ["none"])
 
 
 def test_names_of_files_are_unique() -> None:

@@ -43,8 +43,16 @@ def test_a_line_to_a_value_beyond_the_axis_is_cut_off_on_its_way_there() -> None
     assert chart.data["series"][0]["points"][0][1:3] == [4.0, "4.00"], "which the pointer tells"
     inside = build_line_chart("id", "", "", HorizontalAxis("step", 0.0, 30.0), "loss", lines, y_limits=(1.0, 4.0))
     assert inside.clip_note == ""
-    style = (TEMPLATES_FOLDER / "style.css").read_text()
+    style = (TEMPLATES_FOLDER / "style.css").read_text(encoding="utf-8")
     assert ".canvas svg { overflow: hidden; }" in style
+
+
+def test_lines_without_a_number_leave_the_chart_empty() -> None:
+    """Of a run that diverged."""
+    lines = [Line("a", [(0.0, math.nan), (1.0, math.nan)])]
+    chart = build_line_chart("id", "", "", HorizontalAxis("x", 0.0, 1.0), "bias", lines, y_limits=(0.0, 1.0))
+    assert chart.clip_note == ""
+    assert chart.list_shapes(chart.series[0])["line"] == ""
 
 
 def test_a_value_without_an_end_falls_steeply_and_stays_a_number() -> None:

@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron.position.processor import Processor
 from megatron.position.rotary_scaling import SCALINGS
 from tools.docs import make_docs, position_plots, positions_page
 from tools.docs import position_panels as panels
+from tools.docs.position_panels import CurvePanel
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = (*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures())
@@ -114,6 +116,16 @@ def test_every_method_has_its_pictures_and_no_picture_is_left_over(page: str) ->
         assert "<image" in text or 'id="line2d_' in text
 
 
+@pytest.mark.parametrize("name", ["alibi", "rotary"])
+def test_pictures_are_current(name: str) -> None:
+    """Of two methods, for drawing all takes twenty seconds; whatever a user's matplotlib is set to."""
+    with matplotlib.rc_context({"font.family": "serif", "lines.linewidth": 9.0, "axes.titlesize": 30}):
+        for number, panel in enumerate(panels.build_encoding_panels(panels.build_encoding(name))[0], start=1):
+            picture = (ROOT / position_plots.get_picture_path(name, number)).read_bytes()
+            assert make_docs._show_the_same(picture, position_plots.draw_panel(panel)), "run: make docs"
+            assert b"font-family: " not in picture
+
+
 def test_same_pictures_every_time() -> None:
     """As the page is: every run of test_page_is_current makes it anew."""
     state = torch.random.get_rng_state()
@@ -123,7 +135,9 @@ def test_same_pictures_every_time() -> None:
     assert first == second
     assert all(map(make_docs._show_the_same, first, second))
     assert not make_docs._show_the_same(first[1], first[2])
-    (encoded,) = make_docs.EMBEDDED_MAP.findall(first[1].decode().partition("colorbar")[0])[:1]
+    doubled = CurvePanel("t", {"a": torch.tensor([0.0, 0.04])}), CurvePanel("t", {"a": torch.tensor([0.0, 0.08])})
+    assert not make_docs._show_the_same(*map(position_plots.draw_panel, doubled)), "the scale is another"
+    encoded = make_docs.EMBEDDED_MAP.findall(first[1].decode())[0]
     assert imread(io.BytesIO(base64.b64decode(encoded)), format="png").shape[:2] == (64, 64)
     assert torch.equal(torch.random.get_rng_state(), state)
 

@@ -110,6 +110,17 @@ def test_slow_first_steps_say_how_far_they_are() -> None:
     assert len(lines) == 6
 
 
+def test_steps_of_one_micro_batch_tell_when_they_are_done() -> None:
+    stream, clock, reporter = plain(100)
+    reporter.begin(0)
+    for step in (1, 2):
+        reporter.micro_step(0, 1)
+        clock.now += 12
+        reporter.micro_step(1, 1)
+        reporter.step(step)
+    assert stream.getvalue() == "step 1/100 is done\nstep 2/100 is done, about 20 min left\n"
+
+
 def test_a_record_tells_the_time_left_so_nothing_is_corrected_after_it() -> None:
     stream, clock, reporter = plain(1000)
     reporter.begin(0, estimate=60.0)

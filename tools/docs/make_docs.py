@@ -1,4 +1,4 @@
-"""Write the pages of docs/ that are made from the code: `make docs`. Tests keep them current."""
+"""Write the pages and pictures of docs/ that are made from the code: `make docs`. Tests keep the pages current."""
 
 import base64
 import io
@@ -21,6 +21,7 @@ from megatron.config import reference  # noqa: E402
 from tools.docs import parallel_page, position_plots, positions_page  # noqa: E402
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+SHOWN_TEXT = re.compile(r"<text[^>]*>([^<]*)<")
 EMBEDDED_MAP = re.compile(r"(?<=data:image/png;base64,)[^\"]+")
 PAGES: dict[Path, Callable[[], str]] = {
     reference.REFERENCE_PAGE: reference.build_reference,
@@ -38,6 +39,8 @@ def _show_the_same(old: bytes, new: bytes) -> bool:
         return _have_the_same_colors(old, new)
     (before, before_maps), (after, after_maps) = map(_split_svg, (old, new))
     if len(before_maps) != len(after_maps) or NUMBER.sub("", before) != NUMBER.sub("", after):
+        return False
+    if SHOWN_TEXT.findall(before) != SHOWN_TEXT.findall(after):
         return False
     pairs = zip(NUMBER.findall(before), NUMBER.findall(after), strict=True)
     return all(abs(float(one) - float(other)) < 0.05 for one, other in pairs) and all(

@@ -61,7 +61,7 @@ def draw_panel(panel: Panel) -> bytes:
         "ytick.color": strong, "xtick.labelcolor": soft, "ytick.labelcolor": soft, "axes.facecolor": "none",
         "figure.facecolor": _PLACEHOLDERS["ground"],
     }  # fmt: skip
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):  # whatever a user's matplotlibrc says
         figure = Figure(figsize=SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -142,7 +142,7 @@ def _follow_scheme(svg: str) -> str:
     light, dark = ("".join(f"--{name}:{SCHEME_COLORS[name][index]};" for name in used) for index in (0, 1))
     style = f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}text{{font-family:sans-serif}}"
     svg = re.sub(r" *<metadata>.*?</metadata>\n", "", svg, flags=re.DOTALL).replace("</style>", f"{style}</style>", 1)
-    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    svg = re.sub(r" *font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r"(?<= d=\")[^\"]+", lambda found: re.sub(r"-?\d+\.\d+", _shorten_number, found[0]), svg)
     return re.sub(r"(?<=data:image/png;base64,)[^\"]+", lambda found: _pack_map(found[0]), svg)
 

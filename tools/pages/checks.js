@@ -43,7 +43,8 @@
         if (!shape.checkVisibility()) continue;
         const place = shape.getBoundingClientRect();
         for (const [element, box] of texts) {
-          if (!isApart(box, place)) fail(`${when}: a ${shape.tagName === "line" ? "bar" : "mark"} lies on ${name(element)}`);
+          const kind = shape.tagName === "line" ? "bar" : "mark";
+          if (!isApart(box, place)) fail(`${when}: a ${kind} lies on ${name(element)}`);
         }
       }
     }

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT)]
 
 from tools.site import key_pages, method_pages, source_pages  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
-from tools.site.links import LinkRewriter, list_loaded_urls  # noqa: E402
+from tools.site.links import LOADED_BY_STYLES, LinkRewriter, list_loaded_urls  # noqa: E402
 
 
 @dataclass
@@ -89,4 +89,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Refuse pages that load anything from the network: the site is read from a disk, too."""
     for path in sorted(Path(config.site_dir).rglob("*.html")):
         if urls := list_loaded_urls(path.read_text(encoding="utf-8")):
+            raise PluginError(f"{path.relative_to(config.site_dir)} loads {', '.join(urls)} from the network")
+    for path in sorted(Path(config.site_dir).rglob("*.css")):
+        if urls := LOADED_BY_STYLES.findall(path.read_text(encoding="utf-8")):
             raise PluginError(f"{path.relative_to(config.site_dir)} loads {', '.join(urls)} from the network")

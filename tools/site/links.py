@@ -27,7 +27,7 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:|//|/|#", flags=re.IGNORECASE)
 
 ON_THE_NETWORK = re.compile(r"\s*(?:https?:)?//", flags=re.IGNORECASE)
 LOADED_BY_STYLES = re.compile(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\s\"')]+)", flags=re.IGNORECASE)
-LOADED_LINKS = {"stylesheet", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "icon"}
+LOADED_LINKS = {"stylesheet", "manifest", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "icon"}
 """Relations of <link> that a browser asks for as it shows a page."""
 
 
@@ -92,7 +92,9 @@ class _LoadedUrls(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
-        names = ["src", "srcset", "poster", "data"]
+        names = ["src", "poster", "data"]
+        names += ["href", "xlink:href"] if tag in ("image", "use") else []
+        self.urls += [url for url in values.get("srcset", "").split() if ON_THE_NETWORK.match(url)]
         if tag == "link" and LOADED_LINKS & set(values.get("rel", "").lower().split()):
             names.append("href")
         self.urls += [values[name].strip() for name in names if ON_THE_NETWORK.match(values.get(name, ""))]

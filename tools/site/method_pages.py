@@ -21,6 +21,7 @@ from megatron.position.catalog import (
     read_encoding_facts,
     read_processor_facts,
 )
+from tools.site.markdown import link_docs
 from tools.site.method_results import LeaderboardResults
 
 FOLDER = "methods"
@@ -138,12 +139,13 @@ def shorten_positions(positions: str) -> str:
 
 
 def _link_entry(entry: str) -> str:
-    """An entry for a page in a folder beside docs/positions.md: its formula as a block that wraps, papers as links."""
+    """An entry for a page in a folder beside docs/positions.md: its formula as a block that wraps, papers and pages
+    as links."""
     summary, formula, rest = entry.split("\n\n", 2)
     rest = rest.replace("](images/", "](../images/").replace("](#", f"](../{PAGE}#")
     facts, mark, source = rest.partition("- **Source:**")
     linked = NUMBER.sub(_link_paper, facts) + mark + NAME_OR_NUMBER.sub(_link_paper, source)
-    return f"{summary}\n\n``` {{ .text .formula }}\n{formula.strip()}\n```\n\n{linked}"
+    return f"{summary}\n\n``` {{ .text .formula }}\n{formula.strip()}\n```\n\n{link_docs(linked, FOLDER + '/')}"
 
 
 def _link_paper(match: re.Match[str]) -> str:
