@@ -21,9 +21,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config import method_names
-from megatron.config.config_layers import COMMAND_LINE, ConfigLayers, SourcedValue
+from megatron.config.config_layers import COMMAND_LINE, PRECISION_SWITCHES, ConfigLayers, SourcedValue
 from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
-from megatron.config.schema import SECTIONS, Config, KeyPath, get_default_value, map_key_owners
+from megatron.config.schema import SECTIONS, Config, KeyPath, list_config_keys, map_key_owners
 from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.validation_errors import describe_validation_error
@@ -223,22 +223,35 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
+    "slurm": ("launcher", lambda launcher: launcher == "slurm"),
+    "fp16": ("precision", lambda precision: precision == "fp16"),
     **{
         key: ("lr_decay_style", lambda chosen, style=style: chosen == style)  # type: ignore[misc]
         for key, style in SCHEDULE_KEYS.items()
     },
 }
-"""Keys that are read with some values of another key alone: that key, and whether a value is one of those."""
+"""Keys, with all that they hold, that are read with some values of another key alone: that key, and whether a value is
+one of those."""
 
 
 def _note_unread(config: Config, layers: ConfigLayers) -> None:
-    """Keys that say nothing beside the others of a configuration, unless they say no more than their default."""
+    """Keys that say nothing beside the others of a configuration, unless they say no more than their default. Those of
+    one layer that a key holds are told together."""
     values = config.to_flat()
     for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
-        setting = layers.values.get((key,))
-        if setting is not None and setting.value != get_default_value(key) and not is_read_with(values[other_key]):
+        if is_read_with(values[other_key]):
+            continue
+        unread: dict[int, list[KeyPath]] = {}
+        for path, setting in layers.values.items():
+            if path[0] != key or path in PRECISION_SWITCHES:  # `precision` says what a switch does
+                continue
+            if setting.value != list_config_keys()[path].field.get_default(call_default_factory=True):
+                unread.setdefault(setting.layer, []).append(path)
+        for paths in unread.values():
+            names = ", ".join(map(".".join, paths))
             layers.notes.append(
-                f"{setting.where}: {key} has no effect: {other_key} is {format_value(values[other_key])}"
+                f"{layers.values[paths[0]].where}: {names} {'has' if len(paths) == 1 else 'have'} no effect: "
+                f"{other_key} is {format_value(values[other_key])}"
             )
 
 

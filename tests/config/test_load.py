@@ -322,3 +322,17 @@ def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     assert "over.yml:1: split has no effect: train_data_paths is ['x']" in notes
     assert any(note.endswith("wandb_project has no effect: use_wandb is false") for note in notes)
     assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)
+
+
+def test_keys_of_a_section_that_is_not_read_are_told_together(write):
+    write(
+        job="slurm: {partition: a, account: b, requeue: true}\nlauncher: slurm\nnum_gpus: 1\n",
+        half="precision: fp16\nfp16: {loss_scale: 3, hysteresis: 2}\n",
+    )
+    assert not any("no effect" in note for note in load_config(["base", "job", "half"]).notes)
+    notes = load_config(["base", "job", "half"], ["launcher=auto", "precision=bf16", "slurm.mem=8G"]).notes
+    assert [note for note in notes if "no effect" in note] == [
+        "job.yml:1: slurm.partition, slurm.account have no effect: launcher is auto",
+        "command line: slurm.mem has no effect: launcher is auto",
+        "half.yml:2: fp16.loss_scale has no effect: precision is bf16",
+    ]
