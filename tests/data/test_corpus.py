@@ -17,10 +17,12 @@ from full_disk import full_disk
 
 from megatron.data.corpus import documents as documents_module
 from megatron.data.corpus import sources as sources_module
+from megatron.data.corpus.recipe import read_corpus_recipe
 from megatron.data.corpus.sources import scan_sources
 from megatron.data.corpus_metadata import read_corpus
 from megatron.data.load_tokenizer import load_tokenizer
 from megatron.data.tokenizers import tokenizer_from_files
+from megatron.options.data import CorpusOptions
 from megatron.utils.errors import RunError, UserError
 
 
@@ -262,6 +264,33 @@ def test_bad_choices_leave_nothing_behind(texts, tmp_path, options, message):
         prepare([str(texts)], tmp_path / "out", **({"split": None} | options))
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (["a.txt"], {"column": "foo"}, r"^column: foo: no source has lines of JSON or rows of a table$"),
+        (["python"], {"column": "foo"}, r"^column: foo: no source has lines of JSON"),
+        (["python"], {"suffixes": [".md"]}, r"^suffixes: \.md: no source is a folder or a file$"),
+    ],
+)
+def test_options_that_no_source_reads_are_refused(texts, tmp_path, monkeypatch, sources, options, message):
+    monkeypatch.chdir(texts)
+    with pytest.raises(UserError, match=message):
+        prepare(sources, tmp_path / "out", **options)
+
+
+def test_a_seed_that_decides_nothing_is_told(texts):
+    def list_notes(source, **options):
+        notes = read_corpus_recipe(CorpusOptions(sources=[str(source)], **options)).list_notes()
+        return [note for note in notes if note.startswith("seed ")]
+
+    assert list_notes(texts, seed=5) == []
+    assert list_notes(texts, seed=5, split=None) == ["seed 5 has no effect: there is one split"]
+    (texts / "lone.txt").write_text("one\ntwo\nthree\nfour\n")
+    lone = list_notes(texts / "lone.txt", seed=5, split=[0.5, 0.25, 0.25])
+    assert lone == ["seed 5 has no effect: a lone text is cut into splits where its lines end"]
+    assert list_notes(texts, split=None) == []
 
 
 def test_errors_in_workers_arrive_as_they_are(many, tmp_path):

@@ -80,12 +80,18 @@ class CorpusRecipe:
 
     def list_notes(self) -> list[str]:
         """Lines to show before the work: what happens to the splits, where that is not what one would expect."""
+        notes = []
+        seed, default_seed = self.options.seed, CorpusOptions.model_fields["seed"].default
+        undivided = self.split_fractions is None or self.split_fractions.count(0.0) == 2
+        if seed != default_seed and (undivided or is_single_text(self.files)):
+            reason = "there is one split" if undivided else "a lone text is cut into splits where its lines end"
+            notes.append(f"seed {seed} has no effect: {reason}")
         if self.split_fractions is None:
-            return ["all documents become one dataset, which a training divides by its key split"]
+            return [*notes, "all documents become one dataset, which a training divides by its key split"]
         total = sum(file.size for file in self.files)
         smallest = min(fraction for fraction in self.split_fractions if fraction > 0)
-        if self.split_fractions.count(0.0) == 2 or len(self.files) == 1:  # nothing is divided, or a lone text is cut
-            return []
+        if undivided or len(self.files) == 1:  # nothing is divided, or a lone text is cut
+            return notes
         return [
             f"{file.path} is one document with {100 * file.size / total:.3g}% of the text, which one split gets; "
             "prepared by itself it is cut into all of them"
@@ -119,8 +125,13 @@ def read_corpus_recipe(options: CorpusOptions) -> CorpusRecipe:
         raise UserError(
             f"tokens: tokenizer {TRAINED_TOKENIZER} is trained on the documents, so limit those; --documents does"
         )
+    default_column = CorpusOptions.model_fields["column"].default
     files = scan_sources(
-        options.sources, packages=options.packages, suffixes=options.suffixes, hf_split=options.hf_split
+        options.sources,
+        packages=options.packages,
+        suffixes=options.suffixes,
+        hf_split=options.hf_split,
+        column=None if options.column == default_column else options.column,
     )
     if (options.documents or options.tokens) and fractions is not None and is_single_text(files):
         raise UserError(f"{files[0].path}: is one document, which is cut into splits; there is nothing to limit")

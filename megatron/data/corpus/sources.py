@@ -73,6 +73,7 @@ def scan_sources(
     packages: bool = False,
     suffixes: Sequence[str] | None = None,
     hf_split: str | None = None,
+    column: str | None = None,
 ) -> list[SourceFile]:
     """All files of the sources, in a fixed order.
 
@@ -81,13 +82,14 @@ def scan_sources(
         packages: with `python`, all installed packages too.
         suffixes: of files in folders; all kinds that are known if None.
         hf_split: of datasets of Hugging Face's; `train` if None.
+        column: where lines of JSON and rows of tables hold their text, if that was chosen.
 
     Raises:
-        UserError: a source is missing, unreadable or on a network, or has no such file.
+        UserError: a source is missing, unreadable or on a network, has no such file, or none takes one of the choices.
     """
     if not sources:
         raise UserError("sources: none given; name files, folders or `python`")
-    suffixes = _normalize_suffixes(suffixes)
+    has_suffixes, suffixes = suffixes is not None, _normalize_suffixes(suffixes)
     files: list[SourceFile] = []
     has_dataset = False
 
@@ -117,6 +119,10 @@ def scan_sources(
             raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a dataset of Hugging Face's, hf:NAME or saved on disk")
+    if column is not None and all(file.format in ("text", "python") for file in files):
+        raise UserError(f"column: {column}: no source has lines of JSON or rows of a table")
+    if has_suffixes and all(file.format in ("python", "hub") for file in files):
+        raise UserError(f"suffixes: {', '.join(suffixes)}: no source is a folder or a file")
     if packages and "python" not in sources:
         raise UserError("packages: only the source `python` has packages")
     resolved_paths: set[Path] = set()
