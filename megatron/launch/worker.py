@@ -91,7 +91,7 @@ def _train(
             abandon_groups()
             raise
         if output.problem is not None:
-            saved = "nothing is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
+            saved = "no checkpoint is saved" if result.checkpoint is None else f"{result.checkpoint} is saved"
             raise RunError(f"standard output: {output.problem}; ended at step {result.step}, {saved}")
         return result.exit_code
 

@@ -195,7 +195,13 @@ def _describe_saves(config: Config) -> Iterator[str]:
         steps = ", ".join(map(str, late))
         yield f"extra_save_iters {steps}: beyond train_iters {config.training.train_iters}, so nothing is saved"
     if config.checkpoint.save is None:
-        yield "save is not set: this run will leave no checkpoints, metrics or log behind"
+        logging = config.logging
+        kept = [f"TensorBoard's events in {logging.tensorboard_dir}"] * (
+            logging.use_tensorboard and logging.tensorboard_dir is not None
+        )
+        kept += ["Weights & Biases' records in wandb"] * logging.use_wandb
+        but = f", but {' and '.join(kept)}" if kept else ""
+        yield f"save is not set: this run will leave no checkpoints, metrics or log behind{but}"
 
 
 def _check_instruments(config: Config, device: str, ranks: int | None) -> None:

@@ -118,7 +118,7 @@ def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
 def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
     """Where a finished run was saved, now or before, and the command that comes next."""
     if checkpoint is None or config.checkpoint.save is None:
-        return "nothing is saved: save names no folder"
+        return "no checkpoint is saved: save names no folder"
     data = config.data
     has_held_out = data.data_path or data.test_data_paths or data.valid_data_paths or data.task
     option = "" if has_held_out else " --data TEXT"
@@ -135,7 +135,7 @@ def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
 
 def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: int) -> str:
     """Where a run is that signal `signum` stopped, and how it goes on."""
-    saved = "nothing is saved"
+    saved = "no checkpoint is saved"
     if checkpoint is not None:
         saved = f"saved {checkpoint}; {describe_next_action(config, signum)}"
     return f"stopped by signal {signum} at step {step} of {config.training.train_iters}; {saved}"

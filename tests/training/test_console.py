@@ -213,7 +213,7 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step_0000004"
     without = config.replace(valid_data_paths=[])
     assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
-    assert summary.describe_end(tiny_config(corpus), None, now=False) == "nothing is saved: save names no folder"
+    assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint is saved: save names no folder"
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
     config.save(tmp_path / RESOLVED_CONFIG)  # beside somebody's own, which may lack keys of the command line
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"

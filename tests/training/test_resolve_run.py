@@ -178,6 +178,23 @@ def test_a_checkpoint_beyond_the_last_step_is_said() -> None:
     assert notes == ("extra_save_iters 9: beyond train_iters 2, so nothing is saved",)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ((), ""),
+        (("tensorboard_dir=foo", "use_tensorboard=false"), ""),
+        (("tensorboard_dir=foo",), ", but TensorBoard's events in foo"),
+        (
+            ("tensorboard_dir=foo", "use_wandb=true"),
+            ", but TensorBoard's events in foo and Weights & Biases' records in wandb",
+        ),
+    ],
+)
+def test_what_is_left_without_a_folder_is_said(overrides: tuple[str, ...], kept: str) -> None:
+    (note,) = resolve_run(config(*overrides), LOGIN_NODE).notes
+    assert note == f"save is not set: this run will leave no checkpoints, metrics or log behind{kept}"
+
+
 def test_options_of_zero_without_effect_are_said() -> None:
     def notes(*overrides: str) -> tuple[str, ...]:
         return resolve_run(
