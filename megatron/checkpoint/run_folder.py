@@ -37,6 +37,8 @@ SWEEP_LOCK = ".sweep.lock"
 """In a sweep's folder, which is no run's: by `LOCK` runs are known."""
 LOCK_TIMEOUT = 10.0
 """Seconds to wait for whoever holds the folder; a process that reads data sees within five that its run is gone."""
+BUSY = "another run is writing there; choose another folder or wait"
+"""Of a folder that a run holds."""
 
 
 def is_lock_held(path: Path) -> bool | None:
@@ -82,7 +84,7 @@ class RunLock:
         *,
         name: str = LOCK,
         key: str = "save",
-        busy: str = "another run is writing there; choose another folder or wait",
+        busy: str = BUSY,
         patience: float | None = None,
     ) -> None:
         self._key, path = key, Path(run) / name

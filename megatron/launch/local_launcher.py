@@ -9,14 +9,17 @@ configuration was resolved before, once for all ranks of this machine, and what 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint import layout as checkpoints
+from megatron.checkpoint import run_folder
 from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
 from megatron.config.schema import Config
 from megatron.config.stages import list_stage_configs
@@ -30,8 +33,8 @@ from megatron.training.check_resources import check_disk
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_wandb_login
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import make_folder, refuse_file_in_path, remove_empty_folders
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.atomic_io import make_folder, parse_json, refuse_file_in_path, remove_empty_folders
+from megatron.utils.errors import FarfieldWarning, RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ def train_on_this_machine(
     check_run_folder(config)
     check_disk(config)
     check_wandb_login(config.logging)
+    if launch_context is None and config.checkpoint.save is not None:
+        _wait_for_folder(Path(config.checkpoint.save))
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
     with open_run_log(config, rank_info.rank == 0) as log:
         if launch_context is not None:
@@ -102,6 +107,38 @@ def check_run_folder(config: Config) -> None:
         with suppress(OSError):  # a folder that cannot be used is refused where it is made
             refuse_file_in_path("save", Path(options.save))
             checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
+
+
+def _wait_for_folder(folder: Path) -> None:
+    """Wait a little for a run that is ending in the folder, before torch is imported. The lock is taken later, once all
+    processes have met: until then another run may still be first.
+
+    Raises:
+        UserError: another run is writing there.
+    """
+    deadline = time.monotonic() + run_folder.LOCK_TIMEOUT
+    is_told = False
+    while run_folder.is_lock_held(folder / LOCK):
+        if time.monotonic() > deadline or _is_writer_alive(folder):
+            raise UserError(f"save: {folder}: {run_folder.BUSY}")
+        if not is_told:
+            line = f"save: {folder}: a run is starting or ending there; waiting {run_folder.LOCK_TIMEOUT:.0f} s for it"
+            warnings.warn(line, FarfieldWarning, stacklevel=2)
+            is_told = True
+        time.sleep(0.05)
+
+
+def _is_writer_alive(folder: Path) -> bool:
+    """Is the process that trains in a folder one of this machine that lives? What is left of one that was killed may
+    hold the folder for a moment longer."""
+    try:
+        beat = parse_json((folder / HEARTBEAT_FILE).read_text(encoding="utf-8"))
+        if beat["host"] != socket.gethostname():
+            return False
+        os.kill(int(beat["process"]), 0)
+    except (OSError, ValueError, KeyError, TypeError):  # none there, or not as a run writes it
+        return False
+    return True
 
 
 @contextmanager

@@ -1,16 +1,22 @@
 """Starting a run on this machine: what is left behind, and where its log goes."""
 
+import json
+import os
+import socket
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import run_folder
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
 from megatron.launch import dispatch, local_launcher, worker
 from megatron.launch.console import UnexpectedError
 from megatron.training.resolve_run import ResolvedRun, resolve_run
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
 SMALL = [
     *("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"),
@@ -58,6 +64,40 @@ def test_refusal_keeps_a_folder_that_was_there(fake_run, tmp_path):
     with pytest.raises(UserError):
         local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'a'}"))
     assert (tmp_path / "a" / "log.txt").read_text().startswith("an earlier run\n")
+
+
+@pytest.mark.parametrize(
+    ("beat", "is_waited_for"),
+    [
+        ({"host": socket.gethostname(), "process": os.getpid()}, False),
+        ({"host": socket.gethostname(), "process": 2**22 + 1}, True),  # no process has such a number
+        ({"host": "another", "process": os.getpid()}, True),
+        ([], True),
+        (None, True),
+    ],
+)
+def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, monkeypatch, beat, is_waited_for):
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.1)
+    fake_run(raising(AssertionError("it began")))
+    held = run_folder.RunLock(tmp_path)
+    if beat is not None:
+        (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is writing there"):
+            local_launcher.train_on_this_machine(settled(f"save={tmp_path}"))
+    held.release()
+    assert bool(told) == is_waited_for
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_folder_that_is_free_again_is_taken(fake_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 60.0)
+    fake_run(lambda log: 0)
+    held = run_folder.RunLock(tmp_path)
+    threading.Timer(0.3, held.release).start()
+    with pytest.warns(FarfieldWarning, match=rf"save: {tmp_path}: a run is starting or ending there; waiting 60 s"):
+        assert local_launcher.train_on_this_machine(settled(f"save={tmp_path}")) == 0
 
 
 def test_failure_keeps_the_log(fake_run, tmp_path):
