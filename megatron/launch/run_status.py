@@ -5,12 +5,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -189,12 +190,25 @@ def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
 
 
 def build_status_table(statuses: Sequence[RunStatus]) -> Table:
-    """A row for each run."""
+    """A row for each run, for a terminal: what does not fit is folded."""
     headers, rows = format_status_cells(statuses)
-    table = Table("run", *headers, box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for header in ("run", *headers):
+        table.add_column(header, overflow="fold")
     for status, cells in zip(statuses, rows, strict=True):
         table.add_row(*map(Text, (status.run, *cells)))
     return table
+
+
+def format_status_lines(statuses: Sequence[RunStatus]) -> list[str]:
+    """The same table as lines of any length, in which nothing is cut: the heads of the columns, then a line a run."""
+    headers, rows = format_status_cells(statuses)
+    table = [("run", *headers), *((status.run, *cells) for status, cells in zip(statuses, rows, strict=True))]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
 
 
 def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -225,7 +239,7 @@ def _format_number(value: float | None, form: str) -> str:
 def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, console: Console | None = None) -> bool:
     """Print the table, once or again and again until no run and no sweep there is alive.
 
-    On a terminal a table is drawn over the one before; elsewhere what has changed is printed.
+    On a terminal a table is drawn over the one before; elsewhere the lines that have changed are printed.
 
     Returns:
         Whether no run diverged.
@@ -240,7 +254,9 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
         print(json.dumps([asdict(status) for status in statuses], indent=2))
         return True
     console = console or PlainConsole(highlight=False)
-    if not follow or not console.is_terminal:
+    if not console.is_terminal:
+        _print_lines(console, format_status_lines(statuses))
+    elif not follow:
         console.print(build_status_table(statuses))
     for line in (line for status in statuses for line in status.problems):
         console.print(f"note: {line}", markup=False, soft_wrap=True)
@@ -253,9 +269,16 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
             shown, statuses = statuses, [read_status(run) for run in find_runs(paths)]
             if console.is_terminal:
                 live.update(build_status_table(statuses), refresh=True)
-            elif changed := [status for status in statuses if status not in shown]:
-                console.print(build_status_table(changed))
+            else:
+                _, *lines = format_status_lines(statuses)
+                pairs = zip(statuses, lines, strict=True)
+                _print_lines(console, [line for status, line in pairs if status not in shown])
     return not any(status.state == DIVERGED_KIND for status in statuses)
+
+
+def _print_lines(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def is_alive_below(paths: Sequence[Path]) -> bool:

@@ -192,11 +192,24 @@ def test_following_prints_what_changed_until_nothing_trains(tmp_path: Path, monk
     assert print_status([tmp_path / "runs"], as_json=False, follow=True, console=console)
     assert len(looks) == 3
     lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
-    assert [line.count("a starting") + line.count("a stopped") for line in lines] == [0, 1, 0, 0, 1, 0, 1]
+    assert [line.count("a starting") + line.count("a stopped") for line in lines] == [0, 1, 0, 1, 1]
+    assert lines[0].startswith("run state step loss")  # and not again
     assert sum(str(runs[1]) in line for line in lines) == 1, "what has not changed is not printed again"
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "diverged", "step": 80, "reason": "its loss is nan"}) + "\n")
     assert not print_status([tmp_path / "runs"], as_json=False, follow=True)
+
+
+def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
+    run = make(tmp_path / "runs" / ("deep" * 20) / "cdape" / "seed_1234")
+    console = Console(file=io.StringIO(), width=80)
+    assert print_status([run], as_json=False, console=console)
+    header, line = console.file.getvalue().splitlines()
+    assert line.startswith(f"{run}  stopped  30 / 100  2.5000")
+    assert header.index("state") == line.index("stopped")
+    terminal = Console(file=io.StringIO(), width=80, force_terminal=True)
+    print_status([run], as_json=False, console=terminal)
+    assert "…" not in terminal.file.getvalue()
 
 
 def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
