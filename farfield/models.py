@@ -20,6 +20,7 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import UserError
 from megatron.utils.imports import pause_garbage_collection
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs
@@ -185,8 +186,12 @@ class Model:
         from megatron.config.validation_errors import parse_section
         from megatron.generation.text_generator import TextGenerator
 
-        if unusable := [name for name in options if name in LOADED_OPTIONS]:
-            raise UserError(f"{unusable[0]} belongs to farfield.load")
+        own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]
+        for name in options:
+            if name in LOADED_OPTIONS:
+                raise UserError(f"{name} belongs to farfield.load")
+            if name not in own_names:
+                raise UserError(f"there is no option {name}; {format_choices(name, own_names)}")
         generator = TextGenerator(
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
@@ -244,7 +249,7 @@ class Model:
             layers: counted from 0; all if None.
 
         Raises:
-            UserError: a layer that is not there, no token, too many for the model or for `MAX_MAP_BYTES`.
+            UserError: no layer or one that is not there, no token, too many for the model or for `MAX_MAP_BYTES`.
         """
         from megatron.analysis.attention_capture import run_forward
 
@@ -253,6 +258,8 @@ class Model:
             raise UserError(f"layers is {layers!r}; it must be a list of layers")
         asked = range(self.num_layers) if layers is None else layers
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
+        if not wanted:
+            raise UserError("layers is empty; name some of the layers, or leave it out for all of them")
         if not len(tokens):
             raise UserError("the text has no tokens")
         self._check_length(len(tokens))

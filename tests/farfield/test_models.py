@@ -121,6 +121,10 @@ def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: model.score([1, 99, 3], 1), "tokens must be a list of whole numbers from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
         (lambda model: model.generate("1", top_q=3), "there is no option top_q; did you mean top_p? choose from "),
+        (
+            lambda model: model.generate("1", foo=3),
+            "there is no option foo; choose from maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size",
+        ),
         (lambda model: model.generate(None), "prompt is None; it must be a text, or a list of texts"),
         (lambda model: model.generate([1, 2]), "prompt is 1; it must be a text"),
         (lambda model: model.decode([99]), "tokens must be a list of whole numbers from 0 to 60"),
@@ -139,6 +143,7 @@ def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: farfield.sweep(), "name the files of the sweep"),
         (lambda model: model.generate("1", window=3), "window belongs to farfield.load"),
         (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be a whole number, from 0 to 1"),
+        (lambda model: model.attention_maps("1 2", []), "layers is empty; name some of the layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
         (lambda model: model.bias_table(0), "length is 0; it must be a whole number, from 1 to"),
         (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB, more than 4; ask for fewer layers"),
