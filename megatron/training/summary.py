@@ -23,7 +23,7 @@ from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import FarfieldError
-from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count
+from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_threads
 
 
 def estimate_seconds(run: TrainingRun, step: int) -> float:
@@ -69,9 +69,8 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     config, device = run.config, run.groups.device
     training, lengths = config.training, run.datasets.lengths
     length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
-    hardware = (
-        f"CPU ({torch.get_num_threads()} threads)" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    )
+    threads = format_threads(torch.get_num_threads())
+    hardware = f"CPU ({threads})" if device.type == "cpu" else torch.cuda.get_device_name(device)
     batch, world_size = training.train_batch_size or 0, run.groups.world_size
     parts = []
     if training.gradient_accumulation_steps > 1 or world_size > 1:

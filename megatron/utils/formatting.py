@@ -24,6 +24,11 @@ def format_approximate_duration(seconds: float) -> str:
     return f"about {max(1, round(seconds))} s"
 
 
+def format_threads(count: int) -> str:
+    """1 thread, 8 threads."""
+    return f"{count} thread{'s' * (count != 1)}"
+
+
 def format_flops(count: float) -> str:
     """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
     units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")

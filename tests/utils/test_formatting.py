@@ -7,7 +7,12 @@ from megatron.utils.formatting import (
     format_duration,
     format_flops,
     format_flops_per_second,
+    format_threads,
 )
+
+
+def test_one_thread_is_one() -> None:
+    assert [format_threads(count) for count in (1, 2)] == ["1 thread", "2 threads"]
 
 
 @pytest.mark.parametrize(
