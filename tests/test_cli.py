@@ -19,6 +19,7 @@ from permissions import unprivileged, unreadable
 from megatron.config.method_names import list_processor_values
 from megatron.config.reference import lookup_keys
 from megatron.position.catalog import list_encodings
+from megatron.utils.progress import IMPORTING
 
 ROOT = Path(__file__).resolve().parents[1]
 DEEPY = ROOT / "deepy.py"
@@ -450,6 +451,7 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
     done = inside("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("corpus code (")  # how far it is, also where there is no terminal
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (2, "error: suffixes: 'rs' does not start with a dot, as .txt does\n")
@@ -521,7 +523,8 @@ def trained(corpus) -> subprocess.CompletedProcess[str]:
 def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    first, rows, *lines, last = trained.stdout.splitlines()
+    waits = (IMPORTING, "building the model")  # told where they take a while
+    first, rows, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
     assert lines
     assert rows.startswith("attention_mask causal: ")
     assert all(line.startswith("step ") for line in lines), trained.stdout

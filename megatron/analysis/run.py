@@ -9,13 +9,22 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.analysis.analysis import Analysis, AnalysisContext, NotApplicable, Table, load_analyses
+from megatron.analysis.analysis import (
+    Analysis,
+    AnalysisContext,
+    Block,
+    Figure,
+    NotApplicable,
+    Table,
+    load_analyses,
+)
 from megatron.analysis.jobs import (
     PAGE_FILE,
     AnalysisJob,
@@ -29,7 +38,7 @@ from megatron.evaluation.jobs import RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.options.commands import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.progress import ProgressMeter
+from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +75,8 @@ def analyze(
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
     log(f"the page will be written to {request.folder / PAGE_FILE}")
-    jobs = build_analysis_jobs(request)
+    with WaitAnnouncer(log, IMPORTING):
+        jobs = build_analysis_jobs(request)
     only = request.options.only
     analyses = [
         AnalysisResults(name, analysis, request.folder)
@@ -90,7 +100,7 @@ def analyze(
                 done += work
             del context
             meter.finish()
-    page = write_text_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses))
+    page = write_text_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses, console))
     written = [page, *(results.file for results in analyses if results.by_model)]
     log(f"written: {', '.join(map(str, written))}")
     return page
@@ -148,7 +158,12 @@ class AnalysisResults:
         )
 
 
-def _build_page(request: AnalysisRequest, jobs: Sequence[AnalysisJob], analyses: Sequence[AnalysisResults]) -> str:
+def _build_page(
+    request: AnalysisRequest,
+    jobs: Sequence[AnalysisJob],
+    analyses: Sequence[AnalysisResults],
+    console: Console | None,
+) -> str:
     from megatron.analysis.page import render_analysis_page
     from megatron.reports.citation import format_command
 
@@ -161,7 +176,24 @@ def _build_page(request: AnalysisRequest, jobs: Sequence[AnalysisJob], analyses:
     }
     sections = [results.to_section(names) for results in analyses]
     models = _build_model_table(jobs)
-    return render_analysis_page(title, _build_summary(request), sections, models, facts, format_command())
+    drawings = WorkItem("the page", "draw", 2.0 * sum(isinstance(b, Figure) for s in sections for b in s.blocks))
+    with ProgressMeter(console, [drawings]) as meter:
+        meter.begin(drawings, "drawing its pictures")
+        sections = [replace(section, blocks=_report_drawings(section.blocks, drawings, meter)) for section in sections]
+        return render_analysis_page(title, _build_summary(request), sections, models, facts, format_command())
+
+
+def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: ProgressMeter) -> list[Block]:
+    """The same blocks, whose pictures tell the meter when they are drawn, each in two widths."""
+
+    def report(draw: Callable[[bool], bytes], narrow: bool) -> bytes:
+        drawn = draw(narrow)
+        meter.update(drawings.done + 1, "drawing its pictures")
+        return drawn
+
+    return [
+        replace(block, draw=partial(report, block.draw)) if isinstance(block, Figure) else block for block in blocks
+    ]
 
 
 def _build_summary(request: AnalysisRequest) -> list[str]:

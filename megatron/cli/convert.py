@@ -83,14 +83,16 @@ def export(
     """
     from megatron.config.validation_errors import parse_section
     from megatron.conversion.export_model import export_model
+    from megatron.utils.progress import WaitAnnouncer
 
     request = parse_section(ExportOptions, options)
-    export_model(
-        run,
-        folder,
-        native=request.native,
-        dtype=request.dtype,
-        max_shard_size=request.shard,
-        license=request.license,
-        overwrite=request.overwrite,
-    )
+    with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
+        export_model(
+            run,
+            folder,
+            native=request.native,
+            dtype=request.dtype,
+            max_shard_size=request.shard,
+            license=request.license,
+            overwrite=request.overwrite,
+        )

@@ -1,5 +1,6 @@
 """`./deepy.py generate`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,11 +45,18 @@ def generate(
     from megatron.config.validation_errors import parse_section
     from megatron.generation import generate_text as generation
     from megatron.launch.console import log_traceback, run_console, temporary_log
+    from megatron.utils.progress import WaitAnnouncer
 
     generation_options = parse_section(GenerationOptions, {**options, "stop": options["stop"] or []})
     prompts = generation.collect_prompts(prompt or [], file or [], sys.stdin)
     request = generation.read_generation_request(run, generation_options, prompts)
-    with temporary_log() as log, run_console(log), log_traceback(log):
+    with (
+        os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors) as stderr,
+        temporary_log() as log,
+        run_console(log),
+        log_traceback(log),
+        WaitAnnouncer(lambda line: print(line, file=stderr, flush=True), f"loading {run}"),
+    ):
         writer = generation.load_text_generator(request)
     if prompts:
         generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)

@@ -58,7 +58,7 @@ def prepare(
     with temporary_log() as log, run_console(log) as console, log_traceback(log):
         job = WorkItem(f"corpus {output}", "prepare", 1.0)
         try:
-            with ProgressMeter(console if console.is_terminal else None, [job]) as meter:
+            with ProgressMeter(console, [job]) as meter:
                 meter.begin(job)
                 corpus = prepare_corpus(
                     corpus_options,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from megatron.cli.arguments import AsJson
+from megatron.cli.console import print_to_stderr
 
 
 def checkpoints(
@@ -26,10 +27,13 @@ def checkpoints(
       ./deepy.py checkpoints runs/a --keep 2
     """
     from megatron.launch.run_status import print_checkpoints, prune_and_report
+    from megatron.utils.progress import WaitAnnouncer
 
-    if keep is not None:
-        prune_and_report(run, keep, print)
-    if not print_checkpoints(run, verify=verify, as_json=as_json):
+    with WaitAnnouncer(print_to_stderr, f"reading the checkpoints of {run}"):
+        if keep is not None:
+            prune_and_report(run, keep, print)
+        are_whole = print_checkpoints(run, verify=verify, as_json=as_json)
+    if not are_whole:
         raise typer.Exit(1)
 
 

@@ -29,6 +29,7 @@ from megatron.evaluation.jobs import (
     LogFunction,
     RunJob,
     build_eval_jobs,
+    describe_output,
     make_log_function,
     read_eval_request,
     run_eval_jobs,
@@ -47,6 +48,7 @@ from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.imports import require_package
+from megatron.utils.progress import IMPORTING, WaitAnnouncer
 from megatron.utils.suggestions import suggest_names
 
 if TYPE_CHECKING:
@@ -102,13 +104,16 @@ def evaluate_tasks(
         options = options.replace(multiples=[1.0])
     lengths = choose_lengths(options, [run.config.model.seq_length for run in request.runs])
     log = make_log_function(console)
-    log("reading the list of tasks")
-    harness_eval = HarnessEval(load_tasks(tasks, log), tasks.limit, lengths, log)
-    notes = [
-        describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
-        for run in request.runs
-    ]
-    jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
+    with WaitAnnouncer(log, "reading the list of tasks", first=0.0):
+        loaded_tasks = load_tasks(tasks, log)
+    harness_eval = HarnessEval(loaded_tasks, tasks.limit, lengths, log)
+    log(describe_output(request))
+    with WaitAnnouncer(log, IMPORTING):
+        notes = [
+            describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)
+            for run in request.runs
+        ]
+        jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
 
     def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         return harness_eval.score(loaded, tokenizers[job.run.checkpoint], scoring)

@@ -249,7 +249,6 @@ def run_eval_jobs(
         console, progress: as for `evaluate_runs`.
     """
     log = make_log_function(console)
-    log(_describe_output(request))
     partial_records = PartialRecords.open(request.folder)
     if partial_records.found:
         log(f"an evaluation was interrupted here: what is whole of it in {partial_records.path} is taken over")
@@ -314,8 +313,8 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
-def _describe_output(request: EvalRequest) -> str:
-    """Where the results will go: shown before the work, while another folder can still be given."""
+def describe_output(request: EvalRequest) -> str:
+    """Where the results will go: shown at once, while another folder can still be given."""
     if request.folder is None:
         return "results will not be written: give --output FOLDER to keep them"
     line = f"results will be written to {request.folder}"

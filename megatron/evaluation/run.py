@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
-from megatron.evaluation.jobs import RunJob, build_eval_jobs, read_eval_request, run_eval_jobs
+from megatron.evaluation.jobs import (
+    RunJob,
+    build_eval_jobs,
+    describe_output,
+    make_log_function,
+    read_eval_request,
+    run_eval_jobs,
+)
 from megatron.evaluation.targets import build_eval_target, estimate_evaluation
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import Record
+from megatron.utils.progress import IMPORTING, WaitAnnouncer
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -52,10 +60,12 @@ def evaluate_runs(
         UserError: anything that would keep the runs from being compared, before any work.
         RunError: what fails while scoring; the files of finished runs stay.
     """
-    request = read_eval_request(runs, options or EvaluationOptions(), output)
+    request, log = read_eval_request(runs, options or EvaluationOptions(), output), make_log_function(console)
     target = build_eval_target(request.runs, request.options)
-    estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
-    jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)
+    log(describe_output(request))
+    with WaitAnnouncer(log, IMPORTING):
+        estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
+        jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)
 
     def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
         records = target.score(loaded, scoring)

@@ -24,6 +24,7 @@ from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.output import GuardedStream
+from megatron.utils.progress import IMPORTING, WaitAnnouncer
 from megatron.utils.signals import end_with_parent
 
 if TYPE_CHECKING:
@@ -78,8 +79,9 @@ def _train(
     with run_console(log, silent=rank_info.rank > 0) as console, log_traceback(log):
         output = GuardedStream(console.file)
         console.file = output  # type: ignore[assignment]
+        announce = console.print if rank_info.rank == 0 else lambda line: None
         # These import torch, deepspeed and megatron-core, whose noise is logged.
-        with pause_garbage_collection():
+        with pause_garbage_collection(), WaitAnnouncer(announce, IMPORTING):
             from megatron.distributed.process_groups import abandon_groups
             from megatron.training.trainer import train_resolved
         _freeze_imports()

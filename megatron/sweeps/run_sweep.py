@@ -61,7 +61,7 @@ from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import make_folder, refuse_foreign_files
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration, format_flops
-from megatron.utils.progress import ProgressMeter, WorkItem
+from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ CARRY_ON_HINT = "the same command carries on from here"
 LOCKED_MESSAGE = "a sweep is running there; wait for its end, or choose another folder"
 RETRY_DIVERGED_HINT = "--retry-failed trains again what diverged"
 RETRY_FAILED_HINT = "the same command tries again what failed"
-MAX_QUIET_MEMBERS = 40
-"""The report of more takes some seconds, before which it is said to be written."""
 REPORT_SHARE = 0.05
 """Of the time of a sweep that rewriting its report may take."""
 MAX_NAMED_FAILURES = 5
@@ -272,9 +270,8 @@ def _run_all_members(
                 done = len(results.records) + len(results.failures)
                 if done < len(works) and (left := meter.estimate_seconds_left()) is not None:
                     meter.log(f"{done} of {len(works)} runs done, about {format_duration(left)} left in all")
-    if len(works) > MAX_QUIET_MEMBERS:
-        meter.log("writing the report")
-    results.write()
+    with WaitAnnouncer(meter.log, "writing the report"):
+        results.write()
     return results.list_records(), results.list_failures()
 
 

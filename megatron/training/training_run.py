@@ -54,6 +54,8 @@ from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError
 from megatron.utils.progress import WaitAnnouncer
 
+MAX_SILENCE = 6.0
+"""Seconds without a line while a run is built."""
 PARAMETER_GROUPS = "parameter_groups.txt"
 """In the run's folder: which group of the optimizer's each parameter is in."""
 
@@ -248,9 +250,12 @@ def build_training_run(
         UserError: the configuration, the data and what is there to start from do not fit together.
         RunError: a file is damaged or cannot be written, or the processes do not find each other.
     """
-    session = begin_session(config, rank_info)
+    log = console.log if rank_info.rank == 0 else lambda line: None
+    with WaitAnnouncer(log, "waiting for the run's processes and its folder", first=MAX_SILENCE):
+        session = begin_session(config, rank_info)
     try:
-        resume, order_notes = _enter_stage(plan_resume(config, session.groups))
+        with WaitAnnouncer(log, "reading the checkpoint to start from", first=MAX_SILENCE):
+            resume, order_notes = _enter_stage(plan_resume(config, session.groups))
         if rollback is not None:
             resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
         begin_memory_history(config, session.groups, resume.trainer_state.step)
@@ -268,9 +273,10 @@ def build_training_run(
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
     """Building a large model takes minutes: the first process says so, on a terminal sooner than in a file."""
     work = "reading its states" if resume.resumes else "its optimizer"
-    is_shown = session.groups.is_main and console.console is not None
-    first = 3.0 if console.console is not None and console.console.is_terminal else 10.0
-    return WaitAnnouncer(console.log if is_shown else lambda line: None, f"building the model and {work}", first=first)
+    first = 3.0 if console.console is not None and console.console.is_terminal else MAX_SILENCE
+    return WaitAnnouncer(
+        console.log if session.groups.is_main else lambda line: None, f"building the model and {work}", first=first
+    )
 
 
 def build_components(

@@ -7,7 +7,7 @@ that is alike within a kind (FLOPs here), so an estimate is bad only where speed
 itself when that job runs. Where several jobs run at once, what is left is divided among them.
 
 On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
-now and then, since a bar's control characters would fill the file.
+every few seconds, also where no work is done for long, since a bar's control characters would fill the file.
 """
 
 import threading
@@ -29,6 +29,9 @@ from rich.progress import (
 )
 
 from megatron.utils.formatting import format_duration
+
+IMPORTING = "importing PyTorch"
+"""What is said of that where it takes a while."""
 
 PRIOR_WORK_FRACTION = 0.05
 """The fraction of a job's work after which its own speed counts as much as that of others."""
@@ -170,7 +173,7 @@ class ProgressMeter:
         console: where to show it; None shows nothing.
         jobs: all jobs, in order.
         clock: seconds; for tests.
-        interval: seconds between plain lines.
+        interval: seconds between plain lines, at most.
         forecast: called once, with the seconds that are left, when the speed of a job has first been measured.
         at_once: jobs that run at the same time.
     """
@@ -181,7 +184,7 @@ class ProgressMeter:
         jobs: Sequence[WorkItem],
         *,
         clock: Callable[[], float] = time.monotonic,
-        interval: float = 15.0,
+        interval: float = 8.0,
         forecast: Callable[[float], None] | None = None,
         at_once: int = 1,
     ) -> None:
@@ -189,8 +192,11 @@ class ProgressMeter:
         self._forecast = forecast
         self._clock, self._interval = clock, interval
         self._current: WorkItem | None = None
-        self._printed_at = clock()
+        self._detail = ""
+        self._printed_at = self._updated_at = clock()
         self._since: dict[str, float] = {}  # by the names of the jobs that have begun
+        self._lock = threading.RLock()
+        self._over = threading.Event()
         self._bar: Progress | None = None
         if console is not None and console.is_terminal:
             self._bar = build_progress_bar(console, TaskProgressColumn(), TimeElapsedColumn())
@@ -199,30 +205,38 @@ class ProgressMeter:
     def __enter__(self) -> "ProgressMeter":
         if self._bar is not None:
             self._bar.start()
+        elif self.console is not None:
+            threading.Thread(target=self._speak, name="progress", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with self._lock:
+            self._over.set()
         if self._bar is not None:
             self._bar.stop()
 
     def begin(self, job: WorkItem, detail: str = "") -> None:
         """Turn to a job. Time from here on counts for its speed."""
-        self._current, self._since[job.name] = job, self._clock() - job.seconds
-        self._show(detail, is_start=True)
+        with self._lock:
+            self._current, self._since[job.name] = job, self._clock() - job.seconds
+            self._detail, self._updated_at = detail, self._clock()
+            self._show(is_start=True)
 
     def update(self, done: float, detail: str = "", job: WorkItem | None = None) -> None:
         """So much of a job's work is done: of the one that began last, or of another that has begun."""
-        self._current = job or self._current
-        assert self._current is not None
-        self._current.advance(done, self._clock() - self._since[self._current.name])
-        if self._forecast is not None and self._current.is_measured:
-            forecast, self._forecast = self._forecast, None
-            left = self.estimate_seconds_left()
-            assert left is not None  # this job has a speed
-            forecast(left)
-        self._show(detail, is_start=False)
+        with self._lock:
+            self._current = job or self._current
+            assert self._current is not None
+            self._current.advance(done, self._clock() - self._since[self._current.name])
+            self._detail, self._updated_at = detail, self._clock()
+            if self._forecast is not None and self._current.is_measured:
+                forecast, self._forecast = self._forecast, None
+                left = self.estimate_seconds_left()
+                assert left is not None  # this job has a speed
+                forecast(left)
+            self._show(is_start=False)
 
     def estimate_seconds_left(self) -> float | None:
         """For all that is left; None before any speed is known."""
@@ -248,7 +262,30 @@ class ProgressMeter:
         if self.console is not None:
             self.console.print(escape(line), highlight=False, soft_wrap=True)
 
-    def _show(self, detail: str, *, is_start: bool) -> None:
+    def _speak(self) -> None:
+        """Plain lines while no work is reported."""
+        while not self._over.wait(min(1.0, self._interval / 4)):
+            with self._lock:
+                if not self._over.is_set():
+                    self._show(is_start=False)
+
+    def _describe_time_left(self, left: float | None, *, is_start: bool) -> str:
+        """`left`: as it was when work was last reported."""
+        assert self._current is not None
+        if all(job.is_finished for job in self.jobs):
+            return "done"
+        now = self._clock()
+        # Work that takes longer than it was estimated to says nothing about how much longer.
+        left = None if left is None else left - (now - self._updated_at)
+        if left is not None and left > 0:
+            # Of several jobs it is the time for all, and not for the one that stands there.
+            return f"about {format_duration(left)} left{' in all' if len(self.jobs) > 1 else ''}"
+        if is_start or self._bar is not None:
+            return "estimating the time left"
+        # The time that passed tells a line from the one before.
+        return f"estimating the time left, {format_duration(now - self._since[self._current.name])} so far"
+
+    def _show(self, *, is_start: bool) -> None:
         job = self._current
         if job is None or self.console is None:
             return
@@ -256,18 +293,14 @@ class ProgressMeter:
         if self._bar is None and not is_due:
             return
         left = self.estimate_seconds_left()
-        # Of several jobs it is the time for all, and not for the one that stands there.
-        in_all = " in all" if len(self.jobs) > 1 else ""
-        time_left = "estimating the time left" if left is None else f"about {format_duration(left)} left{in_all}"
-        text = f"{job.name}: {detail}" if detail else job.name
+        time_left = self._describe_time_left(left, is_start=is_start)
+        text = f"{job.name}: {self._detail}" if self._detail else job.name
         if self._bar is not None:
             spent = sum(item.seconds for item in self.jobs) / self.at_once
             fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
             self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
         else:
             self._printed_at = self._clock()
-            if left is None and not is_start:  # or the line would be the one before
-                time_left += f", {format_duration(job.seconds)} so far"
             self.console.print(escape(f"{text} ({time_left})"), highlight=False, soft_wrap=True)
 
 
@@ -282,7 +315,7 @@ class WaitAnnouncer:
         every: seconds between the others.
     """
 
-    def __init__(self, log: Callable[[str], object], activity: str, *, first: float = 3.0, every: float = 10.0) -> None:
+    def __init__(self, log: Callable[[str], object], activity: str, *, first: float = 3.0, every: float = 8.0) -> None:
         self._log, self._activity, self._first, self._every = log, activity, first, every
         self._over = threading.Event()
 

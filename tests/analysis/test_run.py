@@ -106,6 +106,7 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     said = out.getvalue()
     assert "out/analysis.html" in said
     assert "rotary: loading" in said
+    assert "the page: drawing its pictures (estimating the time left)" in said
 
     verdicts = {(row["method"], row["verdict"]) for row in rows_of("convergence")}
     assert {("rotary", "diverges"), ("alibi (untrained)", "converges")} <= verdicts
