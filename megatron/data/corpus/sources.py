@@ -367,18 +367,25 @@ def _decode_python(content: bytes) -> str | None:
         return None
 
 
+JSON_TYPES = {
+    dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
+    type(None): "null",
+}  # fmt: skip
+"""What values of JSON are called, by what Python reads them as."""
+
+
 def _read_json_text(line: str, where: str, key: str) -> str:
     try:
         value = parse_json(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: a JSON {type(value).__name__}, not an object with the key {key!r}")
+        raise UserError(f"{where}: {JSON_TYPES[type(value)]} in JSON, not an object with the key {key!r}")
     if key not in value:
         raise UserError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--column)")
     text = value[key]
     if not isinstance(text, str):
-        raise UserError(f"{where}: {key!r} is a {type(text).__name__}, not text")
+        raise UserError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
