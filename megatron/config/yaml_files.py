@@ -28,6 +28,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.parser import Parser
 from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import VersionedResolver
 
 from megatron.utils.errors import UserError
 
@@ -51,7 +52,7 @@ def format_value(value: Any) -> str:
         return "true" if value else "false"
     if value is None:
         return "null"
-    return str(value)
+    return str(value) or "''"
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,18 @@ def _build_loader() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
+class _TextDates(VersionedResolver):
+    """YAML 1.2 has no dates, which ruamel takes from YAML 1.1: what looks like one is text."""
+
+    def add_version_implicit_resolver(self, version: Any, tag: Any, regexp: Any, first: Any) -> None:
+        if not tag.endswith(":timestamp"):
+            super().add_version_implicit_resolver(version, tag, regexp, first)
+
+
 def _create_loader(source: str) -> YAML:
     """Reads what has no more values, and no deeper ones, than a person writes; `source` is how messages name it."""
     loader = _build_loader()
+    loader.Resolver = _TextDates
     loader.Parser = partial(_BoundedParser, source=source)
     return loader
 
@@ -170,8 +180,9 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
 def _check_plain_value(
     value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
 ) -> None:
-    """Refuse what a configuration cannot hold and JSON could not write: dates, sets, binary, keys that are no text, and
-    null characters, which no path and no variable of the environment can hold. `line` is 0 on the command line."""
+    """Refuse what a configuration cannot hold and JSON could not write: what tags make dates, sets or binary, keys that
+    are no text, and null characters, which no path and no variable of the environment can hold. `line` is 0 on the
+    command line."""
     line = lines.get(path, line)
     where = f"{source}:{line}" if line else source
     name = ".".join(path) or "value"
@@ -188,7 +199,7 @@ def _check_plain_value(
     elif isinstance(value, str) and "\0" in value:
         raise UserError(f"{where}: {name} is {value!r}; text cannot hold a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"{where}: {name} is {value!r}; put it in quotes if it is meant as text")
+        raise UserError(f"{where}: {name} is {value}; put it in quotes if it is meant as text")
 
 
 def read_text(path: Path) -> str:

@@ -67,8 +67,8 @@ def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
         ("a: !mine 3\n", r"^f\.yml:1: .*'!mine'"),
         ("a: *nowhere\n", r"^f\.yml:1: .*nowhere"),
         ("a: 1\n---\nb: 2\n", r"^f\.yml:2: .*second document"),
-        ("x: 1\na: 2020-01-01\n", r"^f\.yml:2: a is .*quotes"),
-        ("a: 2020-99-01\n", r"^f\.yml:1: "),
+        ("x: 1\na: !!timestamp 2020-01-01\n", r"^f\.yml:2: a is 2020-01-01; put it in quotes"),
+        ("a: !!timestamp 2020-99-01\n", r"^f\.yml:1: "),
         ("1: 2\n", r"^f\.yml:1: key 1 is not text"),
         ("a: 1\nb:\n  true: 3\n", r"^f\.yml:3: key true is not text"),
         ("a: !!set {x, y}\n", r"^f\.yml:1: "),
@@ -138,9 +138,14 @@ def test_empty_file_is_an_empty_mapping():
     assert parse_yaml("# nothing\n", "f.yml").values == {}
 
 
-def test_what_looks_like_a_date_and_is_none_is_told_with_its_line():
-    with pytest.raises(UserError, match=r"^f\.yml:3: not valid YAML: month must be in 1\.\.12"):
-        parse_yaml("a: 2001-01-01\nb:\n- [1, 2001-99-99]\n", "f.yml")
+def test_a_date_is_text():
+    values = {"a": "2001-01-01", "b": [1, "2001-99-99", "2001-12-14 21:59:43.10"], "2001-01-01": "c"}
+    text = "a: 2001-01-01\nb: [1, 2001-99-99, 2001-12-14 21:59:43.10]\n2001-01-01: c\n"
+    assert parse_yaml(text, "f.yml").values == values
+    assert parse_scalar("2001-01-01", "command line: a") == "2001-01-01"
+    written = dump_yaml(values)
+    assert parse_yaml(written, "f.yml").values == values
+    assert "a: '2001-01-01'" in written  # text for readers of YAML 1.1 too
 
 
 def test_a_number_of_thousands_of_digits_is_told_without_advice_for_programmers():
