@@ -59,7 +59,6 @@ def prepare(
         job = WorkItem(f"corpus {output}", "prepare", 1.0)
         try:
             with ProgressMeter(console, [job]) as meter:
-                meter.begin(job)
                 corpus = prepare_corpus(
                     corpus_options,
                     output,

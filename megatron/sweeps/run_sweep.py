@@ -352,7 +352,6 @@ def _prepare_corpus(corpus: SweepCorpusOptions, console: Console, log: Log) -> N
 
     job = WorkItem(f"preparing the text of the corpus {corpus.folder}", "prepare", 1.0)
     with ProgressMeter(console, [job]) as meter:
-        meter.begin(job)
         info = prepare_corpus(corpus, corpus.folder, progress=meter.report_stage, log=meter.log)
     for note in info.notes:
         log(note)

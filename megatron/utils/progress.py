@@ -243,7 +243,10 @@ class ProgressMeter:
         return estimate_seconds_left(self.jobs, self.at_once)
 
     def report_stage(self, stage: str, done: int, total: int) -> None:
-        """So many steps of a stage of the current job are done, of so many. Each stage counts as the whole job."""
+        """So many steps of a stage of the current job are done, of so many. Each stage counts as the whole job. The
+        first job begins with its first stage, if nobody turned to it before."""
+        if self._current is None:
+            self.begin(self.jobs[0], stage)
         assert self._current is not None
         self.update(self._current.work * done / max(total, 1), stage)
 
