@@ -100,8 +100,8 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
     if is_checkpoint(path):
         return path
     if not path.is_dir():
-        near = suggest_folder(path)
-        raise UserError(f"{path}: no such folder; {near}give a run's folder or one of its {CHECKPOINTS}/step_…")
+        problem = "is a file; " if path.exists() else f"no such folder; {suggest_folder(path)}"
+        raise UserError(f"{path}: {problem}give a run's folder or one of its {CHECKPOINTS}/step_…")
     latest = find_latest_checkpoint(find_run_folder(path))
     if latest is None:
         if runs := _list_runs_in(path):

@@ -148,7 +148,8 @@ def find_methods(text: str) -> list[str]:
         files = ", ".join(f"configs/position/{name}.yml" for name in overlays)
         raise UserError(f"no method's name contains {text!r}, but names of overlays do, which set keys: {files}")
     if not methods:
-        hint = suggest_names(pattern, [name for names in all_names.values() for name in names], max_suggestions=3)
+        owners = {name: method for method, names in all_names.items() for name in names}
+        hint = suggest_names(pattern, owners, max_suggestions=3, shown=owners)
         choices = hint or f"choose from {', '.join(all_names)}"
         raise UserError(f"no method's name contains {text!r}; {choices}")
     return methods

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator
 
 from megatron.attention.backends.capabilities import find_unsupported_method
@@ -314,6 +315,10 @@ def _validate_launch(config: Config) -> Iterator[ConfigProblem]:
 
 def _validate_run(config: Config) -> Iterator[ConfigProblem]:
     options = config.checkpoint
+    for key, folder in (("save", options.save), ("load", options.load)):
+        if folder is not None and any(unicodedata.category(character) == "Cc" for character in folder):
+            problem = "the name of a folder cannot hold a line break or another control character"
+            yield key, f"{key} is {folder!r}; {problem}"
     if options.finetune and options.load is None:
         yield "finetune", "finetune: true needs load, the run to take the weights from"
     if options.rollback and options.load is None:

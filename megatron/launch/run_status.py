@@ -71,6 +71,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """
     runs: list[Path] = []
     for path in paths:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path}: is a file; give a run's folder, or a folder of runs")
         if not path.is_dir():
             suggestion = layout.suggest_folder(path)
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))

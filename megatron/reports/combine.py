@@ -122,8 +122,8 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: its name ends in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; results.csv "
-            f"lies beside {RESULTS_FILE} already"
+            f"--output {output}: its name must end in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"results.csv lies beside {RESULTS_FILE} already"
         )
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder")

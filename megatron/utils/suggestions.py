@@ -23,7 +23,7 @@ def suggest_names(
     """
     by_lower = {known.lower(): known for known in names}
     matches = difflib.get_close_matches(name.lower(), by_lower, max_suggestions, cutoff)
-    suggested = [shown[by_lower[match]] if shown else by_lower[match] for match in matches]
+    suggested = list(dict.fromkeys(shown[by_lower[match]] if shown else by_lower[match] for match in matches))
     return f"did you mean {' or '.join(suggested)}?" if suggested else ""
 
 

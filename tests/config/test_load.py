@@ -255,6 +255,7 @@ def test_names_that_several_or_no_files_answer_to(write, tmp_path):
     line = only_problem(["tiny"])
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
+    assert "did you mean" not in only_problem(["nonexist.yml"])
     with pytest.raises(UserError, match="no such folder"):
         load_config(["base"], search=["nowhere"])
 

@@ -68,7 +68,10 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("page.pdf", r"^--output .*page\.pdf: its name ends in \.html for a page, \.md, or \.tex; results\.csv lies"),
+        (
+            "page.pdf",
+            r"^--output .*page\.pdf: its name must end in \.html for a page, \.md, or \.tex; results\.csv",
+        ),
         ("folder.html", r"^--output .*folder\.html: is a folder$"),
         ("file/page.html", r"^--output is .*file, which is a file"),
     ],
