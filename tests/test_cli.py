@@ -137,8 +137,8 @@ MISTAKES = {
     ("train", "162M", "local_setup", "device=cuda", "num_gpus=99"): "is not train_micro_batch_size_per_gpu 32 ×",
     ("train", "tiny", "num_gpus=2", "train_data_paths=[data/none]", "save=runs/none"): "no dataset data/none",
     ("evaluate",): "Missing argument",
-    ("evaluate", "run", "--window", "nonsense"): "Invalid value 'nonsense' for '--window'",
-    ("evaluate", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
+    ("evaluate", "run", "--window", "nonsense"): "--window is nonsense; it must be a whole number",
+    ("evaluate", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
     ("evaluate", "nowhere"): "nowhere: no such folder",
     ("evaluate", "data"): "data: no checkpoint in it; give a run's folder",
@@ -151,38 +151,60 @@ MISTAKES = {
         "several",
     ): "no checkpoint in it, but runs that have some; name those that you mean: several/a several/b/c",
     ("generate", "several/b", "-p", "a"): "but runs that have some; name those that you mean: several/b/c",
+    ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3 or kerple_power?",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
-    ("evaluate", "run", "--lengths", "1x,b"): "lengths: 'b' is not a length",
+    ("evaluate", "run", "--lengths", "1x,b"): "--lengths: 'b' is not a length",
     ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
-    ("evaluate", "run", "--lengths", "16", "--protocol", "first"): "line: protocol is first; choose from last, nonov",
+    (
+        "evaluate",
+        "run",
+        "--lengths",
+        "16",
+        "--protocol",
+        "first",
+    ): "error: --protocol is first; choose from last",
     ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: no such text; --data names a file (.txt",
     ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml/x", "--dry-run"): "save is tiny.yml/x, but tiny.yml is a file; name a folder",
-    ("evaluate", "run", "--lengths", "16", "--precision", "fp8"): "precision is fp8; choose from auto, fp32, bf16",
-    ("evaluate", "run", "--lengths", "16", "--device", "tpu"): "device = 'tpu': choose one of auto, cpu, cuda",
-    ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
+    (
+        "evaluate",
+        "run",
+        "--lengths",
+        "16",
+        "--precision",
+        "fp8",
+    ): "error: --precision is fp8; choose from auto",
+    (
+        "evaluate",
+        "run",
+        "--lengths",
+        "16",
+        "--device",
+        "tpu",
+    ): "--device is tpu; did you mean cpu? choose from auto, cpu",
+    ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks bring",
     ("analyze",): "no run given; name a run's folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: there is no analysis 'kernel'; did you mean kernels? choose from",
-    ("analyze", "run", "--layers", "a"): "item 1 of layers is a; it must be a whole number",
+    ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be a whole number",
     ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
-    ("analyze", "run", "--windows", "0"): "Invalid value '0' for '--windows'",
+    ("analyze", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",
-    ("evaluate", "run", "--tasks", ","): "tasks is []; it must be a list of at least 1",
+    ("evaluate", "run", "--tasks", ","): "--tasks is []; it must be a list of at least 1",
     ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
-    ("generate", "run", "-p", "a", "--top-p", "0"): "line: top_p is 0.0; it must be greater than 0",
-    ("generate", "run", "-p", "a", "--temperature", "-1"): "Invalid value '-1' for '--temperature'",
-    ("generate", "run", "-p", "a", "--precision", "fp8"): "precision is fp8; choose from auto, fp32, bf16",
-    ("generate", "run", "-p", "a", "--backend", "fast"): "backend = 'fast': choose one of auto, eager",
+    ("generate", "run", "-p", "a", "--top-p", "0"): "error: --top-p is 0.0; it must be greater than 0",
+    ("generate", "run", "-p", "a", "--temperature", "-1"): "--temperature is -1; it must be at least 0",
+    ("generate", "run", "-p", "a", "--precision", "fp8"): "error: --precision is fp8; choose from auto",
+    ("generate", "run", "-p", "a", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("generate", "run", "-p", "a", "--stop", ""): "--stop is empty",
     ("generate", "run", "--file", "nowhere"): "nowhere: no such file; --file names a text",
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
     ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100-40gb",
-    ("plan", "125M", "--gpus", "0"): "Invalid value '0' for '--gpus'",
+    ("plan", "125M", "--gpus", "0"): "--gpus is 0; it must be at least 1",
     (
         "rehearse",
         "125M",
@@ -210,6 +232,12 @@ MISTAKES = {
     ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
     ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
     ("status", "nowhere"): "nowhere: no such folder",
+    ("status", "tiny.yml"): "tiny.yml: is a file; give a run's folder, or a folder of runs",
+    ("evaluate", "tiny.yml"): "tiny.yml: is a file; give a run's folder or one of its checkpoints/step_…",
+    ("prepare", "text/1.txt", "-o", "out", "--column", "foo"): "error: --column: foo: no source has lines of JSON",
+    ("train", "tiny", r'save="a\nb"'): r"command line: save is 'a\nb'; the name of a folder cannot hold a line break",
+    ("train", "tiny", "valid_data_paths=x"): "valid_data_paths is x; it must be a list, written [x]",
+    ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be a whole number",
     ("status", "data"): "data: no run in it",
     ("nonsense",): "No such command 'nonsense'",
 }
@@ -451,10 +479,11 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
     done = inside("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("corpus code (")  # how far it is, also where there is no terminal
+    assert "\ncorpus code: tokenizing (" in done.stdout  # how far it is, also where there is no terminal
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: suffixes: 'rs' does not start with a dot, as .txt does\n")
+    assert wrong.stdout == ""
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' does not start with a dot, as .txt does\n")
 
 
 OPTIONS = {

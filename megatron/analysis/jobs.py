@@ -119,7 +119,11 @@ def _load_config(text: str) -> Config:
     except ValueError as error:
         raise UserError(f"--config {text!r}: {str(error)[0].lower()}{str(error)[1:]}") from error
     pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
-    return load_config([word for word in words if word not in pairs], pairs).config
+    try:
+        return load_config([word for word in words if word not in pairs], pairs).config
+    except UserError as error:  # its keys are no options of the command
+        lines = [line.removeprefix("command line: ") for line in str(error).splitlines()]
+        raise UserError("\n".join(f"--config {text!r}: {line}" for line in lines)) from error
 
 
 def _check_indices(key: str, indices: Sequence[int] | None, counts: Sequence[int], noun: str) -> None:

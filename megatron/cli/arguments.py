@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
@@ -14,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from megatron.cli.console import print_notes
 from megatron.options.section import CommaSeparated, ConfigSection
+from megatron.utils.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.config.load import LoadedConfig
@@ -37,12 +40,44 @@ def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> C
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = {parameter.name for parameter in own}
         fields = {name: field for name, field in section.model_fields.items() if name not in {*exclude, *names}}
+        flags = {name: list_flags(name, field)[0] for name, field in fields.items()}
         parameters = [*own, *(build_option(name, field) for name, field in fields.items())]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return function
+
+        @wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except UserError as error:
+                lines = [name_option(line, flags) for line in str(error).splitlines()]
+                raise UserError("\n".join(lines), error.key) from error
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
 
     return add
+
+
+OPTION_NAME = re.compile(r"(?:command line: )?(item \d+ of |)(\w+)(?=[ :])")
+"""What a line of an error begins with that says what is wrong with a key."""
+
+
+def name_option(line: str, flags: Mapping[str, str]) -> str:
+    """A line of an error that begins with a key, with the option of it instead: `windows is 0; …`, which a sweep's file
+    and a script may hold too, becomes `--windows is 0; …`.
+
+    flags: options by their keys.
+    """
+    if (found := OPTION_NAME.match(line)) is None or found[2] not in flags:
+        return line
+    return f"{found[1]}{flags[found[2]]}{line[found.end() :]}"
+
+
+def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """What a key is called on the command line."""
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    flags: Any = extra.get("flags") or (f"--{name.replace('_', '-')}",)
+    return tuple(flags)
 
 
 def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -53,7 +88,7 @@ def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
     kinds = (field.annotation, *get_args(field.annotation))
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    flags: Any = extra.get("flags", ())
+    flags: Any = list_flags(name, field)
     metavar: Any = extra.get("metavar")
     bounds = {name: getattr(item, name) for item in field.metadata for name in ("ge", "le") if hasattr(item, name)}
     is_list = any(get_origin(kind) is list for kind in kinds)
@@ -65,9 +100,8 @@ def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
         kind, bounds, default = list[str], {}, default or None
     else:
         kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
-    if kind is bool and not flags:
-        flag = f"--{name.replace('_', '-')}"
-        flags = (flag,) if default is False else (f"{flag}/--no-{flag.removeprefix('--')}",)
+    if kind is bool and default is not False:
+        flags = [f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags]
     option = typer.Option(
         *flags,
         help=format_sentence(field.description or ""),

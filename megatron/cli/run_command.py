@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatron.position.catalog import MethodFileError
 from megatron.utils.errors import FarfieldError, FarfieldWarning, UserError, describe_error, to_path_error
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
@@ -102,6 +104,12 @@ def _run_app(app: Any, name: str) -> int:
     except Exception as error:
         # The base of the command line's own errors, wherever typer keeps it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
+            if isinstance(error.__cause__, ValidationError):  # of an option's value, which our words say better
+                from megatron.config.validation_errors import describe_option_error
+
+                option = getattr(error, "param", None)
+                _print_error(describe_option_error(error.__cause__, option.opts[0] if option else "a value"))
+                return 2
             if message := _describe_usage_error(error):
                 _print_error(f"{message} (see {_get_help_hint(error, name)})")
             return 2
@@ -170,11 +178,8 @@ def _prepare_terminal_size() -> None:
 
 
 def _describe_usage_error(error: Any) -> str:
-    """What is wrong with the command line: the library's message, with the value, or a command with the option."""
+    """What is wrong with the command line: the library's message, or a command with the option."""
     text = error.format_message().rstrip(".")
-    value = error.__cause__.errors()[0]["input"] if hasattr(error.__cause__, "errors") else None
-    if value is not None and repr(value) not in text:
-        text = text.replace("Invalid value for", f"Invalid value {str(value)!r} for")
     option = getattr(error, "option_name", None)
     commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # of an error before any command
     commands_with_option = [

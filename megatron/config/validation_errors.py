@@ -51,6 +51,8 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         value = error["input"]
         if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "a whole number":
             text += f", written {int(value)}"
+        if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
+            text += f", written [{format_value(value)}]"
         return text
     if error_type in BOUND_MESSAGES:
         words, bound_name = BOUND_MESSAGES[error_type]
@@ -105,6 +107,12 @@ def describe_validation_error(
             f"{prefix}{item_of}{name} is {format_value(item['input'])}; "
             f"{_list_valid_values(dict(item), keys.get(path))}"
         )
+
+
+def describe_option_error(error: ValidationError, name: str) -> str:
+    """What is wrong with the value of an option that the command line's library refused, in our words."""
+    item = error.errors(include_url=False)[0]
+    return f"{name} is {format_value(item['input'])}; {_list_valid_values(dict(item), None)}"
 
 
 def parse_section(section: type[SectionT], values: Mapping[str, Any], source: str | None = "command line") -> SectionT:

@@ -46,6 +46,7 @@ import numpy as np
 from megatron.evaluation.lengths import choose_lengths, count_flops_by_length
 from megatron.options.evaluation import PROBE_PROTOCOLS, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
+from megatron.utils.suggestions import format_choices
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
@@ -156,14 +157,14 @@ def build_scoring_plan(
         UserError: a protocol or length that is none, a length shorter than the targets, a stream too short.
     """
     if protocol not in PROTOCOLS:
-        raise UserError(f"protocol = {protocol!r}: choose one of {', '.join(PROTOCOLS)}")
+        raise UserError(f"protocol is {protocol}; {format_choices(protocol, PROTOCOLS)}")
     if not lengths:
         raise UserError("lengths: none given")
     lengths = tuple(sorted(set(lengths)))
     if lengths[0] < 1:
         raise UserError(f"lengths: {lengths[0]} is not a length; lengths are at least 1 token")
     if windows is not None and windows < 1:
-        raise UserError(f"windows = {windows}: at least 1 is needed")
+        raise UserError(f"windows is {windows}; at least 1 is needed")
     # One token more than the window, since the last input's successor is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
@@ -181,7 +182,7 @@ def _plan_last(
     stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...], windows: int | None
 ) -> ScoringPlan:
     if not targets or targets[0] < 1:
-        raise UserError(f"targets = {', '.join(map(str, targets)) or 'none'}: at least 1 is needed")
+        raise UserError(f"targets: {', '.join(map(str, targets)) or 'none'}; at least 1 is needed")
     for num_targets, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
         if length < num_targets:
             raise UserError(
@@ -203,8 +204,7 @@ def _plan_last(
 
 def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> ScoringPlan:
     if stride is None or stride < 1:
-        value = "" if stride is None else f" {stride}"
-        raise UserError(f"stride{value}: protocol strided needs it, tokens from one window to the next, at least 1")
+        raise UserError("stride: protocol strided needs it, tokens from one window to the next, at least 1")
     if lengths[0] < stride:
         raise UserError(f"lengths: {lengths[0]} is shorter than the stride of {stride}; tokens would be left out")
     first, _, max_windows = _find_window_ends(stream_length, lengths, stride)
@@ -213,7 +213,7 @@ def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | No
     # Targets of neighbouring windows are no independent samples: a block is as long as the largest window.
     per_block = min(-(-lengths[-1] // stride), count)
     if windows is not None and count % per_block:
-        raise UserError(f"windows = {windows}: with this stride and these lengths they come in groups of {per_block}")
+        raise UserError(f"windows is {windows}; with this stride and these lengths they come in groups of {per_block}")
     count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
     targets = TargetSet(lengths, count // per_block, per_block * stride, dict.fromkeys(lengths, stride))
@@ -232,8 +232,8 @@ def _check_windows(
 ) -> None:
     if windows is not None and windows > max_windows:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} windows of "
-            f"{targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets or shorter lengths"
+            f"windows is {windows}; the text to score has {stream_length:,} tokens, enough for {max_windows} windows "
+            f"of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets or shorter lengths"
         )
 
 
@@ -248,12 +248,12 @@ def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: 
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_blocks * per_block} "
-            f"windows of {lengths[-1]:,}"
+            f"windows is {windows}; the text to score has {stream_length:,} tokens, enough for "
+            f"{max_blocks * per_block} windows of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
         raise UserError(
-            f"windows = {windows}: with these lengths, windows of {lengths[-1]:,} come in groups of {per_block} "
+            f"windows is {windows}; with these lengths, windows of {lengths[-1]:,} come in groups of {per_block} "
             f"({block:,} tokens, the smallest common multiple)"
         )
     blocks = max_blocks if windows is None else windows // per_block

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # torch is imported where it is used: a mistake in what was asked for is told at once.
 
+DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
@@ -21,8 +22,8 @@ BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backen
 def parse_device(name: str) -> tuple[str, int]:
     """The kind and number of a device called auto, cpu, cuda or cuda:1. Raises UserError if it is none of these."""
     kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and not index.isdigit()) or (kind == "auto" and index):
-        raise UserError(f"device = {name!r}: choose one of auto, cpu, cuda")
+    if kind not in DEVICES or (index and not index.isdigit()) or (kind == "auto" and index):
+        raise UserError(f"device is {name}; {format_choices(name, (*DEVICES, 'cuda:1'))} …")
     return kind, int(index or 0)
 
 
@@ -34,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
 
     kind, index = parse_device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device = {name!r}: not there; CUDA devices on this machine: {torch.cuda.device_count()}")
+        raise UserError(f"device is {name}, which is not there; CUDA devices here: {torch.cuda.device_count()}")
     if kind != "cpu":
         configure_cuda()
     if kind == "auto":
@@ -45,9 +46,9 @@ def resolve_device(name: str) -> torch.device:
 def check_precision(precision: str, device: str) -> None:
     """Raises UserError if there is no such precision or device, or it cannot compute in that; auto may be anything."""
     if precision not in PRECISIONS:
-        raise UserError(f"precision = {precision!r}: {format_choices(str(precision), PRECISIONS)}")
+        raise UserError(f"precision is {precision}; {format_choices(str(precision), PRECISIONS)}")
     if parse_device(device)[0] == "cpu" and precision == "fp16":
-        raise UserError("precision = 'fp16': needs a GPU; on CPU choose fp32 or bf16")
+        raise UserError("precision is fp16, which needs a GPU; on a CPU choose fp32 or bf16")
 
 
 def get_torch_dtype(precision: str) -> torch.dtype:
@@ -77,4 +78,4 @@ def resolve_dtype(precision: str, trained_precision: str | None, device: torch.d
 def check_backend(name: str | None) -> None:
     """Raises UserError if there is no such attention backend; None is the run's own."""
     if name is not None and name not in BACKENDS:
-        raise UserError(f"backend = {name!r}: choose one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend is {name}; {format_choices(str(name), BACKENDS)}")

@@ -436,7 +436,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/a"], {"lengths": []}, "lengths is []; it must be a list of at least 1"),
         (["runs/a"], {"lengths": [4], "targets": 8}, "4 is shorter than the 8 targets"),
         (["runs/a"], {"lengths": [8], "protocol": "sliding"}, "protocol is sliding; choose from last, nonoverlapping"),
-        (["runs/a"], {"lengths": [8], "backend": "fast"}, "backend = 'fast': choose one of auto, eager"),
+        (["runs/a"], {"lengths": [8], "backend": "fast"}, "backend is fast; choose from auto, eager"),
         (["runs/a", "runs/cdape"], {"lengths": [8], "backend": "sdpa"}, "attention_backend 'sdpa'"),
         (["runs/a"], {"lengths": [8], "precision": "fp8"}, "precision is fp8; choose from auto, fp32, bf16"),
         (["runs/a"], {"lengths": [8], "precision": "fp16", "device": "cpu"}, "needs a GPU"),
@@ -514,7 +514,7 @@ def test_devices() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("tpu", "cuda:x", "cuda:99"):
-        with pytest.raises(UserError, match="device = "):
+        with pytest.raises(UserError, match="device is "):
             resolve_device(name)
 
 
