@@ -80,7 +80,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     if training.zero_optimization.stage and world_size == 1:
         parts.append(f"ZeRO {training.zero_optimization.stage}")
     layout = f" ({', '.join(parts)})" if parts else ""
-    stages, steps = run.resume.stages, f"{training.train_iters:,} steps"
+    stages, steps = run.resume.stages, f"{training.train_iters:,} step{'s' * (training.train_iters != 1)}"
     num_tokens = round(training.train_iters * batch * sum(lengths) / len(lengths))
     if len(stages) > 1:
         num_tokens = sum((stage.end_step - stage.first_step) * stage.tokens_per_step for stage in stages)
