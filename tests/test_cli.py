@@ -194,6 +194,13 @@ MISTAKES = {
     ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
     ("analyze", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",
+    (
+        "analyze",
+        "--config",
+        "tiny.yml precision=foo",
+        "-o",
+        "out",
+    ): "error: --config 'tiny.yml precision=foo': precision is foo; choose from fp32, bf16, fp16",
     ("evaluate", "run", "--tasks", ","): "--tasks is []; it must be a list of at least 1",
     ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
     ("generate", "run", "-p", "a", "--top-p", "0"): "error: --top-p is 0.0; it must be greater than 0",

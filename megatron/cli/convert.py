@@ -34,12 +34,13 @@ def import_(
       ./deepy.py train runs/pythia/config.yml add_cdape load=runs/pythia save=runs/cdape seq_length=4096 …
     """
     from megatron.config.validation_errors import parse_section
-    from megatron.conversion.import_model import import_model
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import WaitAnnouncer
 
     request = parse_section(ImportOptions, {**options, "config": options["config"] or []})
     with WaitAnnouncer(print_to_stderr, f"reading {source}"):
+        from megatron.conversion.import_model import import_model  # torch takes seconds
+
         imported, notes = import_model(
             source,
             run,
@@ -82,11 +83,12 @@ def export(
     The last needs nothing but transformers, also in programs that know its models only.
     """
     from megatron.config.validation_errors import parse_section
-    from megatron.conversion.export_model import export_model
     from megatron.utils.progress import WaitAnnouncer
 
     request = parse_section(ExportOptions, options)
     with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
+        from megatron.conversion.export_model import export_model  # torch takes seconds
+
         export_model(
             run,
             folder,
