@@ -23,7 +23,7 @@ def parse_device(name: str) -> tuple[str, int]:
     """The kind and number of a device called auto, cpu, cuda or cuda:1. Raises UserError if it is none of these."""
     kind, _, index = name.partition(":")
     if kind not in DEVICES or (index and not index.isdigit()) or (kind == "auto" and index):
-        raise UserError(f"device is {name}; {format_choices(name, (*DEVICES, 'cuda:1'))} …")
+        raise UserError(f"device is {name}; {format_choices(name, DEVICES)}")
     return kind, int(index or 0)
 
 

@@ -251,7 +251,7 @@ WRONG = [
     ({"configs": ["162M alibis"], "output": "out"}, "alibi"),
     ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi' is given twice"),
     ({"output": "text.txt"}, "--output is text.txt, which is a file"),
-    ({"device": "tpu"}, "choose one of auto, cpu, cuda"),
+    ({"device": "tpu"}, "choose from auto, cpu, cuda"),
 ]
 
 
