@@ -47,7 +47,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert said.count("Perplexity per token, trained at 16 tokens") == 1
     assert "left)" in said
 
-    assert said.startswith("preparing the text of the corpus corpus (")
+    assert said.startswith("preparing the text of the corpus corpus: listing (")
     last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png lie beside it \(\d+ s\)"
     assert re.fullmatch(last, said.splitlines()[-1]), "a method alone is compared with none"
 

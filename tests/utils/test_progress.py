@@ -106,30 +106,27 @@ def test_no_line_is_the_one_before() -> None:
 def test_work_that_reports_nothing_for_long_is_told_all_the_same() -> None:
     clock, out, job = Clock(), io.StringIO(), WorkItem("first", "train", 100)
 
-    def wait_for_lines(count: int) -> list[str]:
+    def wait_for_line(line: str) -> None:
         deadline = time.monotonic() + 20
-        while out.getvalue().count("\n") < count and time.monotonic() < deadline:
+        while not out.getvalue().endswith(f"\n{line}\n"):
+            assert time.monotonic() < deadline, out.getvalue()
             time.sleep(0.01)
-        return out.getvalue().splitlines()
 
     with ProgressMeter(Console(file=out, width=200), [job], clock=clock, interval=0.1) as meter:
         meter.begin(job, "loading")
+        assert out.getvalue() == "first: loading (estimating the time left)\n"
         clock.now += 10
-        assert wait_for_lines(2) == [
-            "first: loading (estimating the time left)",
-            "first: loading (estimating the time left, 10 s so far)",
-        ]
+        wait_for_line("first: loading (estimating the time left, 10 s so far)")
         meter.update(20, "step 1")  # ten seconds of starting
         clock.now += 10
         meter.update(60, "step 2")
-        assert wait_for_lines(4)[-1] == "first: step 2 (about 10 s left)"
         clock.now += 4
-        assert wait_for_lines(5)[-1] == "first: step 2 (about 6 s left)"
+        wait_for_line("first: step 2 (about 6 s left)")
         clock.now += 7
-        assert wait_for_lines(6)[-1] == "first: step 2 (estimating the time left, 31 s so far)"
+        wait_for_line("first: step 2 (estimating the time left, 31 s so far)")
         meter.finish()
         clock.now += 1
-        assert wait_for_lines(7)[-1] == "first (done)"
+        wait_for_line("first (done)")
     lines = out.getvalue()
     clock.now += 10
     time.sleep(0.1)
