@@ -48,7 +48,7 @@ def with_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> C
             try:
                 return function(*arguments, **options)
             except UserError as error:
-                lines = [name_option(line, flags) for line in str(error).splitlines()]
+                lines = [replace_key_by_option(line, flags) for line in str(error).splitlines()]
                 raise UserError("\n".join(lines), error.key) from error
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ OPTION_NAME = re.compile(r"(?:command line: )?(item \d+ of |)(\w+)(?=[ :])")
 """What a line of an error begins with that says what is wrong with a key."""
 
 
-def name_option(line: str, flags: Mapping[str, str]) -> str:
+def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
     """A line of an error that begins with a key, with the option of it instead: `windows is 0; …`, which a sweep's file
     and a script may hold too, becomes `--windows is 0; …`.
 

@@ -176,7 +176,7 @@ def _has_name(path: Path, text: str) -> bool:
 
 def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None:
     """Who set last what contradicts other values: of the key to blame and those that the sentence names before it
-    gives advice, which were right together until then."""
+    gives advice."""
     if key == "stages":  # whose sentences have values of a stage
         return layers.locate((key,))
     named = [tuple(word.split(".")) for word in re.findall(r"[\w.]+\w", message.partition(";")[0])]

@@ -29,7 +29,7 @@ from megatron.evaluation.jobs import (
     LogFunction,
     RunJob,
     build_eval_jobs,
-    describe_output,
+    describe_output_folder,
     make_log_function,
     read_eval_request,
     run_eval_jobs,
@@ -107,7 +107,7 @@ def evaluate_tasks(
     with WaitAnnouncer(log, "reading the list of tasks", first=0.0):
         loaded_tasks = load_tasks(tasks, log)
     harness_eval = HarnessEval(loaded_tasks, tasks.limit, lengths, log)
-    log(describe_output(request))
+    log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         notes = [
             describe_length_limit(run.name, run.config, build_meta_model(run.config, options), lengths)

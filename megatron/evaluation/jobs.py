@@ -313,7 +313,7 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
-def describe_output(request: EvalRequest) -> str:
+def describe_output_folder(request: EvalRequest) -> str:
     """Where the results will go: shown at once, while another folder can still be given."""
     if request.folder is None:
         return "results will not be written: give --output FOLDER to keep them"

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.position_overrides import format_rope, override_position
 from megatron.options.position import PositionOptions, find_period
 from megatron.utils.atomic_io import get_farfield_version
-from megatron.utils.formatting import format_threads
+from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
@@ -219,7 +219,9 @@ def describe_machine() -> str:
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     except OSError:
         pass  # not Linux
-    return f"{platform.system()} {platform.machine()}, {processor}, {format_threads(torch.get_num_threads())}"
+    return (
+        f"{platform.system()} {platform.machine()}, {processor}, {format_quantity(torch.get_num_threads(), 'thread')}"
+    )
 
 
 def list_software_versions() -> str:

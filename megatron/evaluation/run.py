@@ -19,7 +19,7 @@ from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
 from megatron.evaluation.jobs import (
     RunJob,
     build_eval_jobs,
-    describe_output,
+    describe_output_folder,
     make_log_function,
     read_eval_request,
     run_eval_jobs,
@@ -62,7 +62,7 @@ def evaluate_runs(
     """
     request, log = read_eval_request(runs, options or EvaluationOptions(), output), make_log_function(console)
     target = build_eval_target(request.runs, request.options)
-    log(describe_output(request))
+    log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
         jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)

@@ -310,7 +310,7 @@ def _build_title(tables: Sequence[ComparisonTable]) -> str:
     trivial_baselines = {method for table in tables for method in table.trivial_baselines}
     methods = [name for name in dict.fromkeys(method for table in tables for method in table.methods)
                if name not in trivial_baselines] or list(trivial_baselines)  # fmt: skip
-    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else join_words(methods)
+    method_text = describe_methods(methods, MAX_NAMED_METHODS)
     metric_text = join_words(list(dict.fromkeys(table.metric.title for table in tables)))
     lengths = sorted({record.length for table in tables for record in table.records})
     train_lengths = sorted({table.train_length for table in tables})
@@ -319,6 +319,11 @@ def _build_title(tables: Sequence[ComparisonTable]) -> str:
         f"{metric_text} of {method_text} at {length_range} tokens, trained at "
         f"{join_words([f'{length:,}' for length in train_lengths])} tokens"
     )
+
+
+def describe_methods(methods: Sequence[str], max_named: int) -> str:
+    """Their names, or how many there are where there are more."""
+    return f"{len(methods)} methods" if len(methods) > max_named else join_words(methods)
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from megatron.reports.report import (
     build_leaderboard_report,
     describe_environment,
     describe_measurements,
+    describe_methods,
     describe_plots,
     get_section_title,
     join_words,
@@ -30,8 +31,8 @@ from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomicall
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
 """How every page begins."""
-MAX_NAMED_METHODS = 10
-"""Of a picture with several panels, in its alternative text; more are counted."""
+MAX_METHODS_IN_ALT_TEXT = 10
+"""Of a picture with several panels; more are counted."""
 LINE_LENGTH = 118
 """Of sentences; tables are as wide as they are."""
 
@@ -114,7 +115,7 @@ def _describe_picture(tables: Sequence[ComparisonTable]) -> str:
         names = dict.fromkeys(depth_map.metric.axis_label for depth_map in depth_maps)
         kinds.append(f"maps of {join_words(list(names))} over depth and length")
     methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-    method_text = f"{len(methods)} methods" if len(methods) > MAX_NAMED_METHODS else join_words(methods)
+    method_text = describe_methods(methods, MAX_METHODS_IN_ALT_TEXT)
     text = f"{', and '.join(kinds)}, of {method_text}. The tables below have every number."
     return f"{text[0].upper()}{text[1:]}"
 

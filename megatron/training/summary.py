@@ -23,7 +23,7 @@ from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import FarfieldError
-from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_threads
+from megatron.utils.formatting import format_approximate_duration, format_bytes, format_count, format_quantity
 
 
 def estimate_seconds(run: TrainingRun, step: int) -> float:
@@ -69,7 +69,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     config, device = run.config, run.groups.device
     training, lengths = config.training, run.datasets.lengths
     length = f"{min(lengths):,} to {max(lengths):,}" if len(set(lengths)) > 1 else f"{lengths[0]:,}"
-    threads = format_threads(torch.get_num_threads())
+    threads = format_quantity(torch.get_num_threads(), "thread")
     hardware = f"CPU ({threads})" if device.type == "cpu" else torch.cuda.get_device_name(device)
     batch, world_size = training.train_batch_size or 0, run.groups.world_size
     parts = []
@@ -80,7 +80,7 @@ def describe_start(run: TrainingRun, step: int, seconds: float) -> str:
     if training.zero_optimization.stage and world_size == 1:
         parts.append(f"ZeRO {training.zero_optimization.stage}")
     layout = f" ({', '.join(parts)})" if parts else ""
-    stages, steps = run.resume.stages, f"{training.train_iters:,} step{'s' * (training.train_iters != 1)}"
+    stages, steps = run.resume.stages, format_quantity(training.train_iters, "step")
     num_tokens = round(training.train_iters * batch * sum(lengths) / len(lengths))
     if len(stages) > 1:
         num_tokens = sum((stage.end_step - stage.first_step) * stage.tokens_per_step for stage in stages)

@@ -24,9 +24,9 @@ def format_approximate_duration(seconds: float) -> str:
     return f"about {max(1, round(seconds))} s"
 
 
-def format_threads(count: int) -> str:
-    """1 thread, 8 threads."""
-    return f"{count} thread{'s' * (count != 1)}"
+def format_quantity(count: int, noun: str) -> str:
+    """1 thread, 8 threads, 1,000 threads."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def format_flops(count: float) -> str:

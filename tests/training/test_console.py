@@ -25,7 +25,7 @@ from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import train
 from megatron.training.training_run import TrainingRun
-from megatron.utils.formatting import format_count, format_threads
+from megatron.utils.formatting import format_count, format_quantity
 
 RECORD = TrainRecord(
     step=1, loss=2.0, perplexity=7.4, learning_rate=1e-3, grad_norm=0.5, tokens_per_second=1e4, ms_per_step=41.5,
@@ -171,8 +171,9 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
     first, _, _, last = stream.getvalue().splitlines()
+    threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (
-        f"{format_count(model.num_parameters())} parameters on CPU ({format_threads(torch.get_num_threads())}) "
+        f"{format_count(model.num_parameters())} parameters on CPU ({threads}) "
         "in fp32; 2 steps of 8 × 16 tokens (micro-batches of 4, 2 accumulated, ZeRO 1) are 256 tokens; about 23 days"
     )
     assert last == f"saved {result.checkpoint}; next: ./deepy.py evaluate '{tmp_path}/a run'"

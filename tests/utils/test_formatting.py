@@ -7,12 +7,13 @@ from megatron.utils.formatting import (
     format_duration,
     format_flops,
     format_flops_per_second,
-    format_threads,
+    format_quantity,
 )
 
 
 def test_one_thread_is_one() -> None:
-    assert [format_threads(count) for count in (1, 2)] == ["1 thread", "2 threads"]
+    quantities = [format_quantity(count, "thread") for count in (0, 1, 2, 1000)]
+    assert quantities == ["0 threads", "1 thread", "2 threads", "1,000 threads"]
 
 
 @pytest.mark.parametrize(
