@@ -4,7 +4,7 @@ A run learns a text or a task. What follows is about texts; a task's samples are
 
 `data_path` names one dataset, divided by `split` into consecutive fractions of its documents, as in GPT-NeoX; or
 `train_data_paths` and its sisters name datasets per split, blended by weights. Everything here checks before it
-builds: files that are missing or cut short, tokens beyond the vocabulary, datasets of different tokenizers, a split
+builds: files that are missing or cut short, tokens outside the vocabulary, datasets of different tokenizers, a split
 shorter than one sequence (megatron-core would silently repeat it) each end in one line that names the file.
 
 megatron-core is imported only where samples are built, so that evaluation starts quickly.
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.data.blend import DatasetSlice, describe_document_weights, list_dataset_slices
 from megatron.data.document_starts import check_document_ends
-from megatron.data.indexed_dataset import check_dataset_content
+from megatron.data.indexed_dataset import check_dataset_content, check_token_range, find_token_range
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
 from megatron.options.data import SPLITS, DataOptions, Split
@@ -198,7 +198,7 @@ def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
 
 
 def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: int, vocabulary: Vocabulary) -> None:
-    """UserError for a slice without a sample of `seq_length` tokens, or with tokens beyond the vocabulary."""
+    """UserError for a slice without a sample of `seq_length` tokens, or with tokens that are not the vocabulary's."""
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
@@ -208,12 +208,7 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
         raise UserError(
             f"{name} has {num_tokens} tokens; one sample of seq_length {seq_length} needs {seq_length + 1}", key
         )
-    largest = dataset.find_largest_token()
-    if largest >= vocabulary.size:
-        raise UserError(
-            f"{name} has token {largest}, but tokenizer {vocabulary.name} has only {vocabulary.size} tokens: a "
-            "tokenizer that does not fit the data"
-        )
+    check_token_range(name, dataset.find_token_range(), dataset.tokens.dtype, vocabulary)
 
 
 def list_sequence_lengths(data: DataOptions, seq_length: int) -> tuple[int, ...]:
@@ -236,4 +231,7 @@ def load_token_stream(data: DataOptions, split: Split, vocabulary: Vocabulary | 
         check_dataset_slice(dataset_slice, split, 1, vocabulary)
         check_dataset_content(dataset_slice.dataset)
     streams = [dataset_slice.dataset.read_stream(dataset_slice.first, dataset_slice.last) for dataset_slice in slices]
+    for dataset_slice, stream in zip(slices, streams, strict=True):  # evaluation reads no sample that is checked later
+        name = f"{dataset_slice.key}: {dataset_slice.dataset.prefix}"
+        check_token_range(name, find_token_range(stream), stream.dtype, vocabulary)
     return streams[0] if len(streams) == 1 else np.concatenate(streams)

@@ -44,7 +44,7 @@ from megatron.attention.documents import find_document_starts
 from megatron.data.blend import DatasetSlice
 from megatron.data.corpus_metadata import FileDigest, compute_file_digest
 from megatron.data.document_starts import MAX_COUNTED_DOCUMENTS, average_crossing_shares, compute_crossing_share
-from megatron.data.indexed_dataset import IndexedTokens, check_dataset_content
+from megatron.data.indexed_dataset import IndexedTokens, check_all_tokens
 from megatron.data.load_tokenizer import Vocabulary
 from megatron.data.megatron_core import (
     BlendedDataset,
@@ -88,14 +88,33 @@ class SampleFormat:
     """No loss at the tokens that end documents."""
 
 
+class CheckedGPTDataset(GPTDataset):
+    """A GPTDataset that hands out nothing but tokens of the vocabulary, and a mask of its own with each sample."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Otherwise megatron-core hands out its one cached mask, and writes into it: one sample would mask the others.
+        self.masks_and_position_ids_are_cacheable = False
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read the tokens of a sample, and check them before megatron-core takes negative ones for padding."""
+        tokens, documents = super()._query_document_sample_shuffle_indices(idx)
+        size = self.config.tokenizer.vocab_size
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= size:
+            token = smallest if smallest < 0 else largest
+            raise RunError(f"{self.dataset_path}: sample {idx} has token {token}; the vocabulary has {size}")
+        return tokens, documents
+
+
 class ChainedGPTDataset(torch.utils.data.Dataset):
     """The samples of one dataset from number `start` on, see the module.
 
     `unique_identifiers` and `index_split` are for BlendedDataset.
     """
 
-    def __init__(self, prefix: Path, links: Sequence[GPTDataset], vocab_size: int, start: int = 0) -> None:
-        self.prefix, self.datasets, self.vocab_size, self.start = prefix, list(links), vocab_size, start
+    def __init__(self, links: Sequence[GPTDataset], start: int = 0) -> None:
+        self.datasets, self.start = list(links), start
         self.ends = np.cumsum([len(link) for link in links]).tolist()
         self.index_split = links[0].index_split
         self.unique_identifiers = {"links": [link.unique_identifiers for link in links]}
@@ -110,14 +129,7 @@ class ChainedGPTDataset(torch.utils.data.Dataset):
         index += self.start
         link = bisect_right(self.ends, index)
         sample = self.datasets[link][index - (self.ends[link - 1] if link else 0)]
-        tokens, labels = sample["tokens"], sample["labels"]
-        # Only part of a large dataset was looked at before; here every token passes.
-        largest = max(int(tokens.max()), int(labels.max()))
-        if largest >= self.vocab_size or int(tokens.min()) < 0:
-            token = largest if largest >= self.vocab_size else int(tokens.min())
-            raise RunError(f"{self.prefix}: sample {index} has token {token}; the vocabulary has {self.vocab_size}")
-        # megatron-core hands out its one cached mask: a copy, so that whoever writes into a sample harms nobody
-        return {"tokens": tokens, "labels": labels, "loss_mask": sample["loss_mask"].clone()}
+        return {name: sample[name] for name in ("tokens", "labels", "loss_mask")}
 
     def compute_crossing_share(self, seq_length: int) -> float | None:
         """Of the rows that its documents are cut into, in the order in which they are read at first."""
@@ -217,7 +229,7 @@ def build_training_dataset(
         while (length := sum(len(link) for link in links)) < start + needed:
             link_seed = np.random.SeedSequence([seed, len(links)]).generate_state(1)[0]
             links.append(builder.build(length, int(link_seed)))
-        chains.append(ChainedGPTDataset(dataset_slice.dataset.prefix, links, sample_format.vocabulary.size, start))
+        chains.append(ChainedGPTDataset(links, start))
     if len(chains) == 1:
         return TrainingDataset(chains[0], total, chains, [1.0])
     config = builder.build_config(seed, None)  # computing the interleaving is faster than reading a cache of it
@@ -255,7 +267,7 @@ class _GPTDatasetBuilder:
     ) -> None:
         self.dataset_slice, self.cache, self.groups, self.notes = dataset_slice, cache, groups, notes
         self.split, self.seq_length = CoreSplit[sample_format.split], sample_format.seq_length
-        self.eod_mask_loss = sample_format.eod_mask_loss
+        self.eod_mask_loss, self.vocabulary = sample_format.eod_mask_loss, sample_format.vocabulary
         self.tokenizer = _TokenizerStub(sample_format.vocabulary.size, sample_format.vocabulary.eod, {})
         self.prefix = str(dataset_slice.dataset.prefix.resolve())  # however it is written, the index is the same
         self.dataset = IndexedDataset(self.prefix)
@@ -283,8 +295,8 @@ class _GPTDatasetBuilder:
             with _temporary_folder(self.groups) as temporary:  # maps outlive names
                 if self.groups.world_size > 1:
                     return self._build_in(temporary, num_samples, seed)
-                check_dataset_content(self.dataset_slice.dataset)
-                return GPTDataset(*self._arguments(num_samples, seed, temporary))
+                self._check_tokens()
+                return CheckedGPTDataset(*self._arguments(num_samples, seed, temporary))
         except OSError as error:
             raise RunError(
                 f"{tempfile.gettempdir()}: the sample index cannot be written: {describe_cause(error)}; "
@@ -294,8 +306,8 @@ class _GPTDatasetBuilder:
     def _build_in(self, cache: Path, num_samples: int, seed: int) -> GPTDataset:
         folder = cache / self._cache_key(num_samples, seed)
         problem = self._write_index(folder, num_samples, seed) if self.groups.is_main else None
-        if (problem := self.groups.find_first_error(problem)) is not None:
-            raise RunError(problem)
+        if (problem := self.groups.gather_objects(problem)[0]) is not None:
+            raise problem
         try:
             return IndexedGPTDataset(read_sample_index(folder), *self._arguments(num_samples, seed, None))
         except FileNotFoundError:
@@ -310,7 +322,11 @@ class _GPTDatasetBuilder:
         indices = np.arange(self.dataset_slice.first, self.dataset_slice.last, dtype=np.int32)
         return self.dataset, self.prefix, indices, num_samples, self.split, self.build_config(seed, folder)
 
-    def _write_index(self, folder: Path, num_samples: int, seed: int) -> str | None:
+    def _check_tokens(self) -> None:
+        dataset_slice = self.dataset_slice
+        check_all_tokens(f"{dataset_slice.key}: {dataset_slice.dataset.prefix}", dataset_slice.dataset, self.vocabulary)
+
+    def _write_index(self, folder: Path, num_samples: int, seed: int) -> FarfieldError | None:
         """Build the index unless a whole one is there. Returns what went wrong."""
         dataset_slice = self.dataset_slice
         damage = None
@@ -320,13 +336,13 @@ class _GPTDatasetBuilder:
             if damage is None:
                 return None
         try:
-            check_dataset_content(dataset_slice.dataset)  # once: the index belongs to the files' sizes and times
+            self._check_tokens()  # once: the index belongs to the files' sizes and times, and to the vocabulary
             with atomic_directory(folder, replace=damage is not None) as new:
                 write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
         except OSError as error:
-            return f"{folder}: the sample index cannot be written: {describe_cause(error)}"
+            return RunError(f"{folder}: the sample index cannot be written: {describe_cause(error)}")
         except FarfieldError as error:
-            return str(error)
+            return error
         if damage is not None:
             self.notes.append(
                 f"{folder}: the sample index was damaged ({damage}); it was built anew, in the same order"
@@ -337,7 +353,7 @@ class _GPTDatasetBuilder:
         """Everything that the index depends on. A dataset is recognised by its path, its size and its time."""
         dataset_slice = self.dataset_slice
         parts = [self.prefix, _stat_files(dataset_slice.dataset), dataset_slice.first, dataset_slice.last]
-        parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss]
+        parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss, self.vocabulary.size]
         return f"{self.split.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]}"
 
 
@@ -362,8 +378,8 @@ class _Manifest(BaseModel):
     shuffle_index: FileDigest
 
 
-class IndexedGPTDataset(GPTDataset):
-    """A GPTDataset over an index that exists already."""
+class IndexedGPTDataset(CheckedGPTDataset):
+    """A dataset over an index that exists already."""
 
     def __init__(self, index: SampleIndex, *arguments: object) -> None:
         self._index = index

@@ -22,8 +22,10 @@ assertion or a crash much later. Everything therefore goes through `open_indexed
 """
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,8 +39,13 @@ from megatron.data.corpus_metadata import (
 )
 from megatron.utils.errors import RunError, UserError
 
+if TYPE_CHECKING:
+    from megatron.data.load_tokenizer import Vocabulary
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
+SAMPLED_TOKENS = 1 << 24
+"""Tokens of a dataset that every start of every process reads to find ids that are not the vocabulary's."""
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -62,14 +69,52 @@ class IndexedTokens:
             return self.tokens[starts[0] : ends[-1]]
         return np.concatenate([self.tokens[start:end] for start, end in zip(starts, ends, strict=True)])
 
-    def find_largest_token(self, max_tokens: int = 1 << 24) -> int:
-        """The largest token id; in a dataset of more than `max_tokens` tokens, that of blocks spread evenly over it."""
+    def find_token_range(self, max_tokens: int | None = SAMPLED_TOKENS) -> tuple[int, int]:
+        """Return the smallest and the largest token id, or (0, -1) if there are none.
+
+        In a dataset of more than `max_tokens` tokens only blocks spread evenly over it are read; None reads all.
+        """
         blocks, size = 256, len(self.tokens)
-        if size <= max_tokens:
-            return int(self.tokens.max()) if size else -1
+        if max_tokens is None or size <= max_tokens:
+            return find_token_range(self.tokens)
         length = max_tokens // blocks
         block_starts = np.linspace(0, size - length, blocks).astype(np.int64)
-        return max(int(self.tokens[start : start + length].max()) for start in block_starts)
+        return find_token_range(self.tokens, block_starts, length)
+
+
+def find_token_range(
+    tokens: np.ndarray, block_starts: Iterable[int] | None = None, length: int = 1 << 20
+) -> tuple[int, int]:
+    """Return the smallest and the largest of some token ids, [N] integers, or (0, -1) if there are none.
+
+    Tokens may be memory-mapped: they are read in blocks of `length`, all of them unless `block_starts` selects some.
+    """
+    if len(tokens) == 0:
+        return 0, -1
+    starts = range(0, len(tokens), length) if block_starts is None else block_starts
+    ranges = [(int(block.min()), int(block.max())) for block in (tokens[start : start + length] for start in starts)]
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def check_token_range(name: str, token_range: tuple[int, int], dtype: np.dtype, vocabulary: "Vocabulary") -> None:
+    """Check that the smallest and the largest token id of a dataset are ids of its vocabulary.
+
+    megatron-core uses negative ids as marks: it would take a token -1 for padding, and not count it in the loss.
+
+    Raises:
+        UserError: an id is negative or beyond the vocabulary.
+    """
+    smallest, largest = token_range
+    if smallest < 0:
+        limit, narrow = np.iinfo(dtype).max, dtype.itemsize < 4
+        cause = f": its tokens are stored as {dtype.name}, where ids above {limit:,} become negative" if narrow else ""
+        wide = "uint16 or int32" if vocabulary.size <= 1 << 16 else "int32"
+        raise UserError(f"{name} has token {smallest}, but ids begin at 0{cause}; write it again with {wide} tokens")
+    if largest >= vocabulary.size:
+        raise UserError(
+            f"{name} has token {largest}, but tokenizer {vocabulary.name} has only {vocabulary.size} tokens: a "
+            "tokenizer that does not fit the data"
+        )
 
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
@@ -153,3 +198,17 @@ def check_dataset(prefix: Path, *, content: bool) -> None:
 def check_dataset_content(dataset: IndexedTokens) -> None:
     """Compare the tokens with their checksum, if one was recorded and the file is not too large to be read for that."""
     check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES)
+
+
+def check_all_tokens(name: str, dataset: IndexedTokens, vocabulary: "Vocabulary") -> None:
+    """Check every token of a dataset before its first use: its checksum if one was recorded, then its range.
+
+    Of a file that is too large to be read for that, blocks are checked; training checks each sample it reads.
+
+    Raises:
+        UserError: an id is negative or beyond the vocabulary.
+        RunError: a file changed since the corpus was made.
+    """
+    check_dataset_content(dataset)
+    max_tokens = None if dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES else SAMPLED_TOKENS
+    check_token_range(name, dataset.find_token_range(max_tokens), dataset.tokens.dtype, vocabulary)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import SampleOrder, build_datasets, load_token_stream
+from megatron.data.indexed_dataset import find_token_range
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
@@ -249,13 +250,52 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         build(DataOptions(train_data_paths=[good], **words), train=4, seed=1 << 32)
 
 
-def test_a_token_beyond_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch):
+@pytest.mark.parametrize("token", [2000, -1, -2])
+def test_a_token_outside_the_vocabulary_is_caught_when_it_is_read(dataset, words, monkeypatch, token):
     monkeypatch.setattr(
-        "megatron.data.indexed_dataset.IndexedTokens.find_largest_token", lambda self: 0
+        "megatron.data.indexed_dataset.IndexedTokens.find_token_range", lambda self, max_tokens=0: (0, 0)
     )  # as if it were not looked at
-    samples = build(DataOptions(train_data_paths=[dataset("d", [[2000] * 30])], **words), train=3).train
-    with pytest.raises(RunError, match="d: sample 0 has token 2000; the vocabulary has 2000"):
-        samples[0]
+    samples = build(DataOptions(train_data_paths=[dataset("d", [[5] * 9 + [token] * 21])], **words), train=3).train
+    with pytest.raises(RunError, match=f"d: sample [012] has token {token}; the vocabulary has 2000"):
+        rows(samples)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int16", "int64"])
+@pytest.mark.parametrize("token", [-1, -2, 2000])
+@pytest.mark.parametrize("cached", [True, False])
+def test_tokens_outside_the_vocabulary_are_refused_before_training(
+    dataset, words, tmp_path, monkeypatch, token, dtype, cached
+):
+    monkeypatch.setattr("megatron.data.indexed_dataset.IndexedTokens.find_token_range", _skip_sampling)
+    data = DataOptions(train_data_paths=[dataset("d", [[5] * 300, [1, token, 1]], dtype)], **words)
+    with pytest.raises(UserError, match=rf"^train_data_paths: .*d has token {token}, but") as error:
+        build(data, train=3, cache=tmp_path / "cache" if cached else None)
+    assert ("stored as int16, where ids above 32,767 become negative" in str(error.value)) == (
+        dtype == "int16" and token < 0
+    )
+
+
+def _skip_sampling(self, max_tokens=0):
+    """As of a file so large that the blocks that are looked at miss the token."""
+    return find_token_range(self.tokens) if max_tokens is None else (0, 0)
+
+
+@pytest.mark.parametrize("token", [-1, -2, 2000])
+def test_a_stream_to_evaluate_on_has_no_token_outside_the_vocabulary(dataset, words, monkeypatch, token):
+    data = DataOptions(test_data_paths=[dataset("d", [[5] * 300, [1, token, 1]])], **words)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"^test_data_paths: .*d has token {token}, but"):
+            load_token_stream(data, "test")
+        monkeypatch.setattr("megatron.data.indexed_dataset.IndexedTokens.find_token_range", _skip_sampling)
+
+
+def test_samples_share_no_mask(dataset, words):
+    samples = build(DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words), train=3).train
+    samples[0]["loss_mask"].zero_()
+    assert samples[1]["loss_mask"].all()
+    assert samples[0]["loss_mask"].all()
+    samples.chains[0].datasets[0][0]["loss_mask"].zero_()  # as megatron-core writes into it
+    assert samples[1]["loss_mask"].all()
 
 
 def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed_dataset import open_indexed
+from megatron.data.indexed_dataset import find_token_range, open_indexed
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 DOCUMENTS = [[5, 6, 7], [8], [], [9, 1, 2, 3, 4]]
@@ -23,7 +23,8 @@ def test_streams_are_the_documents_in_order(dataset, documents, dtype, data):
     first = data.draw(st.integers(0, len(documents)))
     last = data.draw(st.integers(first, len(documents)))
     assert opened.read_stream(first, last).tolist() == list(chain(*documents[first:last]))
-    assert opened.find_largest_token() == max(chain(*documents), default=-1)
+    tokens = list(chain(*documents))
+    assert opened.find_token_range() == (min(tokens, default=0), max(tokens, default=-1))
 
 
 def test_a_stream_is_a_view_of_the_file(dataset):
@@ -40,9 +41,11 @@ def test_sequences_may_lie_in_any_order_in_the_file(dataset, tmp_path):
     assert open_indexed(prefix).read_stream().tolist() == [7, 8, 9, 1, 2, 3, 4, 5, 6]
 
 
-def test_large_datasets_are_sampled_for_their_largest_token(dataset):
-    opened = open_indexed(dataset("d", [list(range(5000))]))
-    assert opened.find_largest_token(max_tokens=256 * 4) == 4999
+def test_large_datasets_are_sampled_for_the_range_of_their_tokens(dataset):
+    opened = open_indexed(dataset("d", [[3, *range(1, 10), -2, *range(10, 5001)]]))
+    assert opened.find_token_range(max_tokens=256 * 4) == (1, 5000)
+    assert opened.find_token_range(None) == (-2, 5000)
+    assert find_token_range(opened.tokens, length=7) == (-2, 5000)
 
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])

@@ -209,6 +209,16 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
         next(documents)
 
 
+@pytest.mark.parametrize("token", [-1, 70_000, 257])
+def test_a_tokenizer_that_gives_other_tokens_than_its_own_is_refused(tmp_path, monkeypatch, token):
+    """A type of 16 bits would store 70,000 as 4,464."""
+    (tmp_path / "a.txt").write_text("text")
+    documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "a.txt")))
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: [[1, token]])
+    with pytest.raises(UserError, match=f"gives token {token}, but its vocabulary has 257 tokens"):
+        ChunkEncoder(ByteTokenizer(), np.uint16, "text")(Chunk(documents, [0], 4))
+
+
 def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
     (tmp_path / "large.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "large.txt")))

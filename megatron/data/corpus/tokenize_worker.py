@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.data.corpus.sources import RawDocument, decode_document
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
-from megatron.utils.errors import RunError
+from megatron.utils.errors import RunError, UserError
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1024
@@ -90,19 +90,30 @@ class ChunkEncoder:
         lengths = [0 if split is None else next(remaining[split]) for split in splits]
         return EncodedChunk(by_split, lengths, skipped, chunk.size)
 
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        """UserError for ids outside the vocabulary, which the type of the tokens in the file may not hold."""
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= self.tokenizer.vocab_size:
+            token = smallest if smallest < 0 else largest
+            raise UserError(
+                f"tokenizer {self.tokenizer.name} gives token {token}, but its vocabulary has "
+                f"{self.tokenizer.vocab_size} tokens; its files do not fit together"
+            )
+
     def _encode_texts(self, texts: list[str]) -> EncodedSplit:
         encoded = self.tokenizer.encode_batch(texts)
         bos = self.tokenizer.bos
         num_bos = 0 if bos is None else 1
         lengths = [num_bos + len(ids) + 1 for ids in encoded]
-        tokens = np.full(sum(lengths), self.tokenizer.eod, dtype=self.dtype)
+        tokens = np.full(sum(lengths), self.tokenizer.eod, dtype=np.int64)
         start = 0
         for ids, length in zip(encoded, lengths, strict=True):
             if bos is not None:
                 tokens[start] = bos
             tokens[start + num_bos : start + length - 1] = ids
             start += length
-        return EncodedSplit(tokens, lengths, sum(len(text.encode("utf-8")) for text in texts))
+        self._check_tokens(tokens)
+        return EncodedSplit(tokens.astype(self.dtype), lengths, sum(len(text.encode("utf-8")) for text in texts))
 
 
 def document_too_large(document: RawDocument) -> RunError:
