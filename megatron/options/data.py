@@ -87,6 +87,9 @@ class CorpusOptions(ConfigSection):
     )
     documents: int | None = config_field(None, "only so many documents, the first ones", ge=1)
     tokens: int | None = config_field(None, "only the first documents that hold so many tokens with their ends", ge=1)
+    skip_bad: int = config_field(
+        0, "leave out up to so many documents that cannot be decoded (not UTF-8, not JSON, no text in the column)", ge=0
+    )
     seed: int = config_field(1234, "decides which document goes to which split", ge=0)
     workers: int | None = config_field(None, "processes; as many as cores and text are worth if absent", ge=1)
 
