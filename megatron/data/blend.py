@@ -83,9 +83,20 @@ def list_split_prefixes(data: DataOptions, split: Split) -> list[Path]:
     return [prefix for corpus in list_corpora(data, split) for prefix in corpus]
 
 
+def select_validation_sets(data: DataOptions) -> dict[str, DataOptions]:
+    """Return the options that name each further validation set alone, as valid_data_paths, by the set's name."""
+    return {
+        name: DataOptions(valid_data_paths=[corpus], tokenizer_type=data.tokenizer_type)
+        for name, corpus in data.valid_data_sets.items()
+    }
+
+
 def list_all_prefixes(data: DataOptions) -> list[Path]:
     """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
-    prefixes = list(dict.fromkeys(prefix for split in SPLITS for prefix in list_split_prefixes(data, split)))
+    sets = [data, *select_validation_sets(data).values()]
+    prefixes = list(
+        dict.fromkeys(prefix for each in sets for split in SPLITS for prefix in list_split_prefixes(each, split))
+    )
     if not prefixes:
         lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
         raise UserError(f"data_path: no data are named; give data_path, or {lists}")

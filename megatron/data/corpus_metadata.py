@@ -104,6 +104,7 @@ class CorpusMetadata(BaseModel):
     made_from: dict[str, Any]
     tokenizer: TokenizerMetadata
     splits: Annotated[dict[SplitName, SplitCounts], Field(min_length=1)]
+    bad_documents: NonNegativeInt = 0  # left out, as they cannot be decoded (skip_bad)
     notes: list[Any] = []
     files: dict[Annotated[str, Field(pattern=r"^[a-z_.]+$")], FileDigest] | None = None  # not in older corpora
 

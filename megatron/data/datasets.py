@@ -10,21 +10,30 @@ shorter than one sequence (megatron-core would silently repeat it) each end in o
 megatron-core is imported only where samples are built, so that evaluation starts quickly.
 """
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.blend import DatasetSlice, describe_document_weights, list_dataset_slices
+from megatron.data.blend import (
+    MAX_SHOWN,
+    DatasetSlice,
+    describe_document_weights,
+    list_dataset_slices,
+    select_validation_sets,
+)
 from megatron.data.document_starts import check_document_ends
-from megatron.data.indexed_dataset import check_dataset_content, check_token_range, find_token_range
+from megatron.data.indexed_dataset import check_dataset_content, find_token_range
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
+from megatron.data.token_check import check_token_range
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.task_config import read_task_config
-from megatron.utils.errors import UserError
+from megatron.utils.errors import FarfieldError, UserError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -54,11 +63,16 @@ class Datasets:
     train: "Dataset | None"
     valid: "Dataset | None"
     test: "Dataset | None"
+    """Validation and test read each token of their text once, or a fixed part of them (`validation_dataset`)."""
     lengths: tuple[int, ...]
     """The lengths T of training samples, each as often as it occurs."""
     crossing_share: float | None = None
     """The share of training samples that hold more than one document, on the first rank; None of a task, whose samples
     are one each."""
+    further: Mapping[str, "Dataset"] = field(default_factory=dict)
+    """Further validations, by what their records are named: valid/NAME of a named set, valid/4x of a length."""
+    epochs: str | None = None
+    """How often training reads its text, in words; None of a task."""
     notes: tuple[str, ...] = ()
     """What a person should know, on the first rank: a damaged index that was built anew."""
 
@@ -74,8 +88,9 @@ class SampleOrder:
 
     seed: int
     train_samples: int = 0
-    valid_samples: int = 0
-    test_samples: int = 0
+    valid_samples: int | None = 0
+    test_samples: int | None = 0
+    """Held-out samples at most, of the training length; None for all of a text, and 0 for no dataset."""
     extend_train_to: int | None = None
     batch_size: int = 1
     """Sequences of an optimizer step: those of a task have one length."""
@@ -85,16 +100,16 @@ class SampleOrder:
     """Of a run in stages, whose training samples are counted in blocks then."""
 
     @property
-    def num_samples(self) -> dict[Split, int]:
-        """Samples per split that the order is made for."""
+    def num_samples(self) -> dict[Split, int | None]:
+        """Samples per split that the order is made for; None for all."""
         return dict(zip(SPLITS, (self.train_samples, self.valid_samples, self.test_samples), strict=True))
 
     @property
-    def total_samples(self) -> dict[Split, int]:
-        """Samples per split, with those that extend the training; of a stage, those until its end."""
-        if self.stage is not None:
-            return {**self.num_samples, "train": self.extend_train_to or 0}
-        return {**self.num_samples, "train": max(self.train_samples, self.extend_train_to or 0)}
+    def total_train_samples(self) -> int:
+        """Training samples, with those that extend the training; of a stage, those until its end."""
+        return (
+            self.extend_train_to or 0 if self.stage is not None else max(self.train_samples, self.extend_train_to or 0)
+        )
 
 
 def build_datasets(
@@ -106,6 +121,7 @@ def build_datasets(
     groups: "ProcessGroups",
     vocabulary: Vocabulary | None = None,
     keep_documents_apart: bool = False,
+    eval_multiples: Sequence[int] = (),
 ) -> Datasets:
     """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
 
@@ -113,19 +129,23 @@ def build_datasets(
     others wait: all must call this. None keeps them in memory.
     vocabulary: of the data, if it was read already.
     keep_documents_apart: samples say where their documents begin (`attention_mask: document`).
+    eval_multiples: further lengths of validation samples, in `seq_length`.
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
     vocabulary = vocabulary or read_vocabulary(data)
     if data.task is not None:
         return _build_task_datasets(data, order)
-    slices = {split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] > 0}
-    lengths = dict.fromkeys(SPLITS, seq_length)
-    if order.stage is not None:
-        lengths["train"] = order.stage.block_length
-    for split, slices_of_split in slices.items():
+    slices: dict[str, list[DatasetSlice]] = {
+        split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] != 0
+    }
+    if order.valid_samples != 0:
+        slices |= {f"valid/{n}": list_dataset_slices(d, "valid") for n, d in select_validation_sets(data).items()}
+    train_length = seq_length if order.stage is None else order.stage.block_length
+    for name, slices_of_split in slices.items():
+        split: Split = "valid" if name.startswith("valid/") else name  # type: ignore[assignment]
         for dataset_slice in slices_of_split:
-            check_dataset_slice(dataset_slice, split, lengths[split], vocabulary)
+            check_dataset_slice(dataset_slice, split, train_length if split == "train" else 1, vocabulary)
             if keep_documents_apart:
                 check_document_ends(dataset_slice, vocabulary)
     _check_index_size(order)
@@ -134,46 +154,106 @@ def build_datasets(
 
     from megatron.data.gpt_dataset import CutDataset, DocumentDataset, SampleFormat, build_training_dataset
 
-    notes = describe_document_weights(data, slices.get("train", []))
-    datasets = {
-        split: build_training_dataset(
-            slices_of_split,
-            SampleFormat(split, lengths[split], vocabulary, data.eod_mask_loss),
-            ordered=order.num_samples[split],
-            total=order.total_samples[split],
+    train_slices = slices.pop("train", [])
+    notes = describe_document_weights(data, train_slices)
+    crossing_share, epochs = None, None
+    samples: dict[str, Dataset] = {}
+    if train_slices:
+        dataset = build_training_dataset(
+            train_slices,
+            SampleFormat("train", train_length, vocabulary, data.eod_mask_loss),
+            ordered=order.train_samples,
+            total=order.total_train_samples,
             seed=order.seed,
             cache=None if cache is None else Path(cache),
             groups=groups,
             notes=notes,
-            sources=order.stage.sources if order.stage is not None and split == "train" else None,
+            sources=order.stage.sources if order.stage is not None else None,
         )
-        for split, slices_of_split in slices.items()
-        if slices_of_split
-    }
-    crossing_share = None
-    if "train" in datasets and groups.is_main:
-        crossing_share = datasets["train"].compute_crossing_share(seq_length)
-    samples: dict[Split, Dataset] = {**datasets}
-    if "train" in samples and (pieces := lengths["train"] // seq_length) > 1:
-        samples["train"] = CutDataset(samples["train"], pieces)
+        epochs = _describe_epochs(train_slices, order.total_train_samples * train_length)
+        if groups.is_main:
+            crossing_share = dataset.compute_crossing_share(seq_length)
+        pieces = train_length // seq_length
+        samples["train"] = CutDataset(dataset, pieces) if pieces > 1 else dataset
+    samples |= _build_held_out(data, order, slices, seq_length, eval_multiples, vocabulary, groups)
     if keep_documents_apart:
         assert vocabulary.eod is not None
-        samples = {split: DocumentDataset(dataset, vocabulary.eod) for split, dataset in samples.items()}
-    train, valid, test = (samples.get(split) for split in SPLITS)
-    return Datasets(train, valid, test, list_sequence_lengths(data, seq_length), crossing_share, tuple(notes))
+        samples = {name: DocumentDataset(dataset, vocabulary.eod) for name, dataset in samples.items()}
+    train, valid, test = (samples.pop(split, None) for split in SPLITS)
+    lengths = list_sequence_lengths(data, seq_length)
+    return Datasets(train, valid, test, lengths, crossing_share, samples, epochs, tuple(notes))
+
+
+def _describe_epochs(slices: Sequence[DatasetSlice], num_tokens: int) -> str:
+    """Return a line on how often training reads its text, or each of its datasets where that differs."""
+    sizes, total_weight = [each.num_tokens() for each in slices], sum(each.weight for each in slices)
+    times = [num_tokens * each.weight / total_weight / size for each, size in zip(slices, sizes, strict=True)]
+    line = f"training reads its {sum(sizes):,} tokens of text {num_tokens / sum(sizes):.3g} times"
+    if max(times) - min(times) > 0.01 * max(times):
+        shown = [f"{s.dataset.prefix} {t:.3g} times" for s, t in zip(slices[:MAX_SHOWN], times, strict=False)]
+        line += f": {', '.join(shown)}" + (f" and {len(slices) - MAX_SHOWN} more" if len(slices) > MAX_SHOWN else "")
+    return line
+
+
+def _build_held_out(
+    data: DataOptions,
+    order: SampleOrder,
+    slices: Mapping[str, Sequence[DatasetSlice]],
+    seq_length: int,
+    multiples: Sequence[int],
+    vocabulary: Vocabulary,
+    groups: "ProcessGroups",
+) -> dict[str, "Dataset"]:
+    """Return validation and test samples: of each set at the training length, and of validation at further lengths."""
+    from megatron.data.validation_dataset import ValidationDataset
+
+    samples: dict[str, Dataset] = {}
+    for name, slices_of_set in slices.items():
+        if not slices_of_set:
+            continue
+        streams, problem = [each.dataset.read_stream(each.first, each.last) for each in slices_of_set], None
+        try:
+            if groups.is_main:
+                for each, stream in zip(slices_of_set, streams, strict=True):
+                    _check_stream(each, stream, vocabulary)
+        except FarfieldError as error:
+            problem = error
+        if (problem := groups.gather_objects(problem)[0]) is not None:
+            raise problem
+        limit = order.num_samples["test" if name == "test" else "valid"]
+        further = () if name == "test" else multiples
+        block = seq_length * math.lcm(1, *further)
+        for multiple in (1, *further):
+            samples[name if multiple == 1 else f"{name}/{multiple}x"] = ValidationDataset(
+                streams,
+                [each.weight for each in slices_of_set],
+                seq_length * multiple,
+                vocabulary,
+                eod_mask_loss=data.eod_mask_loss,
+                block_length=block,
+                max_blocks=None if limit is None else max(1, limit * seq_length // block),
+            )
+    return samples
+
+
+def _check_stream(dataset_slice: DatasetSlice, stream: np.ndarray, vocabulary: Vocabulary) -> None:
+    """Check tokens that no sample's reader checks: their checksum, if one was recorded, and that they are tokens of the
+    vocabulary."""
+    check_dataset_content(dataset_slice.dataset)
+    name = f"{dataset_slice.key}: {dataset_slice.dataset.prefix}"
+    check_token_range(name, find_token_range(stream), stream.dtype, vocabulary)
 
 
 def _check_index_size(order: SampleOrder) -> None:
     """UserError for more samples than this machine can index in memory."""
-    for split, total in order.total_samples.items():
-        if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
-            key = "train_iters" if split == "train" else "eval_iters"
-            needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
-            raise UserError(
-                f"{key}: {total:,} {split} samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
-                f"this machine, {memory_gib:,.0f} GiB",
-                key,
-            )
+    total = order.total_train_samples
+    if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
+        needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30
+        raise UserError(
+            f"train_iters: {total:,} train samples need an index of {needed_gib:,.0f} GiB, more than the memory of "
+            f"this machine, {memory_gib:,.0f} GiB",
+            "train_iters",
+        )
 
 
 def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
@@ -192,7 +272,7 @@ def _build_task_datasets(data: DataOptions, order: SampleOrder) -> Datasets:
         )
         if total
         else None
-        for split, total in order.total_samples.items()
+        for split, total in {**order.num_samples, "train": order.total_train_samples}.items()
     )
     return Datasets(train, valid, test, task_config.sequence_lengths)
 
@@ -229,9 +309,7 @@ def load_token_stream(data: DataOptions, split: Split, vocabulary: Vocabulary | 
     vocabulary = vocabulary or read_vocabulary(data)
     for dataset_slice in slices:
         check_dataset_slice(dataset_slice, split, 1, vocabulary)
-        check_dataset_content(dataset_slice.dataset)
     streams = [dataset_slice.dataset.read_stream(dataset_slice.first, dataset_slice.last) for dataset_slice in slices]
-    for dataset_slice, stream in zip(slices, streams, strict=True):  # evaluation reads no sample that is checked later
-        name = f"{dataset_slice.key}: {dataset_slice.dataset.prefix}"
-        check_token_range(name, find_token_range(stream), stream.dtype, vocabulary)
+    for dataset_slice, stream in zip(slices, streams, strict=True):
+        _check_stream(dataset_slice, stream, vocabulary)
     return streams[0] if len(streams) == 1 else np.concatenate(streams)

@@ -25,7 +25,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,9 +37,6 @@ from megatron.data.corpus_metadata import (
     split_basename,
 )
 from megatron.utils.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from megatron.data.load_tokenizer import Vocabulary
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -94,27 +90,6 @@ def find_token_range(
     starts = range(0, len(tokens), length) if block_starts is None else block_starts
     ranges = [(int(block.min()), int(block.max())) for block in (tokens[start : start + length] for start in starts)]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
-
-
-def check_token_range(name: str, token_range: tuple[int, int], dtype: np.dtype, vocabulary: "Vocabulary") -> None:
-    """Check that the smallest and the largest token id of a dataset are ids of its vocabulary.
-
-    megatron-core uses negative ids as marks: it would take a token -1 for padding, and not count it in the loss.
-
-    Raises:
-        UserError: an id is negative or beyond the vocabulary.
-    """
-    smallest, largest = token_range
-    if smallest < 0:
-        limit, narrow = np.iinfo(dtype).max, dtype.itemsize < 4
-        cause = f": its tokens are stored as {dtype.name}, where ids above {limit:,} become negative" if narrow else ""
-        wide = "uint16 or int32" if vocabulary.size <= 1 << 16 else "int32"
-        raise UserError(f"{name} has token {smallest}, but ids begin at 0{cause}; write it again with {wide} tokens")
-    if largest >= vocabulary.size:
-        raise UserError(
-            f"{name} has token {largest}, but tokenizer {vocabulary.name} has only {vocabulary.size} tokens: a "
-            "tokenizer that does not fit the data"
-        )
 
 
 def open_indexed(prefix: str | Path) -> IndexedTokens:
@@ -198,17 +173,3 @@ def check_dataset(prefix: Path, *, content: bool) -> None:
 def check_dataset_content(dataset: IndexedTokens) -> None:
     """Compare the tokens with their checksum, if one was recorded and the file is not too large to be read for that."""
     check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES)
-
-
-def check_all_tokens(name: str, dataset: IndexedTokens, vocabulary: "Vocabulary") -> None:
-    """Check every token of a dataset before its first use: its checksum if one was recorded, then its range.
-
-    Of a file that is too large to be read for that, blocks are checked; training checks each sample it reads.
-
-    Raises:
-        UserError: an id is negative or beyond the vocabulary.
-        RunError: a file changed since the corpus was made.
-    """
-    check_dataset_content(dataset)
-    max_tokens = None if dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES else SAMPLED_TOKENS
-    check_token_range(name, dataset.find_token_range(max_tokens), dataset.tokens.dtype, vocabulary)

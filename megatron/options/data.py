@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
@@ -19,6 +19,9 @@ MAX_INPUT_LENGTH = 10**6
 
 MAX_VOCAB_SIZE = 1 << 24
 """Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
+
+SET_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
+"""Names of validation sets."""
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
@@ -87,6 +90,9 @@ class CorpusOptions(ConfigSection):
     )
     documents: int | None = config_field(None, "only so many documents, the first ones", ge=1)
     tokens: int | None = config_field(None, "only the first documents that hold so many tokens with their ends", ge=1)
+    skip_bad: int = config_field(
+        0, "leave out up to so many documents that cannot be decoded (not UTF-8, not JSON, no text in the column)", ge=0
+    )
     seed: int = config_field(1234, "decides which document goes to which split", ge=0)
     workers: int | None = config_field(None, "processes; as many as cores and text are worth if absent", ge=1)
 
@@ -123,6 +129,11 @@ class DataOptions(ConfigSection):
         list, "corpora to train on: each an indexed dataset, a folder of them, or a list of either", policy="data"
     )
     valid_data_paths: list[CorpusName] = config_field(list, "corpora to validate on, named likewise", policy="data")
+    valid_data_sets: dict[Annotated[str, Field(pattern=SET_NAME)], CorpusName] = config_field(
+        dict,
+        "further validation sets, each reported by its name: {books: data/books, code: [data/c, data/python]}",
+        policy="data",
+    )
     test_data_paths: list[CorpusName] = config_field(
         list, "corpora to test on, named likewise; `evaluate` reads these", policy="data"
     )
@@ -177,7 +188,7 @@ TASK_KEYS = ("task_options", "task_length", "task_shortest_length")
 
 TEXT_KEYS = (
     *("data_path", "split", *(f"{split}_data_{suffix}" for split in SPLITS for suffix in ("paths", "weights"))),
-    *("weight_by_num_documents", "weighted_sampler_alpha"),
+    *("valid_data_sets", "weight_by_num_documents", "weighted_sampler_alpha"),
     *("tokenizer_type", "vocab_file", "merge_file", "end_token", "add_bos", "eod_mask_loss"),
 )
 """Keys that say something of a text."""
@@ -253,6 +264,10 @@ def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
                 f"{split}_data_weights",
                 f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
             )
+    yield from (
+        ("valid_data_sets", f"valid_data_sets {problem}")
+        for problem in _find_name_problems([*data.valid_data_sets.values()])
+    )
     if data.data_path is not None:
         yield from (("data_path", f"data_path {problem}") for problem in _find_name_problems([data.data_path]))
     try:

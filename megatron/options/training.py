@@ -1,9 +1,10 @@
 """Keys that decide how the model is trained: optimizer, schedule, batch, precision, evaluation during training."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import create_model, model_validator
+from pydantic import AfterValidator, create_model, model_validator
 
 from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
 
@@ -247,6 +248,16 @@ class Bf16Options(ConfigSection):
     enabled: bool = config_field(False, "train in bfloat16 with float32 master weights", policy="numerics")
 
 
+def _check_multiples(values: list[str]) -> list[str]:
+    """Check that lengths are whole multiples of the training length, greater than 1, and none is there twice."""
+    for value in values:
+        if re.fullmatch(r"[1-9]\d{0,3}x", value) is None or value == "1x":
+            raise ValueError(f"{value} is not a whole multiple of the training length, such as 4x (1x is always there)")
+        if values.count(value) > 1:
+            raise ValueError(f"{value} is named more than once")
+    return values
+
+
 class TrainingOptions(ConfigSection):
     """Batches, steps, precision, seeds."""
 
@@ -306,7 +317,20 @@ class TrainingOptions(ConfigSection):
     eval_interval: int = config_field(
         1000, "steps between validations; 0 turns them off", ge=0, le=MAX_STEPS, policy="output"
     )
-    eval_iters: int = config_field(100, "validation batches each time", ge=0, le=MAX_STEPS, policy="output")
+    eval_iters: int | None = config_field(
+        None,
+        "limit of a validation, in batches spread evenly over its text; the whole text once if absent (of a task "
+        "100 batches)",
+        ge=0,
+        le=MAX_STEPS,
+        policy="output",
+    )
+    eval_lengths: Annotated[list[str], CommaSeparated, AfterValidator(_check_multiples)] = config_field(
+        list,
+        "further lengths to validate at, in training lengths (2x,4x,16x), on the same tokens",
+        policy="output",
+    )
+    eval_at_start: bool = config_field(False, "validate before the first step too", policy="output")
     max_bad_steps: int = config_field(
         3,
         "stop, or go back, after this many consecutive steps whose loss is not finite; until then they are skipped",

@@ -75,7 +75,7 @@ class RehearsedRun:
             "extra_save_iters": [],
             "keep_last_n_checkpoints": None,
             "log_interval": 1,
-            "eval_iters": min(1, training.eval_iters),
+            "eval_iters": 1 if training.eval_iters is None else min(1, training.eval_iters),
             "data_cache": str(folder / "data_cache"),
             "tensorboard_dir": None,
             "use_wandb": False,

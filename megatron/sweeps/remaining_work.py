@@ -114,7 +114,7 @@ def lacks_test_record(member: SweepMember) -> bool:
         or bool(data.test_data_paths)
         or (data.data_path is not None and compute_sequence_range(data.split, "test", 10**9) is not None)
     )
-    if not (tests and training.eval_interval and training.eval_iters):
+    if not (tests and training.eval_interval and training.eval_iters != 0):
         return False
     return not has_logged_record(member.folder, "test", training.train_iters)
 

@@ -99,8 +99,11 @@ class Engine:
         self.z_loss: Tensor | None = None
         """This rank's share of the last step's z-loss, float64; None without one."""
         self.pipeline = None
+        self._config, self._pipelines = config, dict[tuple[int, int], PipelineSchedule]()
         if mesh.pipeline.size > 1:
             self.pipeline = PipelineSchedule(self.deepspeed.module, config, groups)
+            training_shape = (config.training.train_micro_batch_size_per_gpu, config.model.seq_length)
+            self._pipelines[training_shape[0], training_shape[1] // mesh.context.size] = self.pipeline
             self.deepspeed.enable_backward_allreduce = False  # `forward_backward` asks for it
             self.deepspeed.pipeline_parallelism = True
         self.grad_norm: Tensor | float = 0.0
@@ -180,12 +183,18 @@ class Engine:
         as a step has; `model.eval()` comes first."""
         if self.pipeline is not None:
             progress(0)
-            return self.pipeline.evaluate_loss(micro_batches)
+            return self._get_pipeline(tuple(micro_batches[0]["tokens"].shape)).evaluate_loss(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         for index, batch in enumerate(micro_batches):
             progress(index)
             total += self._compute_losses(batch, None).sum(dtype=torch.float64)
         return total
+
+    def _get_pipeline(self, shape: tuple[int, int]) -> PipelineSchedule:
+        """Return the schedule for micro-batches of a shape [B, T], which validation at other lengths has."""
+        if shape not in self._pipelines:
+            self._pipelines[shape] = PipelineSchedule(self.deepspeed.module, self._config, self.groups, shape)
+        return self._pipelines[shape]
 
     def _compute_losses(self, batch: Batch, position_seed: int | None, *, with_log_z: bool = False) -> Tensor:
         """The loss of each token, 0 where it does not count, float32 [B, T]; or that and log Z, [2, B, T]."""

@@ -47,6 +47,11 @@ def _resolve_folders(config: Config) -> tuple[Config, list[str]]:
             changes[key] = _list_datasets(key, names, split, notes)
     if config.data.data_path is not None and _names_folder([config.data.data_path]):
         changes["data_path"] = _list_datasets("data_path", [config.data.data_path], "train", notes)[0]
+    if _names_folder([*config.data.valid_data_sets.values()]):
+        changes["valid_data_sets"] = {
+            name: _list_datasets("valid_data_paths", [corpus], "valid", notes)[0]
+            for name, corpus in config.data.valid_data_sets.items()
+        }
     key, stages = "train_data_paths", config.training.stages
     if any(_names_folder(stage.get(key, [])) for stage in stages):
         changes["stages"] = [

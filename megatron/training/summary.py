@@ -59,9 +59,37 @@ def log_start(run: TrainingRun) -> None:
         if len(run.resume.stages) > 1:
             run.console.log(run.stage.describe(len(run.resume.stages), step, run.schedule(step)))
         documents = describe_crossing_share(run.config.position.attention_mask, run.datasets.crossing_share)
-        for line in (*documents, *describe_layout(run.config, run.groups.mesh.sizes)):
+        reading = [run.datasets.epochs] if run.datasets.epochs is not None else []
+        reading += describe_validation(run)
+        for line in (*documents, *reading, *describe_layout(run.config, run.groups.mesh.sizes)):
             run.console.log(line)
     run.console.begin(step, seconds)
+
+
+MAX_VALIDATION_SHARE = 0.2
+"""Share of the training time; a longer validation is pointed out."""
+
+
+def describe_validation(run: TrainingRun) -> list[str]:
+    """Return a line on what validation reads, and how much of the training's work it is; none of a task."""
+    datasets, training = run.datasets, run.config.training
+    sets = {"valid": datasets.valid, **datasets.further}
+    texts = [(name, each) for name, each in sets.items() if each is not None]
+    if run.config.data.task is not None or not texts:
+        return []
+    parts, targets = [], 0
+    for name, each in texts:
+        text = getattr(each, "dataset", each)  # a wrapper marks documents
+        scored = min(text.num_targets, len(text) * text.length)
+        targets += scored
+        amount = f"all {scored:,} tokens" if text.is_whole else f"{scored:,} of {text.num_targets:,} tokens"
+        parts.append(f"{name} {amount}")
+    line = f"validation every {format_quantity(training.eval_interval, 'step')} reads {', '.join(parts)}"
+    # A forward pass is a third of a training step's work.
+    per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
+    if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
+        line += f", about {share:.0%} of the time of these steps; eval_iters limits it"
+    return [line]
 
 
 def describe_start(run: TrainingRun, step: int, seconds: float) -> str:

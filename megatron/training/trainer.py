@@ -270,7 +270,7 @@ class Trainer:
                 signum = round(run.groups.all_reduce_max(stop.signal or 0))
                 run.console.log(summary.describe_stop(run.config, self.data_position.step, checkpoint, signum))
             elif not is_tested:
-                test = self.validator.validate("test", self.data_position.step)
+                test = self.validator.test(self.data_position.step)
             if self.guard.num_rollbacks:
                 line = summary.describe_rollbacks(self.guard.num_rollbacks, self.data_position.skipped_samples)
                 run.console.log(line)
@@ -293,6 +293,8 @@ class Trainer:
         training, checkpoint = config.training, config.checkpoint
         if self.data_position.step == 0:
             self._save_checkpoint()
+            if training.eval_interval and training.eval_at_start:
+                self.validator.validate(0)
         while self.data_position.step < self.run.stage.end_step:
             if self.profiler is not None:
                 self.profiler.begin_step(self.data_position.step + 1)
@@ -308,7 +310,7 @@ class Trainer:
                 self._report_interval()
             if training.eval_interval and (is_last or self._is_due(training.eval_interval)):
                 self.interval.pause()
-                self.validator.validate("valid", step)
+                self.validator.validate(step)
                 self.interval.resume()
             if self._is_due(checkpoint.checkpoint_factor) or step in checkpoint.extra_save_iters:
                 self._save_checkpoint()

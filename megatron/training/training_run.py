@@ -51,11 +51,13 @@ from megatron.training.profiler import begin_memory_history
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import FarfieldError
+from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WaitAnnouncer
 
 MAX_SILENCE = 6.0
 """Seconds without a line while a run is built."""
+TASK_EVAL_ITERS = 100
+"""Batches of a validation on a task, whose text has no end, where eval_iters is absent."""
 PARAMETER_GROUPS = "parameter_groups.txt"
 """In the run's folder: which group of the optimizer's each parameter is in."""
 
@@ -312,7 +314,7 @@ def build_components(
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
     for note in (*resume.notes, *method_notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
-    if datasets.valid is None and training.eval_interval and training.eval_iters:
+    if datasets.valid is None and not datasets.further and training.eval_interval and training.eval_iters != 0:
         reporter.log("no validation: the configuration names no validation data")
 
     seed = rng.derive_seed(training.seed, "initialization", groups.mesh)
@@ -326,6 +328,7 @@ def build_components(
         kept_backend=kept_backend,
     )
     model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed, target=target)
+    _check_eval_lengths(config, model.max_length)
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
@@ -360,6 +363,19 @@ def build_components(
         parameters=parameters,
         peak_tflops=find_peak_tflops(groups.device, training.compute_dtype, config.logging.peak_tflops),
     )
+
+
+def _check_eval_lengths(config: Config, max_length: int | None) -> None:
+    """UserError for lengths to validate at that the model has no positions for."""
+    for multiple in config.training.eval_lengths:
+        length = int(multiple.removesuffix("x")) * config.model.seq_length
+        if config.data.task is not None:
+            raise UserError("eval_lengths: a task is validated at its own lengths; leave it out", "eval_lengths")
+        if max_length is not None and length > max_length:
+            raise UserError(
+                f"eval_lengths: {multiple} is {length:,} tokens, but the model has {max_length:,} positions",
+                "eval_lengths",
+            )
 
 
 def restore_training_run(run: TrainingRun) -> None:
@@ -485,7 +501,10 @@ def _build_datasets(
     if position.order is not None:
         total = max(1, position.order.count_blocks(total, config.model.seq_length))
     position.ordered_samples = position.ordered_samples or total
-    held_out = training.eval_iters * batch if training.eval_interval else 0
+    eval_iters = training.eval_iters
+    if eval_iters is None and config.data.task is not None:
+        eval_iters = TASK_EVAL_ITERS
+    held_out = 0 if not training.eval_interval else None if eval_iters is None else eval_iters * batch
     cache = config.data.data_cache
     if cache is None and config.checkpoint.save is not None:
         cache = str(Path(config.checkpoint.save) / "data_cache")
@@ -507,4 +526,5 @@ def _build_datasets(
         groups=groups,
         vocabulary=vocabulary,
         keep_documents_apart=config.position.attention_mask == "document",
+        eval_multiples=[int(multiple.removesuffix("x")) for multiple in training.eval_lengths],
     )

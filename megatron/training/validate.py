@@ -1,15 +1,17 @@
 """The loss on held-out sequences, during training and at its end.
 
-Each validation scores the same sequences, the first `eval_iters · train_batch_size` of the split's order, however they
-are divided among processes, so that its curve moves only because the model does. It leaves no trace: random states
+Each validation scores the same tokens, all of a text once unless eval_iters limits them (`validation_dataset`), however
+they are divided among processes, so that its curve moves only because the model does. It leaves no trace: random states
 are put back, and nothing of the optimizer is touched.
+
+The record of the validation text at the training length is named `valid`, those of named sets and of further lengths
+`valid/NAME`, `valid/4x` and `valid/NAME/4x`.
 """
 
 import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.utils.data import Dataset
@@ -17,6 +19,7 @@ from torch.utils.data import Dataset
 from megatron.checkpoint import rng_state
 from megatron.config.schema import Config
 from megatron.data.dataloader import build_dataloader
+from megatron.data.validation_dataset import PaddedDataset
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
@@ -33,43 +36,56 @@ def validate(
     groups: ProcessGroups,
     *,
     step: int,
-    split: str,
-    progress: Callable[[str, int, int], None] = lambda split, done, total: None,
+    name: str,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> ValidationRecord:
-    """Mean loss per counted token of `eval_iters` global batches. All processes must call this.
+    """Return the mean loss per scored token of a dataset. All processes must call this.
 
-    `progress` is called with the split, the micro-batches that are done, and all there are.
+    Args:
+        engine: the model, at any length of sequences.
+        dataset: samples of one length; its masks may weigh tokens.
+        config, groups: of the run.
+        step, name: of the record.
+        progress: called with the name, the micro-batches that are done, and all there are.
     """
     training = config.training
     start_time = time.perf_counter()
     states = rng_state.capture_rng_state()
     engine.model.eval()
     losses = torch.zeros((), dtype=torch.float64, device=groups.device)
-    counted = 0.0
-    order = build_dataloader(dataset, micro_batch_size=training.train_micro_batch_size_per_gpu, mesh=groups.mesh)
+    weights, counted = 0.0, 0
+    length, data_size = dataset[0]["tokens"].shape[0], groups.mesh.data.size
+    # Longer sequences come with as many tokens at a time.
+    micro_batch = training.train_micro_batch_size_per_gpu
+    if config.data.task is None:
+        micro_batch = max(1, micro_batch * config.model.seq_length // length)
     steps = training.gradient_accumulation_steps
-    total = training.eval_iters * steps
+    # A pipeline takes the micro-batches of a whole step.
+    batch = micro_batch * data_size * (steps if groups.mesh.pipeline.size > 1 else 1)
+    padded = PaddedDataset(dataset, batch)
+    order = build_dataloader(padded, micro_batch_size=micro_batch, mesh=groups.mesh)
+    total = len(padded) // (micro_batch * data_size)
     for first in range(0, total, steps):
 
         def show_progress(index: int, first: int = first) -> None:
-            progress(split, first + index, total)
+            progress(name, first + index, total)
 
-        if not (micro_batches := list(islice(order, steps))):
-            break
-        counted += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
+        micro_batches = list(islice(order, steps))
+        weights += sum(float(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
+        counted += sum(int(batch["loss_mask"].count_nonzero()) for batch in micro_batches)
         losses += engine.evaluate_loss(micro_batches, progress=show_progress)
-    progress(split, total, total)
+    progress(name, total, total)
     engine.model.train()
     rng_state.restore_rng_state(states)
     once = groups.mesh.count_once
-    all_losses, all_counted = groups.all_reduce_sum(once(float(losses)), once(counted))
-    loss = all_losses / max(all_counted, 1.0)
+    all_losses, all_weights, all_counted = groups.all_reduce_sum(once(float(losses)), once(weights), once(counted))
+    loss = all_losses / all_weights if all_weights else 0.0
     return ValidationRecord(
         step=step,
-        split=split,
+        split=name,
         loss=loss,
         perplexity=perplexity(loss),
-        tokens=round(all_counted),
+        tokens=all_counted,
         seconds=time.perf_counter() - start_time,
     )
 
@@ -80,24 +96,31 @@ class Validator:
     def __init__(self, run: TrainingRun, watchdog: Watchdog) -> None:
         self._run, self._watchdog = run, watchdog
         self.last: ValidationRecord | None = None
-        """The last validation that was not the test."""
+        """The last validation on the validation text at the training length."""
 
-    def validate(self, split: Literal["valid", "test"], step: int) -> ValidationRecord | None:
-        """The loss on a split after `step` steps; None if there are no data of it. All processes must call this."""
+    def validate(self, step: int) -> None:
+        """Report the losses on all validation sets at all lengths. All processes must call this."""
+        datasets = self._run.datasets
+        if datasets.valid is not None:
+            self.last = self._report("valid", datasets.valid, step)
+        for name, dataset in datasets.further.items():
+            self._report(name, dataset, step)
+
+    def test(self, step: int) -> ValidationRecord | None:
+        """Report and return the loss on the test text; None if there is none. All processes must call this."""
+        dataset = self._run.datasets.test
+        return None if dataset is None else self._report("test", dataset, step)
+
+    def _report(self, name: str, dataset: Dataset, step: int) -> ValidationRecord:
         run = self._run
-        dataset = run.datasets.valid if split == "valid" else run.datasets.test
-        if dataset is None:
-            return None
 
-        def show_progress(split: str, done: int, total: int) -> None:
+        def show_progress(name: str, done: int, total: int) -> None:
             self._watchdog.enter_phase("validate", step)
-            run.console.show_validation(split, done, total)
+            run.console.show_validation(name, done, total)
 
-        record = validate(run.engine, dataset, run.config, run.groups, step=step, split=split, progress=show_progress)
+        record = validate(run.engine, dataset, run.config, run.groups, step=step, name=name, progress=show_progress)
         run.console.evaluation(record)
         report_to_all(run.reporters, record)
-        if split == "valid":
-            self.last = record
         return record
 
 

@@ -158,7 +158,8 @@ def test_bad_bytes_of_a_cut_file_are_placed_in_the_file(tmp_path):
     with pytest.raises(UserError) as error:
         prepare([str(path)], tmp_path / "out")
     offset = len(good) + 4
-    assert str(error.value) == f"{path}:1001: not UTF-8: byte 0xff at offset {offset} (invalid start byte)"
+    problem = f"{path}:1001: not UTF-8: byte 0xff at offset {offset} (invalid start byte)"
+    assert str(error.value) == f"{problem}; --skip-bad N leaves up to N such documents out"
 
 
 def test_the_same_corpus_is_found_again(texts, tmp_path):
@@ -297,9 +298,9 @@ def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     lines = many.read_text().splitlines()
     lines[2000] = '{"text": 5}'
     many.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number, not text$"):
+    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number, not text; --skip-bad N"):
         prepare([str(many)], tmp_path / "out", workers=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["many.jsonl"]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["many.jsonl"]
 
 
 def test_corpora_without_text_are_refused(tmp_path):

@@ -90,6 +90,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         write(path, pa.table({"text": binary}))
         with pytest.raises(UserError, match=rf"{name}: row 21: not UTF-8 at byte 1 \(invalid start byte\)"):
             decoded(path)
+        skipped = prepare([str(path)], tmp_path / f"skipped-{name}", split=None, skip_bad=1)
+        assert skipped.splits["all"].documents == 21
         whole = path.read_bytes()
         for damaged in (b"", whole[: len(whole) // 2], b"nothing of the kind"):
             path.write_bytes(damaged)

@@ -96,6 +96,41 @@ def test_interrupted_work_goes_on(tmp_path: Path, source: str, choices: dict[str
     assert names(tmp_path) == ["again", "many.jsonl", "out", "whole"]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_path: Path, workers: int) -> None:
+    lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+    path = tmp_path / "bad.jsonl"
+    good = [line if i not in (201, 350) else json.dumps({"text": ""}) for i, line in enumerate(lines)]
+    path.write_text("\n".join(good))
+    whole = contents(prepare([str(path)], tmp_path / "whole").folder)
+    path.write_text("\n".join("{" if i in (201, 350) else line for i, line in enumerate(lines)))
+    first = r"bad\.jsonl:202: not JSON: "
+    with pytest.raises(UserError, match=first + r".*; --skip-bad N leaves up to N .*; the work before it is kept"):
+        prepare([str(path)], tmp_path / "out", workers=workers)
+    seen = Interrupting()
+    with pytest.raises(
+        UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; the"
+    ):
+        prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=1, progress=seen)
+    assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # of 16, the first 8 were kept
+    corpus = prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=2)
+    found = contents(tmp_path / "out")
+    assert all(found[name] == whole[name] for name in whole if name != "corpus.json")
+    assert json.loads(found["corpus.json"])["bad_documents"] == 2
+    assert corpus.notes[0].startswith(f"2 documents left out, as they cannot be decoded: {path}:202: not JSON")
+    assert not list(tmp_path.glob(".out.*"))
+
+
+@pytest.mark.parametrize("choices", [{"tokens": 100_000}, {"tokenizer": "bpe", "vocab_size": 300}], ids=str)
+def test_bad_documents_are_left_out_of_counting_and_training_too(tmp_path: Path, choices: dict[str, Any]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([*(json.dumps({"text": text}) for text in DOCUMENTS[:80]), "[]", '{"txt": 1}', "{"]))
+    with pytest.raises(UserError, match=r"at least 3 documents cannot be decoded"):
+        prepare([str(path)], tmp_path / "out", skip_bad=2, **choices)
+    prepare([str(path)], tmp_path / "out", skip_bad=3, **choices)
+    assert json.loads((tmp_path / "out" / "corpus.json").read_text())["bad_documents"] == 3
+
+
 def test_other_work_and_damaged_remains_begin_anew(tmp_path: Path, source: str) -> None:
     whole = contents(prepare([source], tmp_path / "whole").folder)
 

@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from tiny_runs import losses, records, same_weights, tiny_config, write_corpora
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read_config
+from megatron.data.datasets import load_token_stream
 from megatron.training.engine import Engine
+from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.training.trainer import train
 from megatron.utils.errors import RunError, UserError
 
@@ -58,7 +61,9 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     assert result.test_loss == records(tmp_path, "test")[30]["loss"]
     assert (result.step, result.exit_code) == (30, 0)
     assert result.checkpoint == tmp_path / "checkpoints" / "step_0000030"
-    begins, rows, *lines, ends = text.splitlines()
+    begins, rows, epochs, validation, *lines, ends = text.splitlines()
+    assert epochs == "training reads its 4,071 tokens of text 0.472 times"
+    assert re.match(r"validation every 20 steps reads valid 128 of \d+ tokens", validation)
     assert " parameters on " in begins
     assert rows.endswith("% of rows hold several documents; attention crosses them")
     assert ends == f"saved {result.checkpoint}; next: ./deepy.py evaluate {tmp_path}"
@@ -69,6 +74,44 @@ def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     )
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert read_config(tmp_path / "config.yml").to_flat() == config.to_flat()
+
+
+def test_validation_reads_its_text_once_whatever_the_batch_and_the_seed(corpus: Path, tmp_path: Path) -> None:
+    """At several lengths and of several sets, before the first step too."""
+    keys = {"eval_interval": 1, "train_iters": 1, "eval_iters": None, "eval_at_start": True, "eval_lengths": "2x,4x"}
+    keys |= {
+        "valid_data_sets": {"twin": str(corpus / "valid_text_document"), "other": str(corpus / "test_text_document")}
+    }
+    found = []
+    for name, more in (("a", {}), ("b", {"seed": 5, "train_batch_size": 6, "train_micro_batch_size_per_gpu": 3})):
+        train(
+            tiny_config(
+                corpus,
+                tmp_path / name,
+                **keys,
+                **more,
+                optimizer={"params": {"lr": 1e-30}},
+                lr_decay_style="constant",
+                min_lr=0.0,
+            )
+        )
+        found.append(lines_by_kind(tmp_path / name))
+    tokens = len(load_token_stream(tiny_config(corpus).data, "valid")) - 1
+    names = [f"valid{name}{length}" for name in ("", "/twin", "/other") for length in ("", "/2x", "/4x")]
+    for kinds in found:
+        assert sorted(set(kinds) - {"train", "test"}) == sorted(names)
+        assert all([record["step"] for record in kinds[name]] == [0, 1] for name in names)
+        assert {record["tokens"] for name in names if "other" not in name for record in kinds[name]} == {tokens}
+        for length in ("", "/2x", "/4x"):
+            assert kinds[f"valid{length}"][0]["loss"] == kinds[f"valid/twin{length}"][0]["loss"]
+
+
+def lines_by_kind(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The records of a run, by their kind."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for _, record in read_metrics_log(run / METRICS_FILE):
+        kinds.setdefault(record["kind"], []).append(record)
+    return kinds
 
 
 def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path) -> None:

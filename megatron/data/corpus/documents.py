@@ -25,6 +25,7 @@ from megatron.data.corpus.sources import (
     split_text_file,
 )
 from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
+from megatron.data.corpus.writer import BadDocuments
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import SPLITS
 from megatron.utils.errors import RunError, UserError
@@ -179,17 +180,19 @@ def assign_documents(names: Iterable[str], fractions: Sequence[float], seed: int
 
 
 def count_documents_for_tokens(
-    num_tokens: int, documents: CorpusDocuments, tokenizer: Tokenizer, num_workers: int
+    num_tokens: int, documents: CorpusDocuments, tokenizer: Tokenizer, num_workers: int, bad: BadDocuments
 ) -> int | None:
     """How many documents, of those within the limit, hold so many tokens; that limit if all together do not.
 
     Which split a document goes to follows from how many there are, so that they are counted before any is written.
+    Documents that cannot be decoded are added to `bad`, and hold no tokens.
     """
     token_count, document_count, bytes_done = 0, 0, 0
     chunks = iter_chunks((document, 0) for document in documents.iter_documents())
-    encoder = ChunkEncoder(tokenizer, np.int32, documents.column)
+    encoder = ChunkEncoder(tokenizer, np.int32, documents.column, skip_bad=bad.limit > 0)
     with contextlib.closing(encode_chunks(encoder, chunks, num_workers)) as encoded_chunks:
         for chunk in encoded_chunks:
+            bad.add(chunk.bad)
             for length in chunk.lengths:
                 token_count, document_count = token_count + length, document_count + 1
                 if token_count >= num_tokens:

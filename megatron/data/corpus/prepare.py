@@ -29,9 +29,9 @@ from megatron.data.corpus.documents import (
 )
 from megatron.data.corpus.hub_dataset import UnfinishedError
 from megatron.data.corpus.recipe import CorpusRecipe, find_existing_corpus, read_corpus_recipe
-from megatron.data.corpus.sources import SourceFile, decode_document
+from megatron.data.corpus.sources import BadDocumentError, SourceFile, decode_document
 from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
-from megatron.data.corpus.writer import PROGRESS_FILE, CorpusWriter, read_progress
+from megatron.data.corpus.writer import PROGRESS_FILE, BadDocuments, CorpusWriter, read_progress
 from megatron.data.corpus_metadata import (
     ALL_SPLITS,
     CORPUS_FILE,
@@ -61,8 +61,8 @@ def prepare_corpus(
 ) -> CorpusInfo:
     """Make a corpus folder from sources of text, or find it made already.
 
-    The corpus is the same for any number of workers. Work that is interrupted, by Ctrl-C, by a kill or because the hub
-    cannot be reached any more, is resumed when the same corpus is prepared again.
+    The corpus is the same for any number of workers. Work that is interrupted, by Ctrl-C, by a kill, by a bad
+    document or because the hub cannot be reached any more, is resumed when the same corpus is prepared again.
 
     Args:
         options: what it is made from; see `megatron.data.corpus.sources` for sources. A split with fraction 0 is not
@@ -75,7 +75,7 @@ def prepare_corpus(
     Raises:
         UserError: sources, tokenizers and choices that are wrong.
         RunError: the disk is full or the folder cannot be written.
-        In either case nothing is left behind, and an earlier corpus stays.
+        In either case an earlier corpus stays. Only tokenized documents before a bad one are left behind, hidden.
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)
@@ -84,8 +84,13 @@ def prepare_corpus(
         return corpus
     for note in recipe.list_notes():
         log(note)
-    with _open_work_folder(output, recipe.key) as folder:
-        _write_corpus(recipe, folder, progress)
+    try:
+        with _open_work_folder(output, recipe.key) as folder:
+            _write_corpus(recipe, folder, progress)
+    except BadDocumentError as error:
+        kept = "; the work before it is kept for that" if find_unfinished(output) else ""
+        advice = "--skip-bad N leaves up to N such documents out" if not options.skip_bad else "raise --skip-bad"
+        raise UserError(f"{error}; {advice}{kept}") from None
     return read_corpus(output)
 
 
@@ -98,14 +103,22 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if options.tokens is not None:
         assert recipe.tokenizer is not None
         limit = (
-            count_documents_for_tokens(options.tokens, documents, recipe.tokenizer, recipe.num_workers)
+            count_documents_for_tokens(
+                options.tokens, documents, recipe.tokenizer, recipe.num_workers, BadDocuments(options.skip_bad)
+            )
             if earlier is None
             else earlier["limit"]
         )
         documents = replace(documents, limit=limit)
     assignment = assign_splits(documents, recipe.split_fractions, options.seed)
     if recipe.tokenizer is None:
-        tokenizer = _train_tokenizer(folder, assignment, options.vocab_size, is_trained=earlier is not None)
+        tokenizer = _train_tokenizer(
+            folder,
+            assignment,
+            options.vocab_size,
+            bad=BadDocuments(options.skip_bad),
+            is_trained=earlier is not None,
+        )
     else:
         tokenizer = recipe.tokenizer
         tokenizer.copy_files(folder)
@@ -113,7 +126,9 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
         notes.append(f"the text gave {tokenizer.vocab_size} tokens of the {options.vocab_size} asked for")
     split_names = _list_split_names(recipe.split_fractions)
-    writer = CorpusWriter(work, split_names, tokenizer.vocab_size, {"limit": documents.limit}, earlier)
+    writer = CorpusWriter(
+        work, split_names, tokenizer.vocab_size, {"limit": documents.limit}, earlier, options.skip_bad
+    )
     if earlier is None and (options.tokens is not None or recipe.tokenizer is None):
         writer.save()  # counting and training took long
     _write_splits(writer, tokenizer, assignment, recipe.num_workers)
@@ -121,12 +136,17 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if writer.skipped:
         examples = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {examples}")
+    if writer.bad.count:
+        notes.append(
+            f"{writer.bad.count:,} documents left out, as they cannot be decoded: {'; '.join(writer.bad.first)}"
+        )
     metadata = CorpusMetadata(
         farfield=get_farfield_version(),
         sources=list(options.sources),
         made_from=recipe.made_from,
         tokenizer=tokenizer.metadata,
         splits=writer.split_counts,
+        bad_documents=writer.bad.count,
         notes=notes,
         files={path.name: compute_file_digest(path) for path in sorted(folder.iterdir())},
     )
@@ -159,7 +179,7 @@ def _can_resume(work: Path) -> bool:
 
 
 def _train_tokenizer(
-    folder: Path, assignment: SplitAssignment, vocab_size: int | None, *, is_trained: bool
+    folder: Path, assignment: SplitAssignment, vocab_size: int | None, *, bad: BadDocuments, is_trained: bool
 ) -> Tokenizer:
     """A byte-level BPE trained on the training documents alone, so that valid and test stay unseen.
 
@@ -172,7 +192,15 @@ def _train_tokenizer(
         bytes_done = 0
         for document, split in assignment.iter_documents():
             bytes_done += document.size
-            if split == 0 and (text := decode_document(document, documents.column)):
+            text = None
+            if split == 0:
+                try:
+                    text = decode_document(document, documents.column)
+                except BadDocumentError as error:
+                    if not bad.limit:
+                        raise
+                    bad.add([str(error)])
+            if text:
                 yield text
             documents.report_progress("training the tokenizer", bytes_done)
 
@@ -186,12 +214,16 @@ def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitA
     documents = assignment.documents
     try:
         chunks = iter_chunks(islice(assignment.iter_documents(), writer.documents, None))
-        encoder = ChunkEncoder(tokenizer, writer.dtype, documents.column)
+        encoder = ChunkEncoder(tokenizer, writer.dtype, documents.column, skip_bad=writer.bad.limit > 0)
         with contextlib.closing(encode_chunks(encoder, chunks, num_workers)) as encoded_chunks:
             for chunk in encoded_chunks:
                 writer.add(chunk)
                 documents.report_progress("tokenizing", writer.bytes_done)
         writer.finish()
+    except BadDocumentError:
+        if writer.documents:
+            writer.save()  # what was tokenized before is kept, for the same command with --skip-bad
+        raise
     finally:
         writer.close()
 
@@ -220,7 +252,9 @@ def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
 
     def keep_after(error: BaseException) -> bool:
         assert work is not None
-        return isinstance(error, KeyboardInterrupt | StoppedBySignal | UnfinishedError) and _can_resume(work)
+        return isinstance(
+            error, KeyboardInterrupt | StoppedBySignal | UnfinishedError | BadDocumentError
+        ) and _can_resume(work)
 
     with (
         describe_write_errors(output, "the corpus that"),

@@ -42,6 +42,10 @@ SUFFIXES = (".txt", *JSON_LINES, *TABLE_SUFFIXES)
 SourceFormat = Literal["text", "json", "python", "table", "hub"]
 
 
+class BadDocumentError(UserError):
+    """A document cannot be decoded: it is not UTF-8, not JSON, or has no text where its text should be."""
+
+
 @dataclass(frozen=True)
 class SourceFile:
     """One file of a source. `name` is independent of where the source lies on this machine: splits depend on it."""
@@ -180,13 +184,13 @@ def iter_raw_documents(
         return
     if file.format == "table":
         num_rows, before = count_rows(file.path), 0
-        for number, text in enumerate(iter_table_texts(file.path, key), start=1):
+        for number, content in enumerate(iter_table_texts(file.path, key), start=1):
             name, where, position = (
                 f"{file.name}:{number}",
                 f"{file.path}: row {number}",
                 file.size * number // num_rows,
             )
-            yield RawDocument(name, where, "table", text.encode(), position - before)
+            yield RawDocument(name, where, "table", content, position - before)
             before = position
         return
     if file.format != "json":
@@ -203,8 +207,10 @@ def iter_raw_documents(
 def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | None:
     """The text of a document; None for a Python file that Python itself cannot decode.
 
-    Raises UserError, naming file and line or byte, for bytes that are not UTF-8, a line that is not a JSON object with
-    a text under `jsonl_key`, and text that cannot be written as UTF-8 (a lone surrogate).
+    Raises:
+        BadDocumentError: bytes that are not UTF-8, a line that is not a JSON object with a text under `jsonl_key`, or
+            text that cannot be written as UTF-8 (a lone surrogate). It names file and line or byte.
+        UserError: the file cannot be read.
     """
     content = document.content
     if isinstance(content, Path):
@@ -215,14 +221,17 @@ def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | Non
     if document.format == "python":
         return _decode_python(content)
     if document.format == "table":
-        return content.decode()
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise BadDocumentError(f"{document.where}: not UTF-8 at byte {error.start} ({error.reason})") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         offset = error.start + len(content) - len(error.object)  # Python counts from after a byte order mark
         line = document.first_line + content[:offset].count(b"\n")
         location = document.where if document.format == "json" else f"{document.where}:{line}"
-        raise UserError(
+        raise BadDocumentError(
             f"{location}: not UTF-8: byte 0x{content[offset]:02x} at offset {document.offset + offset} ({error.reason})"
         ) from None
     return text if document.format == "text" else _read_json_text(text, document.where, jsonl_key)
@@ -378,16 +387,16 @@ def _read_json_text(line: str, where: str, key: str) -> str:
     try:
         value = parse_json(line)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
+        raise BadDocumentError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: {JSON_TYPES[type(value)]} in JSON, not an object with the key {key!r}")
+        raise BadDocumentError(f"{where}: {JSON_TYPES[type(value)]} in JSON, not an object with the key {key!r}")
     if key not in value:
-        raise UserError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--column)")
+        raise BadDocumentError(f"{where}: no key {key!r}; it has {', '.join(map(repr, value)) or 'no keys'} (--column)")
     text = value[key]
     if not isinstance(text, str):
-        raise UserError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}, not text")
+        raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}, not text")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {key!r} is not Unicode: lone surrogate at character {error.start}") from None
+        raise BadDocumentError(f"{where}: {key!r} is not Unicode: lone surrogate at character {error.start}") from None
     return text

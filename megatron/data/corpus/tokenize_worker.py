@@ -14,7 +14,7 @@ from multiprocessing import get_context, parent_process
 
 import numpy as np
 
-from megatron.data.corpus.sources import RawDocument, decode_document
+from megatron.data.corpus.sources import BadDocumentError, RawDocument, decode_document
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.utils.errors import RunError, UserError
 
@@ -45,6 +45,7 @@ class EncodedChunk:
     by_split: dict[int, EncodedSplit]
     lengths: list[int]  # of every document, with its end; 0 for those that are left out
     skipped: list[str]  # Python files that Python cannot decode
+    bad: list[str]  # what is wrong with each document that cannot be decoded, and where
     size: int
 
 
@@ -63,20 +64,31 @@ def iter_chunks(documents: Iterable[tuple[RawDocument, int]]) -> Iterator[Chunk]
 
 
 class ChunkEncoder:
-    """Decodes and tokenizes chunks."""
+    """Decodes and tokenizes chunks.
 
-    def __init__(self, tokenizer: Tokenizer, dtype: type[np.integer], jsonl_key: str) -> None:
-        self.tokenizer, self.dtype, self.jsonl_key = tokenizer, np.dtype(dtype), jsonl_key
+    With `skip_bad` documents that cannot be decoded are left out and listed, instead of a BadDocumentError.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, dtype: type[np.integer], jsonl_key: str, *, skip_bad: bool = False
+    ) -> None:
+        self.tokenizer, self.dtype, self.jsonl_key, self.skip_bad = tokenizer, np.dtype(dtype), jsonl_key, skip_bad
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         texts: dict[int, list[str]] = {}
         splits: list[int | None] = []
-        skipped = []
+        skipped, bad = [], []
         for document, split in zip(chunk.documents, chunk.splits, strict=True):
             try:
                 text = decode_document(document, self.jsonl_key)
             except MemoryError:
                 raise document_too_large(document) from None
+            except BadDocumentError as error:
+                if not self.skip_bad:
+                    raise
+                bad.append(str(error))
+                splits.append(None)
+                continue
             splits.append(split if text else None)
             if text is None:
                 skipped.append(document.name)
@@ -88,7 +100,7 @@ class ChunkEncoder:
             raise document_too_large(max(chunk.documents, key=lambda document: document.size)) from None
         remaining = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
         lengths = [0 if split is None else next(remaining[split]) for split in splits]
-        return EncodedChunk(by_split, lengths, skipped, chunk.size)
+        return EncodedChunk(by_split, lengths, skipped, bad, chunk.size)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         """UserError for ids outside the vocabulary, which the type of the tokens in the file may not hold."""
@@ -129,7 +141,10 @@ def encode_chunks(
         return
     tokenizer = encoder.tokenizer
     files = [str(path) for path in tokenizer.files.values()]
-    worker_arguments = (tokenizer.type, files, tokenizer.end_token, tokenizer.bos, encoder.dtype.str, encoder.jsonl_key)
+    worker_arguments = (
+        *(tokenizer.type, files, tokenizer.end_token, tokenizer.bos),
+        *(encoder.dtype.str, encoder.jsonl_key, encoder.skip_bad),
+    )
     # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
     pool = ProcessPoolExecutor(
         num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=worker_arguments
@@ -152,14 +167,14 @@ _encoder: ChunkEncoder | None = None  # of this worker process
 
 
 def _start_worker(
-    type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str
+    type: str, files: list[str], end_token: str | None, bos: int | None, dtype: str, jsonl_key: str, skip_bad: bool
 ) -> None:
     global _encoder
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     tokenizer = tokenizer_from_files(type, *files, end_token=end_token, bos=False)
     tokenizer.bos = bos
-    _encoder = ChunkEncoder(tokenizer, np.dtype(dtype).type, jsonl_key)
+    _encoder = ChunkEncoder(tokenizer, np.dtype(dtype).type, jsonl_key, skip_bad=skip_bad)
 
 
 def _exit_with_parent() -> None:

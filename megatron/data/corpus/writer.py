@@ -12,12 +12,14 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron.data.corpus.sources import BadDocumentError
 from megatron.data.corpus.tokenize_worker import EncodedChunk
 from megatron.data.corpus_metadata import SplitCounts, SplitName, split_basename
 from megatron.utils.atomic_io import parse_json, write_text_atomically
@@ -25,6 +27,8 @@ from megatron.utils.atomic_io import parse_json, write_text_atomically
 SAVE_INTERVAL = 30.0
 """Seconds."""
 
+MAX_SHOWN_BAD = 5
+"""Documents that cannot be decoded and are named."""
 MAX_SEQUENCE_TOKENS = 1 << 30  # the index stores lengths as int32, so a longer document is several sequences
 PROGRESS_FILE = "progress.json"
 
@@ -44,6 +48,28 @@ def read_progress(work: Path) -> dict[str, Any] | None:
     return progress
 
 
+@dataclass
+class BadDocuments:
+    """Documents that were left out because they cannot be decoded."""
+
+    limit: int
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    """What is wrong with the first ones, and where."""
+
+    def check(self, problems: Sequence[str]) -> None:
+        """Raise BadDocumentError if these are more than may still be left out."""
+        if (count := self.count + len(problems)) > self.limit:
+            examples = "; ".join([*self.first, *problems][:MAX_SHOWN_BAD])
+            raise BadDocumentError(f"at least {count:,} documents cannot be decoded, the first ones: {examples}")
+
+    def add(self, problems: Sequence[str]) -> None:
+        """Count documents, and name the first ones. Raises as `check`."""
+        self.check(problems)
+        self.count += len(problems)
+        self.first = [*self.first, *problems][:MAX_SHOWN_BAD]
+
+
 class CorpusWriter:
     """Datasets of some splits, from the beginning or from where earlier work stopped.
 
@@ -53,6 +79,7 @@ class CorpusWriter:
         vocab_size: of the tokenizer, which decides how tokens are stored.
         extra_progress: what `progress.json` is to hold besides.
         progress: of earlier work that is resumed, as `read_progress` returns it.
+        skip_bad: documents that may be left out because they cannot be decoded.
     """
 
     def __init__(
@@ -62,6 +89,7 @@ class CorpusWriter:
         vocab_size: int,
         extra_progress: Mapping[str, Any],
         progress: Mapping[str, Any] | None = None,
+        skip_bad: int = 0,
     ) -> None:
         from megatron.data.megatron_core import DType, IndexedDatasetBuilder  # takes seconds
 
@@ -73,6 +101,7 @@ class CorpusWriter:
         self.bytes_done: int = progress["done"]
         """Bytes of the sources."""
         self.skipped: list[str] = list(progress["skipped"])
+        self.bad = BadDocuments(skip_bad, progress.get("num_bad", 0), progress.get("bad", []))
         self.split_counts: dict[SplitName, SplitCounts] = {}
         self._builders: dict[int, Any] = {}
         self._lengths: dict[int, BinaryIO] = {}
@@ -94,7 +123,11 @@ class CorpusWriter:
             self._builders[split] = builder
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Write a chunk's documents, and now and then the progress."""
+        """Write a chunk's documents, and now and then the progress.
+
+        Raises BadDocumentError, the chunk not written, for more documents than may be left out.
+        """
+        self.bad.check(chunk.bad)
         for split, encoded in chunk.by_split.items():
             start = 0
             for length in encoded.lengths:
@@ -109,6 +142,7 @@ class CorpusWriter:
                 bytes=counts.bytes + encoded.bytes,
             )
         self.skipped += chunk.skipped
+        self.bad.add(chunk.bad)
         self.documents += len(chunk.lengths)
         self.bytes_done += chunk.size
         if time.monotonic() - self._last_save >= SAVE_INTERVAL:
@@ -125,6 +159,8 @@ class CorpusWriter:
             "documents": self.documents,
             "done": self.bytes_done,
             "skipped": self.skipped,
+            "num_bad": self.bad.count,
+            "bad": self.bad.first,
             "bytes": {name: self._builders[split].data_file.tell() for split, name in self._names.items()},
             "counted": {name: count.model_dump() for name, count in self.split_counts.items()},
         }
