@@ -18,7 +18,7 @@ def train(
 ) -> int:
     """Train a model.
 
-    Files are merged left to right, then KEY=VALUE pairs; later wins, and one line says what it replaced. A file is a
+    Files are merged left to right, then KEY=VALUE pairs; later wins. --dry-run shows what it replaced. A file is a
     path, or a name with or without .yml that is looked up in configs/ and its subfolders: [bold]model[/] (shapes with
     their paper's settings), [bold]position[/] (one overlay per method), [bold]cluster[/] (where it runs).
 

@@ -3,7 +3,8 @@
 A layer is one file or the command line. Within a layer every key has one value, whatever names it is written under
 (`lr` and `optimizer.params.lr`): two that differ contradict each other, in either order. Between layers mappings merge
 key by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
-`score_processor` drops the options that earlier layers set for the one it replaces.
+`score_processor` drops the options that earlier layers set for the one it replaces. Keys that exclude each other
+(`REPLACED_KEYS`) replace each other too: `train_epochs` on the command line replaces a file's `train_iters`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from types import NoneType
+from typing import Any, ClassVar, get_args
 
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
+from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
 from megatron.utils.suggestions import suggest_names
 
 COMMAND_LINE = "command line"
@@ -29,6 +32,21 @@ OPTION_KEYS = {
     ("task",): "task_options",
 }
 """The keys that name a method, and those that hold its options."""
+
+_SPLIT_PATHS = tuple(f"{split}_data_paths" for split in SPLITS)
+_SPLIT_WEIGHTS = tuple(f"{split}_data_weights" for split in SPLITS)
+REPLACED_KEYS: dict[str, tuple[str, ...]] = {
+    "train_iters": ("train_epochs",),
+    "train_epochs": ("train_iters",),
+    "warmup": ("lr_warmup_iters",),
+    "lr_warmup_iters": ("warmup",),
+    "data_path": (*_SPLIT_PATHS, *_SPLIT_WEIGHTS, "valid_data_sets", "task", *TASK_KEYS),
+    "train_data_paths": ("data_path", "task", *TASK_KEYS),
+    "task": (*TEXT_KEYS, "seq_length"),
+    "weight_by_num_documents": _SPLIT_WEIGHTS,
+    **dict.fromkeys(_SPLIT_WEIGHTS, ("weight_by_num_documents",)),
+}
+"""Keys that exclude each other: a layer that gives a key replaces what earlier layers set for the keys beside it."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +108,23 @@ def _flatten(
             yield path, SourcedValue(value, document.locate(written_path))
 
 
+def _get_default_of_null(path: KeyPath) -> Any:
+    """Return the default of a key whose values exclude null, or None if the key allows null or has no default.
+
+    `key: null` therefore unsets a key that an earlier layer set.
+    """
+    key = list_config_keys().get(path)
+    if key is None or key.field.is_required() or NoneType in get_args(key.field.annotation):
+        return None
+    return key.field.get_default(call_default_factory=True)
+
+
 @dataclass
 class ConfigLayers:
-    """What the layers say together. `problems` are errors, one line each; `notes` are worth a line at the start.
+    """Merged layers. `problems` are errors and `notes` are for the start of a command, one line each.
+
+    `replacements` say which value replaced which, a line each. Layers replace each other in normal use, so only a dry
+    run shows these lines.
 
     `key_rules` and `value_rules` (by key and value) say what another project's keys and values are here.
     """
@@ -103,6 +135,7 @@ class ConfigLayers:
     deferred: dict[str, SourcedValue] = field(default_factory=dict)
     """Keys that mean something only together with another key (`rotary_pct`)."""
     notes: list[str] = field(default_factory=list)
+    replacements: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     num_layers: int = 0
     _ignored: dict[str, list[str]] = field(default_factory=dict)
@@ -156,7 +189,7 @@ class ConfigLayers:
     def note_replaced(self, path: KeyPath, old: SourcedValue, new: SourcedValue) -> None:
         """Say that one value replaces another, if they differ."""
         if old.value != new.value:
-            self.notes.append(
+            self.replacements.append(
                 f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {format_value(new.value)} "
                 f"({new.where})"
             )
@@ -185,7 +218,10 @@ class ConfigLayers:
         self._resolve_precision(layer)
         for method_path, options_key in OPTION_KEYS.items():
             self._drop_options(method_path, options_key, layer)
+        self._drop_alternatives(layer)
         for path, setting in layer.items():
+            if setting.value is None:
+                setting = SourcedValue(_get_default_of_null(path), setting.where, setting.layer)
             if (old := self.values.get(path)) is not None:
                 self.note_replaced(path, old, setting)
             self.values[path] = setting
@@ -272,6 +308,19 @@ class ConfigLayers:
             self.notes.append(
                 f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {owner}"
             )
+
+    def _drop_alternatives(self, layer: dict[KeyPath, SourcedValue]) -> None:
+        """Drop what earlier layers set for keys that a key of this layer excludes."""
+        for name, others in REPLACED_KEYS.items():
+            new = layer.get((name,))
+            if new is None or not new.value:
+                continue
+            for path in [path for path in self.values if path[0] in others and path not in layer]:
+                old = self.values.pop(path)
+                self.replacements.append(
+                    f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {name} "
+                    f"{format_value(new.value)} ({new.where})"
+                )
 
     def _describe_unknown_key(self, path: KeyPath) -> str:
         """`unknown key 'num_layrs'; did you mean num_layers?`"""

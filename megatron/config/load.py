@@ -2,7 +2,8 @@
 
     loaded = load_config(["125M", "kerple_log", "local_setup"], ["train_iters=1000"])
     loaded.config    the frozen configuration
-    loaded.notes     one line each: what replaced what, what has no effect, what was inferred
+    loaded.notes     one line each: what has no effect, what was inferred
+    loaded.layers    who set what; its `replacements` say which value replaced which
 
 All problems of a load are reported together, one line each, with file and line.
 """
@@ -309,7 +310,7 @@ def _resolve_stages(layers: ConfigLayers) -> None:
         stage.add_file(document)
         stage.resolve_deferred()
         layers.problems += stage.problems
-        layers.notes += [note for note in stage.notes if "replaced by" not in note]  # what a stage is for
+        layers.notes += stage.notes
         own = {path: value.value for path, value in stage.values.items() if layers.values.get(path) is not value}
         ends = {name: value for name, value in entry.items() if name in ENDS}
         entries.append(ends | {".".join(path): value for path, value in own.items()})

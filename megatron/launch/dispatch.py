@@ -138,7 +138,12 @@ def _describe_stages(config: Config) -> tuple[str, ...]:
 
 def _describe_dry_run(loaded: LoadedConfig, resolved: ResolvedRun) -> tuple[str, ...]:
     """What a dry run says beside the notes of a run."""
-    return (*_describe_documents(loaded.config), *_describe_groups(loaded), *suggest_rehearsal(resolved))
+    return (
+        *loaded.layers.replacements,
+        *_describe_documents(loaded.config),
+        *_describe_groups(loaded),
+        *suggest_rehearsal(resolved),
+    )
 
 
 def _describe_documents(config: Config) -> list[str]:

@@ -268,16 +268,13 @@ def _build_members(
     trunks: Sequence[SweepMember],
     first_step: int,
 ) -> tuple[list[SweepMember], list[str]]:
-    """A variant's members, one for each seed, and what merging its keys, which are in `own`, replaced.
+    """A variant's members, one for each seed, and the notes of merging its keys, which are in `own`.
 
     trunks, first_step: the members that a branch's go on from, by seed, and where.
     """
     # What a branch loads follows below, of each seed; `finetune` asks that there is something.
     branched = [f"load={trunks[0].folder}"] if trunks else []
     loaded = merge_documents([*training.shared, *own], [*training.overrides, *branched])
-    # That a variant replaces a shared key is what it is for.
-    locations = [f"{layer.source}:{line}" for layer in own for line in layer.lines.values()]
-    intended = tuple(f"({location})" for location in (*locations, *(layer.source for layer in own)))
     evaluation = _choose_device(training.evaluation, loaded.config)
     further_evaluations = {
         name: _choose_device(further, loaded.config)
@@ -305,7 +302,7 @@ def _build_members(
         load = None if member.origin is None else str(member.origin)
         config = loaded.config.replace(seed=seed, save=str(folder), load=load)
         members.append(replace(member, config=config))
-    return members, [note for note in loaded.notes if not note.endswith(intended)]
+    return members, list(loaded.notes)
 
 
 def _choose_device(evaluation: EvaluationType, config: Config) -> EvaluationType:

@@ -54,16 +54,40 @@ def test_later_wins_and_says_what_it_replaced(write):
     loaded = load_config(["base.yml", "over"], ["seed=8", "optimizer.params.lr=0.01"])
     params = loaded.config.optimizer.optimizer.params
     assert (params.lr, params.betas, loaded.config.training.seed) == (0.01, [0.9, 0.95], 8)
-    assert loaded.notes == (
+    assert loaded.notes == ()  # layers that replace values are normal use
+    assert loaded.layers.replacements == [
         "optimizer.params.lr 0.0006 (base.yml:8) replaced by 0.001 (over.yml:2)",
         "seed 7 (over.yml:3) replaced by 8 (command line)",
         "optimizer.params.lr 0.001 (over.yml:2) replaced by 0.01 (command line)",
-    )
+    ]
 
 
 def test_saying_the_same_again_is_not_worth_a_line(write):
     write(over="num_layers: 2\n")
-    assert load_config(["base", "over"]).notes == ()
+    assert load_config(["base", "over"]).layers.replacements == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "dropped"),
+    [
+        ("train_iters: 9", "train_epochs: 2", "train_iters"),
+        ("train_epochs: 2", "train_iters: 9", "train_epochs"),
+        ("lr_warmup_iters: 3", "warmup: 0.1", "lr_warmup_iters"),
+        ("data_path: a", "train_data_paths: [b]", "data_path"),
+        ("train_data_paths: [b]\nvalid_data_paths: [c]", "data_path: a", "valid_data_paths"),
+        ("train_data_paths: [b]\ntokenizer_type: bytes", "task: copy_string\ntask_length: 8", "train_data_paths"),
+    ],
+)
+def test_a_later_alternative_replaces_an_earlier_one(write, first, second, dropped):
+    write(first=first, second=second)
+    loaded = load_config(["base", "first", "second"])
+    assert (dropped,) not in loaded.layers.values
+    assert any(line.startswith(dropped) and "second.yml:1" in line for line in loaded.layers.replacements)
+
+
+def test_null_unsets_what_an_earlier_layer_set(write):
+    assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
+    assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # it has no default
 
 
 def test_dashes_and_underscores_are_the_same(write):

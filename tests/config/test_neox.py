@@ -98,7 +98,8 @@ def test_stock_files_resolve_for_a_cluster_where_no_gpu_is(read, files):
 def test_bfloat16_overlay(read):
     loaded = read(stock.NEOX_125M, stock.NEOX_BF16)
     assert loaded.config.training.precision == "bf16"
-    assert any(note.startswith("precision fp16") and "replaced by bf16" in note for note in loaded.notes)
+    replacements = loaded.layers.replacements
+    assert any(line.startswith("precision fp16") and "replaced by bf16" in line for line in replacements)
 
 
 def test_kerple_training(read):
@@ -147,7 +148,8 @@ def test_of_our_name_and_theirs_the_later_counts(read):
     assert read(theirs, ours).config.position.pos_emb_options == {"fraction": 0.25}
     later = read({**SMALL, "pos_emb": "rotary", **ours}, {"rotary_pct": 0.5})
     assert later.config.position.pos_emb_options == {"fraction": 0.5}
-    assert any("fraction 0.25 (0.yml" in note and "replaced by 0.5 (1.yml:3)" in note for note in later.notes)
+    replacements = later.layers.replacements
+    assert any("fraction 0.25 (0.yml" in line and "replaced by 0.5 (1.yml:3)" in line for line in replacements)
 
 
 def optimizer(name, **params):
