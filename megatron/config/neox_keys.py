@@ -288,7 +288,7 @@ IGNORED = (
     Ignored(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
     Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
     Ignored(("load_universal",), "a run goes on from its checkpoint in any layout"),
-    Ignored(("seq_length_val",), "`./deepy.py evaluate --lengths` evaluates a run at any lengths"),
+    Ignored(("seq_length_val",), "`eval_lengths` names further lengths to validate at"),
     Ignored(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
     Ignored(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
     Ignored(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),

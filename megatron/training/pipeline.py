@@ -56,16 +56,21 @@ class BufferedStage(PipelineStage):
 
 class PipelineSchedule:
     """This process's stage of a GPT, and its schedule, for micro-batches of one shape [B, T] (those of training unless
-    `shape` is given; T counts the positions of this rank)."""
+    `micro_batch` is given; T counts the positions of this rank)."""
 
-    def __init__(self, gpt: GPT, config: Config, groups: ProcessGroups, shape: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, gpt: GPT, config: Config, groups: ProcessGroups, micro_batch: tuple[int, int] | None = None
+    ) -> None:
         training, mesh = config.training, groups.mesh
         self.gpt, self.groups = gpt, groups
         self._factor = 1.0
         self.z_coefficient = training.z_loss
         self._sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
         """With a z-loss: the counted tokens' losses and z-losses of the last pass, on the last stage; elsewhere 0."""
-        batch, length = shape or (training.train_micro_batch_size_per_gpu, config.model.seq_length // mesh.context.size)
+        batch, length = micro_batch or (
+            training.train_micro_batch_size_per_gpu,
+            config.model.seq_length // mesh.context.size,
+        )
         # Shapes that are known need not be tried out: the first step would run the stage and the loss on garbage.
         tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
         shape = (2, batch, length) if self.z_coefficient else (batch, length)

@@ -14,6 +14,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import build_stages, find_stage
 from megatron.data.document_starts import describe_crossing_share
 from megatron.data.load_tokenizer import read_vocabulary
+from megatron.data.validation_dataset import ValidationDataset
 from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, pipeline_layer_range
 from megatron.options.model import ffn_hidden_size
@@ -80,6 +81,7 @@ def describe_validation(run: TrainingRun) -> list[str]:
     parts, targets = [], 0
     for name, each in texts:
         text = getattr(each, "dataset", each)  # a wrapper marks documents
+        assert isinstance(text, ValidationDataset)
         scored = min(text.num_targets, len(text) * text.length)
         targets += scored
         amount = f"all {scored:,} tokens" if text.is_whole else f"{scored:,} of {text.num_targets:,} tokens"

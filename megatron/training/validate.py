@@ -85,7 +85,7 @@ def validate(
         split=name,
         loss=loss,
         perplexity=perplexity(loss),
-        tokens=all_counted,
+        tokens=round(all_counted),
         seconds=time.perf_counter() - start_time,
     )
 

@@ -24,6 +24,19 @@ def zero(stage: int, *offloaded: str) -> dict[str, object]:
     return {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **moved}}
 
 
+WHOLE: dict[str, dict[str, object]] = {
+    "whole data": {**HALVES, **zero(3)},
+    "whole pipeline": {
+        "num_gpus": 2,
+        "pipe_parallel_size": 2,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+    },
+    "whole context": {"num_gpus": 2, "context_parallel_size": 2},
+}
+"""Layouts that validate on the whole text, at several lengths."""
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpora(tmp_path_factory.mktemp("corpus"))
@@ -33,6 +46,8 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
     masked = {"eod_mask_loss": True, "eval_interval": 2, "score_processor": "dape"}
     alone = tmp_path / "alone"
     train(tiny_config(corpus, alone, **masked))
+    whole = {"train_iters": 1, "eval_interval": 1, "eval_iters": None, "eval_lengths": "2x,4x"}
+    train(tiny_config(corpus, tmp_path / "whole", **{**masked, **whole}))
 
     def two(name: str, **keys: object):  # type: ignore[no-untyped-def]
         return tiny_config(corpus, tmp_path / name, **masked, **keys)
@@ -65,17 +80,18 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
                 **zero(1, "optimizer"),
                 model_parallel_size=2,
             ),
+            *(tiny_config(corpus, tmp_path / name, **{**masked, **whole, **sizes}) for name, sizes in WHOLE.items()),
             two("bad", **HALVES, load=str(tmp_path / "nowhere")),
             two("endless", **HALVES, train_iters=100_000, log_interval=3),
         ],
         terminate=1,
     )
     *others, bad, endless = errors
-    assert [*others, endless] == [None] * 17
+    assert [*others, endless] == [None] * (17 + len(WHOLE))
     assert "nowhere" in (bad or "")
 
     # A signal to any process ends all after the same step, with a checkpoint of it.
-    assert [(tmp_path / "job" / f"17.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
+    assert [(tmp_path / "job" / f"{17 + len(WHOLE)}.{rank}.code").read_text() for rank in (0, 1)] == ["143", "143"]
     stopped = layout.parse_step(layout.resolve_checkpoint_path(tmp_path / "endless"))
     assert stopped is not None
     assert 0 <= stopped - max(records(tmp_path / "endless")) < 3
@@ -91,6 +107,15 @@ def test_two_processes_train_as_one(corpus: Path, tmp_path: Path) -> None:
         assert [r["loss"] for r in records(tmp_path / name, "valid").values()] == pytest.approx(
             [r["loss"] for r in records(alone, "valid").values()], rel=ROUNDING
         )
+
+    # The whole text once, at each length.
+    for kind in ("valid", "valid/2x", "valid/4x"):
+        (one,) = records(tmp_path / "whole", kind).values()
+        assert one["tokens"] == records(tmp_path / "whole", "valid")[1]["tokens"] > 200
+        for name in WHOLE:
+            (both,) = records(tmp_path / name, kind).values()
+            assert both["tokens"] == one["tokens"], (name, kind)
+            assert both["loss"] == pytest.approx(one["loss"], rel=ROUNDING), (name, kind)
 
     # Resumed by as many processes: bit for bit, also where the optimizer moves to the CPU in between.
     assert losses(tmp_path / "stopped2") == losses(tmp_path / "zero2")
