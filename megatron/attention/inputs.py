@@ -63,6 +63,8 @@ class AttentionInputs:
     """float32 [H]: of each head a logit that joins those of every row's keys in the softmax and has no value."""
     breaks_sticks: bool = False
     """Stick-breaking in the place of the softmax (`softmax.py`), of which there are no sinks."""
+    adds_remainder: bool = False
+    """With stick-breaking: a row's own key gets what the others leave."""
     dropout: float = 0.0
     """Probability of dropping an attention weight; 0 outside training."""
     dense: DenseFunction | None = None

@@ -321,7 +321,9 @@ def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
     if inputs.breaks_sticks:
         device = inputs.q.device
         own = inputs.query.indices(device)[:, None] == inputs.key.indices(device)
-        return break_sticks(logits.masked_fill(own, float("-inf")))
+        # A padding query does not see its own key.
+        remainder = own & (logits > float("-inf")) if inputs.adds_remainder else None
+        return break_sticks(logits.masked_fill(own, float("-inf")), remainder)
     weights = compute_softmax(logits, inputs.head_sinks)
     return weights if inputs.key_mask is None else weights.nan_to_num(0.0)
 

@@ -7,11 +7,16 @@
 | learnable      | exp(x_ij) / (exp(s_h) + Σ_l exp(x_il))           | less than 1                     |
 | stick-breaking | σ(x_ij) · Π_{j<l<i} (1 − σ(x_il)) for j < i      | less than 1; 0 in the first row |
 
+stick-breaking-remainder is stick-breaking whose row's own token, j = i, gets what the others leave, so that weights add
+up to 1.
+
 A sink is a logit beside those of a row's keys that has no value: what falls to it is attention to nothing. Rows that
 find nothing to attend to need no first token to put their weight on. Sources: off-by-one, Miller 2023 (Attention is off
 by one); learnable, one for each head, OpenAI's gpt-oss (2025); both under megatron-core's names. Stick-breaking: Tan et
 al. 2024 (2410.17980, equations 2 and 3): going back from the row's own token, which is not attended to itself, each key
-takes its share of what those after it have left.
+takes its share of what those after it have left. The
+paper's equations drop the remainder; its authors train with it added to
+the output, times the row's own value (their Dolomite engine).
 
 Whatever makes logits (encoding, window, documents, soft cap, temperature, score processor) knows nothing of this, and
 a cache needs nothing for it.
@@ -51,7 +56,7 @@ class SoftmaxSink(nn.Module):
 
 def build_softmax_sink(softmax_type: str, num_heads: int) -> SoftmaxSink | None:
     """The sinks of a layer with a `softmax_type`; None if it has none."""
-    if softmax_type in ("vanilla", "stick-breaking"):
+    if softmax_type == "vanilla" or softmax_type.startswith("stick-breaking"):
         return None
     return SoftmaxSink(num_heads, learned=softmax_type == "learnable")
 
@@ -69,12 +74,17 @@ def compute_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(append_sink(logits, sinks), dim=-1)[..., :-1]
 
 
-def break_sticks(logits: Tensor) -> Tensor:
+def break_sticks(logits: Tensor, own: Tensor | None = None) -> Tensor:
     """The weights [B, h, R, C] of stick-breaking from logits that are −∞ where a row may not attend.
 
     With log σ(x) = x − log(1 + eˣ) and log(1 − σ(x)) = −log(1 + eˣ) a weight is exp(x_ij − Σ_{l≥j} log(1 + exp(x_il))):
     no factor can vanish before it is multiplied, and a key that is hidden takes log(1 + 0) = 0. The sum runs from the
     last column back, and hidden columns after a row's own add exact zeros, so that no row depends on what follows it.
+
+    own: bool [B, h, R, C], the rows' own keys, whose logits are −∞: they get what the others
+    leave, exp(−Σ log(1 + eˣ)).
     """
     taken = F.softplus(logits, threshold=40.0)  # beyond, x is exact to float64
-    return torch.exp(logits - taken.flip(-1).cumsum(-1).flip(-1))
+    sums = taken.flip(-1).cumsum(-1).flip(-1)
+    weights = torch.exp(logits - sums)
+    return weights if own is None else torch.where(own, torch.exp(-sums[..., :1]), weights)

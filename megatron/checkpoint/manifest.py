@@ -1,6 +1,6 @@
 """`manifest.json`: the size and the checksum of every file of a checkpoint, so that none is believed unseen.
 
-    {"format": 5, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
+    {"format": 6, "files": {"model.safetensors": {"bytes": 123456, "crc32": "9ae0daaf"}, …}}
 
 It is written last of all, before the checkpoint's folder gets its name: what it lists was whole on the disk by then.
 Every rank takes the checksums of what it wrote itself. Before anything is loaded the files are compared with it, so a
@@ -23,7 +23,7 @@ from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, describe_cause
 
 MANIFEST = "manifest.json"
-FORMAT = 5
+FORMAT = 6
 """Of checkpoints as they are written now. It rises when what one holds changes its meaning; see `stored_config.py`."""
 
 MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)

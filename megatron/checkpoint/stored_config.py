@@ -36,7 +36,18 @@ def _scale_gated_width(values: ConfigValues) -> None:
         values["intermediate_size"] = intermediate_size_of(width, activation)
 
 
-MIGRATIONS: Mapping[int, Callable[[ConfigValues], None]] = {1: _split_bias_key, 3: _scale_gated_width}
+def _keep_scaled_cope(values: ConfigValues) -> None:
+    """Until format 5, cope divided the products of queries with its table by √d, which is its option `scaled` now."""
+    names = values.get("pos_emb", "learned")
+    if "cope" in (names if isinstance(names, list) else [names]):
+        values["pos_emb_options"] = {"scaled": True} | (values.get("pos_emb_options") or {})
+
+
+MIGRATIONS: Mapping[int, Callable[[ConfigValues], None]] = {
+    1: _split_bias_key,
+    3: _scale_gated_width,
+    5: _keep_scaled_cope,
+}
 """What has to change in the flat keys of a format to make them the next one's; a format that is absent needs nothing.
 Format 0 is that of checkpoints from before there were manifests."""
 

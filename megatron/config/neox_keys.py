@@ -169,18 +169,21 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
 # Inside its processors DAPE gives FIRE's network another activation than the plain method's.
 _FIRE_IN_DAPE = {"activation": "leaky_relu"}
 
+# GPT-NeoX multiplies the table by √d where the model is built and starts it from Xavier's normal distribution.
+_T5_OF_NEOX = {"root_scale": True, "xavier_init": True}
+
 # DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
 POSITION_ALIASES: dict[str, PositionAlias] = {
-    "rpe": PositionAlias("t5"),
-    "kerple_power_ap_": PositionAlias("kerple_power"),
-    "kerple_power__ap": PositionAlias("gaussian_weight2"),
-    "kerple_power_ap_ap": PositionAlias("kerple_bias_weight"),
-    "kerple": PositionAlias("kerple_log", None, True),
-    "kerple_c": PositionAlias("kerple_log", "dape", True),
-    "kerple_dapev1": PositionAlias("kerple_log", "dape", True),
-    "kerple_dapev2": PositionAlias("kerple_log", "cdape", True),
-    "kerple_capev2": PositionAlias("kerple_log", "cdape", True),
-    "capev2": PositionAlias("kerple_log", "cdape", True),  # so written in DAPE's 125M_kerple_capev2.yml
+    "rpe": PositionAlias("t5", None, None, _T5_OF_NEOX, decays=True),
+    "kerple_power_ap_": PositionAlias("kerple_power", decays=True),
+    "kerple_power__ap": PositionAlias("gaussian_weight2", decays=True),
+    "kerple_power_ap_ap": PositionAlias("kerple_bias_weight", decays=True),
+    "kerple": PositionAlias("kerple_log", None, True, decays=True),
+    "kerple_c": PositionAlias("kerple_log", "dape", True, decays=True),
+    "kerple_dapev1": PositionAlias("kerple_log", "dape", True, decays=True),
+    "kerple_dapev2": PositionAlias("kerple_log", "cdape", True, decays=True),
+    "kerple_capev2": PositionAlias("kerple_log", "cdape", True, decays=True),
+    "capev2": PositionAlias("kerple_log", "cdape", True, decays=True),  # so written in DAPE's 125M_kerple_capev2.yml
     "alibi_c": PositionAlias("alibi", "dape"),
     "alibi_dapev2": PositionAlias("alibi", "cdape"),
     "alibi_capev2": PositionAlias("alibi", "cdape"),
@@ -189,11 +192,11 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
     "nope_dapev2": PositionAlias("none", "cdape"),
     "rope_dapev1": PositionAlias("rotary", "dape"),
     "rope_dapev2": PositionAlias("rotary", "cdape"),
-    "fire_c": PositionAlias("fire", "dape", True, _FIRE_IN_DAPE),
-    "fire_dapev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
-    "fire_capev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE),
-    "xl_bias": PositionAlias("transformer_xl", None, True),
-    "xl_bias_c": PositionAlias("transformer_xl", "dape", True),
+    "fire_c": PositionAlias("fire", "dape", True, _FIRE_IN_DAPE, decays=True),
+    "fire_dapev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE, decays=True),
+    "fire_capev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE, decays=True),
+    "xl_bias": PositionAlias("transformer_xl", None, True, decays=True),
+    "xl_bias_c": PositionAlias("transformer_xl", "dape", True, decays=True),
 }
 
 # Theirs profiles what follows on step profile_step_start, and takes snapshots of the memory at the same steps.

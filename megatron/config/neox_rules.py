@@ -636,10 +636,17 @@ class PositionAlias(ValueRule):
     per_layer: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """`pos_emb_options`."""
+    decays: bool = False
+    """Has the encoding parameters, which GPT-NeoX decays as all others?"""
 
     def own_keys(self) -> dict[KeyPath, Any]:
         """Our keys, as paths, with their values."""
-        values = {"pos_emb": self.encoding, "score_processor": self.processor, "pos_emb_per_layer": self.per_layer}
+        values = {
+            "pos_emb": self.encoding,
+            "score_processor": self.processor,
+            "pos_emb_per_layer": self.per_layer,
+            "decay_positions": self.decays or None,
+        }
         keys: dict[KeyPath, Any] = {(name,): value for name, value in values.items() if value is not None}
         return keys | {("pos_emb_options", option): value for option, value in self.options.items()}
 
@@ -649,6 +656,7 @@ class PositionAlias(ValueRule):
         meaning += "".join(
             f", pos_emb_options.{option}: {format_value(value)}" for option, value in self.options.items()
         )
+        meaning += ", decay_positions: true" if self.decays else ""
         layers.notes.append(f"{setting.where}: pos_emb {setting.value} is {meaning} here")
         yield from self.own_keys().items()
 

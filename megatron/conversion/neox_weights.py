@@ -267,16 +267,20 @@ def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWe
     """The weights of each encoding that can be imported."""
     model = config.model
     root_head_dim = (model.hidden_size / model.num_attention_heads) ** 0.5
+    options = config.position.pos_emb_options
+    # Their products are not divided by √d; a configuration may say otherwise of ours.
+    t5_scale = 1.0 if options.get("root_scale", False) else root_head_dim
+    cope_scale = root_head_dim if options.get("scaled", False) else 1.0
 
     def per_head(suffix: str) -> PositionWeight:
         merge = partial(merge_per_head, num_heads=model.num_attention_heads)
         return PositionWeight((suffix,), merge, lambda tensor: tensor.reshape(-1))
 
     return {
-        # [buckets, heads of a rank], which the module multiplies by the root of the head dimension
+        # [buckets, heads of a rank], which the module multiplies by the root of the head dimension, as root_scale does
         "t5": {
             "bias.value": PositionWeight(
-                ("weight",), partial(concat_shards, dim=1), lambda table: table.float() * root_head_dim
+                ("weight",), partial(concat_shards, dim=1), lambda table: table.float() * t5_scale
             )
         },
         # The two kernels give the same names to different numbers.
@@ -303,9 +307,9 @@ def list_neox_encoding_weights(config: Config) -> dict[str, dict[str, PositionWe
             "weight2.value": PositionWeight(("mlp.2.weight",)),
             "bias2.value": PositionWeight(("mlp.2.bias",)),
         },
-        # [1, d, positions], whose products with queries are not divided by the root of d there
+        # [1, d, positions], whose products with queries are not divided by the root of d
         "cope": {
-            "vectors.value": PositionWeight(("pos_emb",), convert=lambda table: table[0].t().float() * root_head_dim)
+            "vectors.value": PositionWeight(("pos_emb",), convert=lambda table: table[0].t().float() * cope_scale)
         },
         "transformer_xl": {
             "u.value": PositionWeight(("r_w_bias",)),

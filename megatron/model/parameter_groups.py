@@ -96,15 +96,18 @@ _ROLES_OF_MODULES: dict[str, Role] = {
 }
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW") -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, algorithm: Algorithm = "AdamW", *, decay_positions: bool = False
+) -> list[dict[str, Any]]:
     """Parameter groups for the optimizer.
 
     Decayed: matrices (convolutions of a score processor included). Not decayed: vectors (biases, norms) and what a
-    position encoding or a temperature owns, unless it says otherwise (`list_decayed`). Each pair of bounds gets a group
-    of its own, with keys `low` and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32
-    masters group by group. With Muon the layers' weights are a group of their own, whose `matrices` say what to
-    orthogonalise; AdamW steps all others. With muP each of these is divided further, by the factors `lr_scale` and
-    `eps_scale`, and its decay is scaled.
+    position encoding or a temperature owns, unless it says otherwise (`list_decayed`). With `decay_positions` all of
+    that is decayed except biases of linear layers, as GPT-NeoX does. Each pair of bounds gets a group of its own, with
+    keys `low` and `high`: ZeRO flattens each group by itself, so the optimizer can project its float32 masters group by
+    group. With Muon the layers' weights are a group of their own, whose `matrices` say what to orthogonalise; AdamW
+    steps all others. With muP each of these is divided further, by the factors `lr_scale` and `eps_scale`, and its
+    decay is scaled.
 
     Each group has its `algorithm`, with which its parameters are marked (`get_algorithm`).
     """
@@ -114,20 +117,24 @@ def parameter_groups(model: nn.Module, weight_decay: float, algorithm: Algorithm
         for module in model.modules()
         if isinstance(module, BoundedParameter)
     }
-    undecayed = set()
+    undecayed, decayed = set(), set()
     for module in model.modules():
         if isinstance(module, Encoding | Temperature):
-            undecayed |= {id(p) for p in module.parameters()} - {id(p) for p in module.list_decayed()}
+            own = {id(p) for p in module.parameters()}
+            undecayed |= own - {id(p) for p in module.list_decayed()}
+            if decay_positions:
+                decayed |= own - {id(p) for p in module.list_biases()}
     mup: MupScaling | None = getattr(model, "mup", None)
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter, role in list_roles(model):
         low, high = bounds.get(id(parameter), (float("-inf"), float("inf")))
         is_bounded = (low, high) != (float("-inf"), float("inf"))
-        is_decayed = not is_bounded and id(parameter) not in undecayed and parameter.dim() >= 2
+        is_matrix = not is_bounded and id(parameter) not in undecayed and parameter.dim() >= 2
+        is_decayed = is_matrix or id(parameter) in decayed
         by_muon = id(parameter) in matrices
         scales = StepScales() if mup is None else mup.get_step_scales(role, by_muon=by_muon)
         # In this order, which decides where ZeRO puts each: matrices of Muon's, decayed, not decayed, then by bounds.
-        place = (0,) if by_muon else (1,) if is_decayed else (3, low, high) if is_bounded else (2,)
+        place = (0,) if by_muon else (3, low, high) if is_bounded else (1,) if is_decayed else (2,)
         key = (place, scales.lr, scales.eps, scales.weight_decay if is_decayed else 0.0)
         group = groups.get(key)
         if group is None:

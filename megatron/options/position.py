@@ -13,7 +13,7 @@ from megatron.options.section import ConfigSection, config_field
 MAX_POSITIONS = 10**7
 """Positions to draw from: a table of a method may hold a row for each."""
 
-SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable", "stick-breaking")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable", "stick-breaking", "stick-breaking-remainder")
 
 T = TypeVar("T")
 
@@ -138,8 +138,9 @@ class PositionOptions(ConfigSection):
     softmax_type: Annotated[str | list[str], PlainValidator(_check_softmax_types)] = config_field(
         "vanilla",
         "what makes attention weights of logits: vanilla; off-by-one, a denominator with 1 more; learnable, with exp "
-        "of a sink more, a head's own (gpt-oss); or stick-breaking, where each key takes its share of what later "
-        "ones have left (Tan et al. 2024); a list is a pattern of layers",
+        "of a sink more, a head's own (gpt-oss); stick-breaking, where each key takes its share of what later "
+        "ones have left (Tan et al. 2024); or stick-breaking-remainder, where the token itself takes what all leave; a "
+        "list is a pattern of layers",
         policy="architecture",
     )
 

@@ -90,6 +90,12 @@ class OptimizerOptions(ConfigSection):
         ge=0,
         policy="numerics",
     )
+    decay_positions: bool = config_field(
+        False,
+        "decay encodings and temperatures too, except biases of their linear layers, as GPT-NeoX does; KERPLE and DAPE "
+        "were trained so",
+        policy="numerics",
+    )
     gradient_clipping: float = config_field(
         1.0, "largest global gradient norm; 0 turns clipping off", ge=0, policy="numerics"
     )

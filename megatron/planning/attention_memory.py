@@ -261,7 +261,7 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     shared_bytes = encoding.cost.saved_bytes_per_score(encoding.options)
     if shape.has_softcap:
         per_sequence += b * heads  # the hyperbolic tangents
-    if shape.softmax_type == "stick-breaking":
+    if shape.softmax_type.startswith("stick-breaking"):
         per_sequence += 4 * heads  # the logits, which a softmax's backward pass needs not
     if encoding.facts.multiplies_scores:
         per_sequence += b * heads
@@ -298,7 +298,9 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     # Probabilities and what their softmax's backward pass has, when the copy in a half type has gone; or the logits'
     # gradient and the bias's.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
-    of_weights = SOFTMAX_BACKWARD_BYTES + (STICK_BREAKING_BYTES if shape.softmax_type == "stick-breaking" else 0)
+    of_weights = SOFTMAX_BACKWARD_BYTES + (
+        STICK_BREAKING_BYTES if shape.softmax_type.startswith("stick-breaking") else 0
+    )
     # A processor that changes weights reads them in float32: its gradient is there before the copy's is gone.
     freed_bytes = 0 if shape.processor is not None and shape.processor.changes_weights else half_copy_bytes
     maps = _score_map_bytes(shape, is_eager=is_eager) + max(

@@ -117,6 +117,10 @@ class PositionModule(nn.Module):
         processor are decayed as a layer's are, matrices alone."""
         return []
 
+    def list_biases(self) -> list[nn.Parameter]:
+        """Return biases of linear layers, which `decay_positions` leaves without weight decay as GPT-NeoX does."""
+        return [parameter for name, parameter in self.named_parameters() if name.endswith(".bias")]
+
     def kernel_parameters(self) -> KernelParameters | None:
         """Its parameters in a form that kernels fuse; None if only its code says what it computes."""
         return None

@@ -61,7 +61,12 @@ class Engine:
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
         if self.stage == 3:
             _check_equal_calls(config, model)
-        param_groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+        param_groups = parameter_groups(
+            model,
+            config.optimizer.weight_decay,
+            config.optimizer.optimizer.algorithm,
+            decay_positions=config.optimizer.decay_positions,
+        )
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
         """Which group of the optimizer's each parameter is in that this rank is the first to hold."""
         self.parameter_labels = label_parameters(param_groups, model)

@@ -140,5 +140,10 @@ def describe_parameter_groups(config: Config, vocab_size: int) -> list[str]:
     ranks = single_process()
     # Without a check of backends: none computes.
     model = build_model(config.model, config.position, vocab_size, groups=ranks, device="meta", backend="eager")
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.optimizer.optimizer.algorithm)
+    groups = parameter_groups(
+        model,
+        config.optimizer.weight_decay,
+        config.optimizer.optimizer.algorithm,
+        decay_positions=config.optimizer.decay_positions,
+    )
     return format_parameter_groups(list_grouped_weights(groups, model, ranks.mesh))

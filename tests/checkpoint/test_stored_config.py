@@ -77,6 +77,21 @@ def test_weights_of_layers_own_encodings_are_read_by_their_old_name() -> None:
         assert torch.equal(weights[to_new_name(name)], tensor), name
 
 
+FIVE = FORMATS / "5" / "step_0000002"
+"""Written by commit fad96ac: one layer with cope, whose products of queries and table were divided by √d."""
+
+
+def test_cope_of_format_5_computes_as_it_did() -> None:
+    loaded = load_model(FIVE)
+    assert loaded.config.position.pos_emb_options == {"positions": 4, "scaled": True}
+    with torch.no_grad():
+        loaded.model.position.vectors.value.mul_(10_000)  # two steps leave the table small
+        logits = loaded.model(torch.arange(8)[None])[0, -1, :4]
+    torch.testing.assert_close(
+        logits, torch.tensor([-0.0412932672, -0.0872654319, -0.0698667616, 0.0453056730]), rtol=0, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("written", [3, 4])
 def test_a_run_goes_on_from_weights_and_optimizer_states_of_the_old_name(written: int, tmp_path: Path) -> None:
     """As from the new name, bit for bit; format 3 differs in what this configuration has not."""

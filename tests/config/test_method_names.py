@@ -75,7 +75,8 @@ def test_names_of_other_projects_are_told_where_a_file_is_named():
     with pytest.raises(UserError, match=r"kerple_capev2: no such .*; it is a value: pos_emb=kerple_capev2"):
         load_config(["kerple_capev2"])
     rows = {row[0]: row[3] for row in reference.lookup_keys("kerple_capev2")}
-    assert rows == {"pos_emb: kerple_capev2": "pos_emb: kerple_log, score_processor: cdape, pos_emb_per_layer: true"}
+    meaning = "pos_emb: kerple_log, score_processor: cdape, pos_emb_per_layer: true, decay_positions: true"
+    assert rows == {"pos_emb: kerple_capev2": meaning}
 
 
 def test_no_name_is_made_up():

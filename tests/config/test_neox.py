@@ -115,7 +115,7 @@ def test_kerple_training(read):
 def test_dape_125m(read, name):
     values = stock.DAPE[name]
     alias = neox_keys.POSITION_ALIASES.get(values["pos-emb"], neox_rules.PositionAlias(values["pos-emb"]))
-    encoding, processor, per_layer, options = dataclasses.astuple(alias)
+    encoding, processor, per_layer, options, _ = dataclasses.astuple(alias)
     if encoding not in catalog.list_encodings():
         with pytest.raises(UserError, match=f"pos_emb {encoding} is not available"):
             read(values)
@@ -139,7 +139,11 @@ def test_options_of_methods_reach_the_method_chosen_in_the_end(read):
     assert read(base).config.position.pos_emb_options == {"fraction": 0.25, "base": 500}
     t5 = read(base, {"pos_emb": "rpe"})
     assert t5.config.position.pos_emb == "t5"
-    assert t5.config.position.pos_emb_options == {"num_buckets": 16}
+    assert t5.config.position.pos_emb_options == {
+        "num_buckets": 16,
+        "root_scale": True,
+        "xavier_init": True,
+    }
     assert any("rotary_pct has no effect: pos_emb is t5" in note for note in t5.notes)
 
 
@@ -397,11 +401,12 @@ def test_tables_are_consistent():
 
 @pytest.mark.parametrize("alias", neox_keys.POSITION_ALIASES)
 def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: str) -> None:
-    encoding, processor, per_layer, options = dataclasses.astuple(neox_keys.POSITION_ALIASES[alias])
+    encoding, processor, per_layer, options, decays = dataclasses.astuple(neox_keys.POSITION_ALIASES[alias])
     loaded = load_config(["125M"], [f"pos_emb={alias}"])
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
     assert position.pos_emb_per_layer == bool(per_layer)
+    assert loaded.config.optimizer.decay_positions == decays
     assert any(f"pos_emb {alias} is {encoding}" in note for note in loaded.notes)
     assert position.pos_emb_options == options
     built = registry.build_encoding(encoding, AttentionDims(4, 8, 32, 16, 16), options)

@@ -48,11 +48,12 @@ def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 def expected_weights(softmax: str, logits: list[float], sink: float) -> list[float]:
     """Of a row's keys, the last one its own, by the papers' formulas."""
-    if softmax != "stick-breaking":
+    if not softmax.startswith("stick-breaking"):
         total = sum(map(math.exp, logits)) + {"vanilla": 0.0, "off-by-one": 1.0, "learnable": math.exp(sink)}[softmax]
         return [math.exp(x) / total for x in logits]
     shares = [1 / (1 + math.exp(-x)) for x in logits[:-1]]  # of what the keys between have left
-    return [share * math.prod(1 - later for later in shares[j + 1 :]) for j, share in enumerate(shares)] + [0.0]
+    own = math.prod(1 - share for share in shares) if softmax == "stick-breaking-remainder" else 0.0
+    return [share * math.prod(1 - later for later in shares[j + 1 :]) for j, share in enumerate(shares)] + [own]
 
 
 @pytest.mark.parametrize("window", [None, 5])

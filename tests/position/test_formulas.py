@@ -244,9 +244,11 @@ def test_fire_against_a_loop(activation: str, slope: float) -> None:
                 )  # two logarithms, their ratio, two layers
 
 
-def test_cope_against_a_loop() -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_cope_against_a_loop(scaled: bool) -> None:
+    """q·e beside q·k/√d as published; before checkpoints of format 6 it was divided by √d = 2, too."""
     shape = AttentionDims(2, 4, 8, 16, 16)
-    encoding = registry.build_encoding("cope", shape, {"positions": 5})
+    encoding = registry.build_encoding("cope", shape, {"positions": 5, "scaled": scaled})
     with torch.no_grad():
         encoding.vectors.value.normal_()
     q, k = torch.randn(2, 1, 2, 11, 4)
@@ -260,10 +262,38 @@ def test_cope_against_a_loop() -> None:
                 p = min(p, 4.0)
                 low = min(math.floor(p), 3)
                 vector = e[low] * (1 - (p - low)) + e[low + 1] * (p - low)
-                exact = float(q[0, h, i].double() @ vector) / 2
+                exact = float(q[0, h, i].double() @ vector) / (2 if scaled else 1)
                 assert_close_in_rounding(
                     ours[0, h, i, j], torch.tensor(exact), terms=11, sums=4
                 )  # q·k, gates, q·e, share
+
+
+def test_t5_as_gpt_neox_computes_and_starts_it() -> None:
+    """Its table times √d, which starts from Xavier's normal distribution over [buckets, heads]."""
+    dims = AttentionDims(12, 64, 768, 128, 128)
+    encoding = registry.build_encoding("t5", dims, {"root_scale": True, "xavier_init": True})
+    table, distances = encoding.bias.value.detach().double(), torch.arange(16.0)
+    assert 0.9 < float(table.std()) / math.sqrt(2 / (32 + 12)) < 1.1
+    torch.testing.assert_close(encoding.table(distances).bias.double(), 8 * table[:16].t(), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="std"):
+        registry.build_encoding("t5", dims, {"std": 0.1, "xavier_init": True})
+
+
+def test_bam_with_a_location_against_its_formula() -> None:
+    encoding = _build("bam", heads=3, location=True)
+    n = torch.arange(40.0)
+    plain = _build("bam", heads=3).table(n).bias
+    assert torch.equal(encoding.table(n).bias, plain)  # the location starts at 0
+    with torch.no_grad():
+        encoding.location.value.copy_(torch.tensor([-1.0, 0.3, 2.0]))
+        encoding.exponent.value.copy_(torch.tensor([0.7, -0.4, 1.3]))
+    mu, beta, s = (
+        p.value.detach().double()[:, None] for p in (encoding.location, encoding.exponent, encoding.log_scale)
+    )
+    # The released code: b = j − i − (e^μ − e^−μ), −(|b| + 1e-5)^β·e^α.
+    b = -n.double() - (mu.exp() - (-mu).exp())
+    exact = -((b.abs() + 1e-5) ** beta) * s.exp()
+    torch.testing.assert_close(encoding.table(n).bias.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 def test_cope_starts_without_effect() -> None:

@@ -86,6 +86,25 @@ def test_a_difference_of_sums_does_not_depend_on_where_they_begin(dropped: int) 
     assert plain > 100 * near
 
 
+def test_positions_are_decayed_on_request_except_biases() -> None:
+    """GPT-NeoX decays all that is not called `bias`: KERPLE's r1 and r2, T5's table, FIRE's c, not FIRE's biases."""
+    model = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=4, seq_length=8)
+    decayed = {}
+    for name in ("kerple_log", "t5", "fire", "fox", "learned"):
+        gpt = build_model(model, PositionOptions(pos_emb=name), VOCABULARY, seed=3)
+        names = {id(parameter): weight for weight, parameter in gpt.position.named_parameters()}
+        groups = parameter_groups(gpt, 0.1, decay_positions=True)
+        own = [(names[id(p)], group) for group in groups for p in group["params"] if id(p) in names]
+        decayed[name] = {weight for weight, group in own if group["weight_decay"] == 0.1}
+    assert decayed == {
+        "kerple_log": {"r1.value", "r2.value"},
+        "t5": {"bias.value"},
+        "fire": {"c.value", "multiplier.value", "weight1.value", "weight2.value"},
+        "fox": {"forget.weight"},
+        "learned": {"vectors.weight"},
+    }
+
+
 def test_its_projection_is_decayed_and_grows_with_the_model() -> None:
     sizes = {"num_layers": 1, "num_attention_heads": 4, "seq_length": 8, "make_vocab_size_divisible_by": 8}
     mup = {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_num_attention_heads": 2}

@@ -50,7 +50,7 @@ def test_what_a_file_declares_is_what_its_class_has() -> None:
 
 
 def test_a_module_keeps_the_options_that_it_was_built_with() -> None:
-    assert registry.build_encoding("cope", DIMS, {"positions": 9}).option_values == {"positions": 9}
+    assert registry.build_encoding("cope", DIMS, {"positions": 9}).option_values == {"positions": 9, "scaled": False}
     assert registry.build_encoding("alibi", DIMS).option_values == {}
 
 

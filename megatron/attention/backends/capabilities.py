@@ -118,7 +118,7 @@ def list_score_features(
         "weight": multiplies_scores,
         "weight before a processor": multiplies_scores and has_processor,
         "sink": softmax_type in ("off-by-one", "learnable"),
-        "stick-breaking": softmax_type == "stick-breaking",
+        "stick-breaking": softmax_type.startswith("stick-breaking"),
     }
     return frozenset(feature for feature, is_there in present.items() if is_there)
 

@@ -231,8 +231,11 @@ class CheckProblem:
 
     def _describe_softmax(self, sink: SoftmaxSink | None, like: Tensor) -> dict[str, Any]:
         """What inputs have of the softmax."""
-        breaks_sticks = self.softmax_type == "stick-breaking"
-        return {"sinks": None if sink is None else sink(like), "breaks_sticks": breaks_sticks}
+        return {
+            "sinks": None if sink is None else sink(like),
+            "breaks_sticks": self.softmax_type.startswith("stick-breaking"),
+            "adds_remainder": self.softmax_type == "stick-breaking-remainder",
+        }
 
     def list_inputs(self) -> list[AttentionInputs]:
         """What a backend is asked for, of each segment, or of each of its documents."""

@@ -36,7 +36,8 @@ class FarfieldConfig(PretrainedConfig):
         score_processor, score_processor_options: what makes logits of scores and bias; none for none.
         attention_temperature, attention_temperature_options: a factor on each query; none for none.
         attention_window: every token sees the last so many only, its own included.
-        softmax_type: vanilla, off-by-one, learnable or stick-breaking; a list as above.
+        softmax_type: vanilla, off-by-one, learnable, stick-breaking or stick-breaking-remainder; a list as
+            above.
         attention_output_gate: true, σ(W·x) on every number that heads attend to; headwise, on every head.
         randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
         continuous_positions: they are real numbers.

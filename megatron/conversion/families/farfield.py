@@ -84,7 +84,9 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
         "use_bias_in_mlp": hf_config.get_bool("mlp_bias", True),
         "attention_chunk_rows": hf_config.get_positive_int("attention_rows", 128),
         "pos_emb": hf_config.get("pos_emb", "none"),
-        "pos_emb_options": _join_options(hf_config.get("pos_emb", "none"), hf_config.get("pos_emb_options", {})),
+        "pos_emb_options": _read_encoding_options(
+            hf_config.get("pos_emb", "none"), hf_config.get("pos_emb_options", {})
+        ),
         "pos_emb_per_layer": hf_config.get_bool("pos_emb_per_layer", False),
         "score_processor": hf_config.get("score_processor", "none"),
         "score_processor_options": _join_options(
@@ -116,6 +118,25 @@ def _join_options(names: Any, options: Any) -> Any:
     if not isinstance(names, list):
         return options
     return {option: value for own in options.values() for option, value in own.items()}
+
+
+def _write_encoding_options(config: Config) -> dict[str, Any]:
+    """Return the options of the encoding, or of those of a pattern by their names; cope's `scaled` is always stated."""
+    options = _split_options(config, "pos_emb")
+    if config.position.pos_emb == "cope":
+        return {"scaled": False} | options
+    if "cope" in config.position.encodings:
+        return options | {"cope": {"scaled": False} | options["cope"]}
+    return options
+
+
+def _read_encoding_options(names: Any, options: Any) -> Any:
+    """Undo `_write_encoding_options`. Exports that do not state `scaled` were written when cope was always scaled."""
+    joined = _join_options(names, options)
+    if "cope" not in (names if isinstance(names, list) else [names]) or not isinstance(joined, dict):
+        return joined
+    scaled = joined.get("scaled", True)
+    return {name: value for name, value in joined.items() if name != "scaled"} | ({"scaled": scaled} if scaled else {})
 
 
 def _read_qk_norm(hf_config: HFConfigReader) -> dict[str, Any]:
@@ -173,7 +194,7 @@ def _to_hf_keys(config: Config) -> dict[str, Any]:
         "max_position_embeddings": model.seq_length,
         "position_table": model.max_position_embeddings or model.seq_length,
         "pos_emb": position.pos_emb,
-        "pos_emb_options": _split_options(config, "pos_emb"),
+        "pos_emb_options": _write_encoding_options(config),
         "pos_emb_per_layer": position.pos_emb_per_layer,
         "score_processor": position.score_processor,
         "score_processor_options": _split_options(config, "score_processor"),

@@ -9,21 +9,24 @@ from megatron.position.bounded_parameter import BoundedParameter, init_constant
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.encodings.alibi import slopes
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
-from megatron.position.series_tails import SeriesTail, constant_tail, exponential_tail
+from megatron.position.series_tails import SeriesTail, constant_tail, exponential_tail, unknown_tail
 
 OFFSET = 1e-5
 """Added to every distance, so that a negative exponent gives a token's own key a finite bias."""
-EXPONENT_BOUND, LOG_SCALE_BOUND = 3.0, 30.0
+EXPONENT_BOUND, LOG_SCALE_BOUND, LOCATION_BOUND = 3.0, 30.0, 10.0
 """The released code has no bounds. These keep the bias and its derivatives finite in float32 at every distance that
 float32 knows exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35."""
 
 
 class Bam(Encoding):
-    formula = "−e^s·(n + 10⁻⁵)^β"
-    parameters_summary = "β [H] = exponent_init in [−3, 3]; s [H] = ln of ALiBi's slopes in [−30, 30]"
+    formula = "−e^s·(n + 10⁻⁵)^β; with location −e^s·(|n + 2·sinh μ| + 10⁻⁵)^β"
+    parameters_summary = (
+        "β [H] = exponent_init in [−3, 3]; s [H] = ln of ALiBi's slopes in [−30, 30]; with location μ [H] = 0"
+    )
     source = (
-        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), its GGD prior without a location; names, "
-        "offset and start values of its released code, where β is theta_beta and s is theta_alpha"
+        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), its GGD prior; names, offset and start "
+        "values of its released code, where β is theta_beta, s is theta_alpha and μ is theta_mu. Its training script "
+        "shares one prior over all layers and learns the location: `location`, with pos_emb_per_layer off"
     )
     advice = (
         "For retrieval from far past the training length, with the temperature ssmax: its authors train on 512 tokens "
@@ -34,12 +37,15 @@ class Bam(Encoding):
     other_names = ("ggd_bam", "bayesian_attention_mechanism")
     has_independent_heads = True
     adds_bias = True
-    cost = EncodingCost(num_parameters=lambda dims, options: 2 * dims.num_heads, num_saved_tables=3)
+    cost = EncodingCost(
+        num_parameters=lambda dims, options: (3 if options["location"] else 2) * dims.num_heads, num_saved_tables=3
+    )
 
-    def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0) -> None:
+    def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0, location: bool = False) -> None:
         """
         Args:
             exponent_init: where β starts; at 1 the bias falls linearly, as ALiBi's does.
+            location: learn a distance at which the prior peaks, from 0, as the authors' training script does.
         """
         super().__init__(dims)
         if not -EXPONENT_BOUND <= exponent_init <= EXPONENT_BOUND:
@@ -48,12 +54,19 @@ class Bam(Encoding):
         shape = (dims.num_heads,)
         self.exponent = BoundedParameter(shape, init_constant(exponent_init), -EXPONENT_BOUND, EXPONENT_BOUND)
         self.log_scale = BoundedParameter(shape, _init_log_slopes, -LOG_SCALE_BOUND, LOG_SCALE_BOUND)
+        self.location = (
+            BoundedParameter(shape, init_constant(0.0), -LOCATION_BOUND, LOCATION_BOUND) if location else None
+        )
 
     def table(self, distances: Tensor) -> ScoreTerms:
+        if self.location is not None:
+            distances = (distances + 2 * self.location().sinh()[:, None]).abs()
         powers = (distances + OFFSET) ** self.exponent()[:, None]
         return ScoreTerms(bias=-self.log_scale().exp()[:, None] * powers)
 
     def bias_tails(self) -> list[SeriesTail]:
+        if self.location is not None and self.location().any():
+            return [unknown_tail("a learned location moves the peak of the prior")] * self.dims.num_heads
         return [
             _tail(exponent, math.exp(log_scale))
             for exponent, log_scale in zip(self.exponent().tolist(), self.log_scale().tolist(), strict=True)

@@ -1,7 +1,8 @@
 """CoPE: positions counted by gates, so that what counts as a step depends on the context.
 
-g_ij = σ(q_i·k_j/√d); p_ij = Σ_{t=j}^{i} g_it, at most positions − 1; the term is q_i·e[p_ij]/√d with e interpolated
-between whole positions. It needs queries and keys, so it is a contextual term, added to the scores.
+g_ij = σ(q_i·k_j/√d); p_ij = Σ_{t=j}^{i} g_it, at most positions − 1; the term is q_i·e[p_ij] with e interpolated
+between whole positions. Only q·k is divided by √d, as in the paper's listing and DAPE's module. It needs queries and
+keys, so it is a contextual term, added to the scores.
 """
 
 import torch
@@ -14,10 +15,13 @@ from megatron.position.token_range import TokenRange, causal_mask
 
 
 class Cope(Encoding):
-    formula = "q_i·(k_j + e[p_ij])/√d, p_ij = min(Σ_{t=j}^{i} σ(q_i·k_t/√d), positions − 1), e interpolated"
+    formula = "q_i·k_j/√d + q_i·e[p_ij], p_ij = min(Σ_{t=j}^{i} σ(q_i·k_t/√d), positions − 1), e interpolated"
     parameters_summary = "e [positions, d] = 0, one table for all heads"
     takes_positions = False
-    source = "CoPE: Golovneva et al. 2024, equations 2 to 5"
+    source = (
+        "CoPE: Golovneva et al. 2024, equations 2 to 5, computed as in the listing of its appendix, in DAPE's module "
+        "and in x-transformers: q·e is not divided by √d"
+    )
     advice = (
         "For comparison with other encodings that look at the context: up to four times the training length its "
         "perplexity is close to theirs (25.8, transformer_xl 26.1), at 64 times far above (90.7, transformer_xl 41.1; "
@@ -30,15 +34,16 @@ class Cope(Encoding):
         num_products=lambda options, num_keys: options["positions"],  # q·e
     )
 
-    def __init__(self, dims: AttentionDims, *, positions: int = 64) -> None:
+    def __init__(self, dims: AttentionDims, *, positions: int = 64, scaled: bool = False) -> None:
         """
         Args:
             positions: rows of the table e, to which gates can count; tokens further back share the last.
+            scaled: divide q·e by √d too, as checkpoints of format 5 and earlier do; no published code does.
         """
         super().__init__(dims)
         if positions < 2:
             raise OptionError("positions", f"is {positions}; it must be at least 2")
-        self.positions = positions
+        self.positions, self.scaled = positions, scaled
         self.vectors = BoundedParameter((positions, dims.head_dim), nn.init.zeros_)
 
     def contextual(
@@ -50,7 +55,9 @@ class Cope(Encoding):
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
         below = position.detach().floor().long().clamp(max=self.positions - 2)
         fraction = position - below
-        terms = torch.matmul(q * q.shape[-1] ** -0.5, self.vectors().to(q.dtype).t())  # [B, H, R, positions]
+        terms = torch.matmul(
+            q * q.shape[-1] ** -0.5 if self.scaled else q, self.vectors().to(q.dtype).t()
+        )  # [B, H, R, positions]
         terms = terms.to(fraction.dtype)
         low, high = terms.gather(-1, below), terms.gather(-1, below + 1)
         return (low + fraction * (high - low)).to(scores.dtype)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.position.base import FireParameters
@@ -77,6 +77,9 @@ class Fire(Encoding):
         )
         self.weight2 = BoundedParameter((dims.num_heads, width), init_uniform(-bound, bound))
         self.bias2 = BoundedParameter((dims.num_heads,), init_uniform(-bound, bound))
+
+    def list_biases(self) -> list[nn.Parameter]:
+        return [self.bias1.value, self.bias2.value]
 
     def kernel_parameters(self) -> FireParameters | None:
         return self._network() if self.activation == "relu" else None  # as the kernel has it
