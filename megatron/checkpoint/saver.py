@@ -66,12 +66,14 @@ class _PendingSave:
     def temporary(self) -> Path:
         return self.final.with_name(f".{self.final.name}.tmp")
 
-    def get_outcome(self) -> tuple[str | None, Entries]:
-        """The error that this rank's thread met, and what it wrote. Waits for it."""
+    def get_outcome(self) -> tuple[FarfieldError | None, Entries]:
+        """Wait for this rank's thread; return the error that it met, and what it wrote."""
         try:
             return None, self.job.result() if self.job is not None else {}
-        except (OSError, RuntimeError, FarfieldError) as error:
-            return str(error) if isinstance(error, FarfieldError) else describe_cause(error), {}
+        except FarfieldError as error:
+            return error, {}
+        except (OSError, RuntimeError) as error:
+            return RunError(describe_cause(error)), {}
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Saver:
     """The last checkpoint that is whole: of this run, or the one that it resumed from."""
     hooks: SaveHooks = field(default_factory=SaveHooks)
     _save: _PendingSave | None = None
+    _good_step: int = 0
+    """Last step that is known to be good (`confirm`)."""
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def __post_init__(self) -> None:
@@ -135,7 +139,8 @@ class Saver:
         """Go on with the pending save, whose phase all ranks have done (or are waited for).
 
         Raises:
-            RunError: the disk refuses, or a weight is not finite. Nothing is left behind, and earlier checkpoints stay.
+            NonFiniteWeightError: a weight is not finite.
+            RunError: the disk refuses. Nothing is left behind, and earlier checkpoints stay.
         """
         save = self._save
         assert save is not None
@@ -148,7 +153,7 @@ class Saver:
                 shutil.rmtree(save.temporary, ignore_errors=True)
             if save.final.is_dir():
                 raise RunError(f"{save.final}: saved, but older ones cannot be deleted: {error}")
-            raise RunError(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
+            raise type(error)(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
         if save.publishing:
             self.last_checkpoint, self._save = save.final, None
             return
@@ -161,6 +166,23 @@ class Saver:
         """Wait until the pending save has its name. Raises RunError if it cannot be finished."""
         while self._save is not None:
             self.advance()
+
+    def confirm(self, step: int) -> None:
+        """Take the states before a step as good: checkpoints of earlier steps may now push out older ones.
+
+        A checkpoint is whole before anybody knows whether the run survives its next step. Until then it is kept beside
+        those that it will replace.
+        """
+        is_new = self._good_step <= self._unconfirmed_step < step
+        self._good_step = step
+        if is_new and self.run is not None and self.groups.is_main and self._save is None:
+            options = self.config.checkpoint
+            layout.prune_checkpoints(self.run, options.keep_last_n_checkpoints, options.extra_save_iters)
+
+    @property
+    def _unconfirmed_step(self) -> int:
+        last = self.last_checkpoint
+        return -1 if last is None or self.run is None else layout.parse_step(last) or 0
 
     def close(self) -> None:
         """End the thread, after what it is doing."""
@@ -178,7 +200,8 @@ class Saver:
         manifest.write_manifest(folder, entries | {layout.WEIGHTS: weights} | small)
         os.replace(folder, save.final)
         manifest.sync_folder(save.final.parent)
-        layout.prune_checkpoints(run, options.keep_last_n_checkpoints, options.extra_save_iters)
+        if step < self._good_step:
+            layout.prune_checkpoints(run, options.keep_last_n_checkpoints, options.extra_save_iters)
         self.hooks.on_published(save.final)
         return {}
 

@@ -216,6 +216,10 @@ class PinnedStagingBuffers:
         return dict(zip(tensors, parts, strict=True))
 
 
+class NonFiniteWeightError(RunError):
+    """A weight is infinite or NaN, so the state is not worth saving."""
+
+
 class Snapshot:
     """A rank's states at one step, to be written while training goes on."""
 
@@ -243,11 +247,11 @@ class Snapshot:
 
         Raises:
             OSError: the disk refuses.
-            RunError: a weight is not finite.
+            NonFiniteWeightError: a weight is not finite.
         """
         for name, master in self._masters.items():
             if not bool(torch.isfinite(master).all()):
-                raise RunError(f"{name.removeprefix(f'{_MASTER}/')} is not finite")
+                raise NonFiniteWeightError(f"{name.removeprefix(f'{_MASTER}/')} is not finite")
         for kind in (PARTS, STATES):
             (checkpoint / kind).mkdir(parents=True, exist_ok=True)
         parts = get_rank_path(checkpoint, PARTS, self._rank)

@@ -144,10 +144,10 @@ def read_status(run: Path) -> RunStatus:
     state = "stopped"
     if alive:
         state = str(beat.get("phase", "starting"))
-    elif train_iters is not None and step >= train_iters:
-        state = "finished"
     elif records and records[-1].get("kind") == DIVERGED_KIND:
         state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))
+    elif train_iters is not None and step >= train_iters:
+        state = "finished"
     return RunStatus(
         str(run), state, step, train_iters, _finite(last.get("loss")),
         _finite(valid[-1].get("loss")) if valid else None, _finite(last.get("tokens_per_second")),

@@ -6,7 +6,7 @@ trainer's state, so that a later resume does not meet it again.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
 
 MAX_ROLLBACKS = 3
-"""To the same checkpoint: if other data do not help, it is not the data."""
+"""Rollbacks without a new checkpoint in between, after which the run ends."""
 
 DECAY = 0.98
 """Of the usual loss, with every step: it is the mean over about fifty."""
@@ -46,7 +46,9 @@ class Rollback:
     samples: int
     """Consumed when the loss was bad: the run goes on behind them."""
     count: int = 1
-    """How often the run went back to this checkpoint, this time included."""
+    """Rollbacks since the run last saved a checkpoint, this one included."""
+    moves_newer_aside: bool = False
+    """True if the run has newer checkpoints, which did not help and are moved aside."""
     note: str = ""
     """A line worth telling."""
 
@@ -92,8 +94,8 @@ class LossGuard:
         config: of the run.
         engine: says whether it skipped a step, and at which loss scale.
         groups: of the run.
-        find_checkpoint: the last checkpoint that is whole, once a pending save is finished; None if there is none.
-            Called on all ranks.
+        list_checkpoints: returns the checkpoints that the run can go back to, oldest first, once a pending save is
+            finished. Called on all ranks.
         last_rollback: by which this start of the run began, if it did.
     """
 
@@ -102,13 +104,16 @@ class LossGuard:
         config: Config,
         engine: Engine,
         groups: ProcessGroups,
-        find_checkpoint: Callable[[], Path | None],
+        list_checkpoints: Callable[[], Sequence[Path]],
         last_rollback: Rollback | None = None,
     ) -> None:
         self._config, self._engine, self._groups = config, engine, groups
-        self._find_checkpoint, self._last_rollback = find_checkpoint, last_rollback
+        self._list_checkpoints, self._last_rollback = list_checkpoints, last_rollback
         self._usual = RunningMeanLoss()
-        self._bad_steps = 0
+        self.bad_steps = 0
+        """Consecutive bad steps up to now. The state of such a run is not known to be good, so it is not saved."""
+        self.last_good_step: int | None = None
+        """Last step of this start that was good: it proves the checkpoints of earlier steps."""
         self.num_rollbacks = 0
         """How often the run went back, over all of its starts."""
 
@@ -131,49 +136,62 @@ class LossGuard:
         """
         if self._engine.skipped:
             return self._check_skipped_step(step, samples, sum_over_batch(self._groups, float(loss)))
-        self._bad_steps = 0
+        self.bad_steps = 0
         factor = self._config.training.loss_spike
-        if factor is None:
-            return Continue()
-        total = sum_over_batch(self._groups, float(loss))
-        if self._usual.is_spike(total, factor):
-            usual = self._usual.mean
-            comparison = "" if usual is None else f" is more than loss_spike × the usual {usual:.4g}"
-            return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
-        self._usual.add(total)
+        if factor is not None:
+            total = sum_over_batch(self._groups, float(loss))
+            if self._usual.is_spike(total, factor):
+                usual = self._usual.mean
+                comparison = "" if usual is None else f" is more than loss_spike × the usual {usual:.4g}"
+                return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
+            self._usual.add(total)
+        self.last_good_step = step
         return Continue()
+
+    def judge_weights(self, step: int, samples: int, problem: str) -> Rollback | Stop:
+        """Decide what follows when a checkpoint cannot be saved because weights are not finite."""
+        return self._roll_back_or_stop(step, samples, problem)
 
     def _check_skipped_step(self, step: int, samples: int, loss: float) -> Continue | Rollback | Stop:
         engine, training = self._engine, self._config.training
         is_finite, fp16 = math.isfinite(loss), training.fp16
         scalable = engine.precision == "fp16" and fp16.loss_scale == 0 and engine.loss_scale > fp16.min_loss_scale
         if scalable and is_finite:
-            self._bad_steps = 0
+            self.bad_steps = 0
             return Continue()
-        self._bad_steps += 1
+        self.bad_steps += 1
         reason = "its gradients are not finite" if is_finite else f"its loss is {loss}"
         limit = 1 if training.on_bad_loss == "stop" else training.max_bad_steps
-        if self._bad_steps < limit:
-            return Continue(f"step {step} skipped: {reason} ({self._bad_steps} in a row, stop at {limit})")
+        if self.bad_steps < limit:
+            return Continue(f"step {step} skipped: {reason} ({self.bad_steps} in a row, stop at {limit})")
         key = "on_bad_loss" if training.on_bad_loss == "stop" else "max_bad_steps"
-        return self._roll_back_or_stop(step, samples, f"{reason}, for {self._bad_steps} steps in a row ({key})")
+        return self._roll_back_or_stop(step, samples, f"{reason}, for {self.bad_steps} steps in a row ({key})")
 
     def _roll_back_or_stop(self, step: int, samples: int, reason: str) -> Rollback | Stop:
-        """Stop where there is nowhere to go back to, or going back did not help."""
-        problem, checkpoint = f"step {step}: {reason}", self._find_checkpoint()
+        """Go back to the newest checkpoint, or one further if that failed. Stop after `MAX_ROLLBACKS` failures."""
+        problem, checkpoints = f"step {step}: {reason}", self._list_checkpoints()
+        checkpoint = checkpoints[-1] if checkpoints else None
         if self._config.training.on_bad_loss == "rollback" and checkpoint is not None:
-            run, save = checkpoint.parent.parent, self._config.checkpoint.save
-            is_own = save is not None and run.resolve() == Path(save).resolve()
-            last, checkpoint_step = self._last_rollback, parse_step(checkpoint) or 0
-            rollback = Rollback(
-                load=str(save) if is_own else str(checkpoint),
-                step=checkpoint_step,
-                samples=samples,
-                count=1 + (last.count if last is not None and last.step == checkpoint_step else 0),
-                note=f"{problem}; going back to {checkpoint}, behind the data until here",
-            )
-            if rollback.count <= MAX_ROLLBACKS:
-                return rollback
-            problem += f"; gone back {MAX_ROLLBACKS} times to the same checkpoint already"
+            count, last = 1, self._last_rollback
+            if last is not None and (parse_step(checkpoint) or 0) <= last.step:  # nothing was saved since
+                count = last.count + 1
+                checkpoint = next(
+                    (path for path in checkpoints[::-1] if (parse_step(path) or 0) < last.step), checkpoint
+                )
+            if count <= MAX_ROLLBACKS:
+                return self._go_back_to(checkpoint, checkpoints[-1], samples, count, problem)
+            problem += f"; gone back {MAX_ROLLBACKS} times, and no new checkpoint was reached"
         remains = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
         return Stop(reason, f"{problem}; {remains}")
+
+    def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
+        run, save = checkpoint.parent.parent, self._config.checkpoint.save
+        is_own = save is not None and run.resolve() == Path(save).resolve()
+        return Rollback(
+            load=str(save) if is_own and checkpoint == newest else str(checkpoint),
+            step=parse_step(checkpoint) or 0,
+            samples=samples,
+            count=count,
+            moves_newer_aside=is_own and checkpoint != newest,
+            note=f"{problem}; going back to {checkpoint}, behind the data until here",
+        )

@@ -19,14 +19,18 @@ in the data, the interval that was not reported yet, the guard of the loss.
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
+from megatron.checkpoint.sharded_state import NonFiniteWeightError
 from megatron.config.schema import Config
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
@@ -164,7 +168,8 @@ def train_resolved(
         if isinstance(outcome, TrainResult):
             return outcome
         rollback = outcome if isinstance(outcome, Rollback) else None
-        config = config.replace(load=outcome.load, finetune=False, rollback=False)
+        moves_aside = rollback is not None and rollback.moves_newer_aside
+        config = config.replace(load=outcome.load, finetune=False, rollback=moves_aside)
 
 
 def _run_attempt(
@@ -236,7 +241,7 @@ class Trainer:
             groups, run.peak_tflops, self.forward_timer, config.training.gradient_accumulation_steps
         )
         self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
-        self.guard = LossGuard(config, run.engine, groups, self._finish_saving, rollback)
+        self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
 
     def close(self) -> None:
@@ -262,6 +267,8 @@ class Trainer:
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
+            if not is_stopped and self.guard.bad_steps:
+                self._fail_at_end(checkpoint)
             if not is_stopped and self.data_position.step < train_iters:
                 assert run.config.checkpoint.save is not None  # `resolve_run`
                 return StageEnd(run.config.checkpoint.save)
@@ -275,6 +282,7 @@ class Trainer:
                 line = summary.describe_rollbacks(self.guard.num_rollbacks, self.data_position.skipped_samples)
                 run.console.log(line)
             if not is_stopped:
+                self.saver.confirm(self.data_position.step + 1)
                 is_new = checkpoint != run.resume.checkpoint
                 run.console.log(summary.describe_end(run.config, checkpoint, now=is_new))
         return TrainResult(
@@ -286,6 +294,13 @@ class Trainer:
             seconds=time.perf_counter() - self.start_time,
             signal=signum,
         )
+
+    def _fail_at_end(self, checkpoint: Path | None) -> NoReturn:
+        """Raise RunError for a run whose last steps were bad: it has taken all its steps, and is not finished."""
+        step, bad = self.data_position.step, summary.describe_bad_steps(self.guard.bad_steps)
+        report_to_all(self.run.reporters, DivergenceRecord(step, bad))
+        remains = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
+        raise RunError(f"step {step}: {bad}; {remains}")
 
     def _train_steps(self, stop: GracefulStop) -> bool:
         """Train to the last step of the stage; True if the run was asked to stop before it."""
@@ -343,7 +358,7 @@ class Trainer:
             once(local_scored), once(local_read), int(stop.signal is not None), int(self.saver.is_done)
         )
         if num_saved == groups.world_size:
-            self.saver.advance()
+            self._guard_save(self.saver.advance)
         if num_stopped:
             return True
 
@@ -374,8 +389,24 @@ class Trainer:
 
     def _check_loss(self, loss: Tensor) -> None:
         """Stop or go back when the loss is bad. `loss` is this rank's part of the step's."""
+        position = self.data_position
+        self._follow(self.guard.check(position.step, position.samples, loss))
+        if self.guard.last_good_step == position.step:
+            self.saver.confirm(position.step)
+
+    def _guard_save(self, save: Callable[[], None]) -> None:
+        """Take a step of a save. The guard decides what follows if a weight is not finite."""
+        position = self.data_position
+        try:
+            save()
+        except NonFiniteWeightError as error:
+            if self.run.config.training.on_bad_loss != "rollback":
+                raise
+            self._follow(self.guard.judge_weights(position.step, position.samples, str(error)))
+
+    def _follow(self, decision: Continue | Rollback | Stop) -> None:
         run, position = self.run, self.data_position
-        match self.guard.check(position.step, position.samples, loss):
+        match decision:
             case Continue(note):
                 if note is not None:
                     run.console.log(note)
@@ -408,11 +439,14 @@ class Trainer:
         is_requested = step > 0 or 0 in run.config.checkpoint.extra_save_iters
         if saver.run is None or not is_requested or saver.has(step):
             return
+        if bad_steps := self.guard.bad_steps:
+            run.console.log(f"step {step}: no checkpoint is saved, since {summary.describe_bad_steps(bad_steps)}")
+            return
         self.watchdog.enter_phase("save", step)
         self.interval.pause()
         save_time = time.perf_counter()
         trainer_state = run.collect_trainer_state(self.interval, self.guard)
-        saver.begin(run.engine.deepspeed, trainer_state, run.console.log)
+        self._guard_save(lambda: saver.begin(run.engine.deepspeed, trainer_state, run.console.log))
         self.interval.checkpoint_wait += time.perf_counter() - save_time
         self.interval.resume()
 
@@ -420,5 +454,15 @@ class Trainer:
         """The last checkpoint that is whole, once the pending save is finished."""
         if self.saver.run is not None:
             self.watchdog.enter_phase("save", self.data_position.step)
-            self.saver.finish()
+            self._guard_save(self.saver.finish)
         return self.saver.last_checkpoint
+
+    def _list_checkpoints(self) -> list[Path]:
+        """The checkpoints that the run can go back to, oldest first: the one that it started from and its own."""
+        saver = self.saver
+        with suppress(NonFiniteWeightError):  # that save is given up, and earlier checkpoints stay
+            saver.finish()
+        own = [] if saver.run is None else self.run.groups.gather_objects(layout.list_checkpoints(saver.run))[0]
+        start = self.run.resume.checkpoint
+        is_foreign = start is not None and start.resolve() not in [path.resolve() for path in own]
+        return [start, *own] if start is not None and is_foreign else own

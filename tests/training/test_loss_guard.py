@@ -19,6 +19,7 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import single_process
+from megatron.launch.run_status import read_status
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
@@ -120,7 +121,9 @@ def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, mon
 def test_it_ends_where_going_back_does_not_help(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 3, 4, 5, 6)
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS)
-    with pytest.raises(RunError, match="gone back 3 times to the same checkpoint already; the last good checkpoint is"):
+    with pytest.raises(
+        RunError, match="gone back 3 times, and no new checkpoint was reached; the last good checkpoint is"
+    ):
         train(config)
 
 
@@ -166,7 +169,7 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     checkpoint = tmp_path / "checkpoints" / layout.format_checkpoint_name(4)
 
     def build_guard(path: Path | None, last: Rollback | None = None) -> LossGuard:
-        return LossGuard(config, cast(Engine, engine), single_process(), lambda: path, last)
+        return LossGuard(config, cast(Engine, engine), single_process(), lambda: [path] if path else [], last)
 
     guard = build_guard(checkpoint)
     assert guard.check(5, 20, torch.tensor(2.0)) == Continue()
@@ -188,7 +191,7 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
     assert (
-        "gone back 3 times to the same checkpoint already"
+        "gone back 3 times, and no new checkpoint was reached"
         in cast(Stop, third.check(7, 28, torch.tensor(math.nan))).message
     )
 
@@ -196,3 +199,63 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     first = guard.check(7, 28, torch.tensor(math.nan))
     assert first == Continue("step 7 skipped: its loss is nan (1 in a row, stop at 2)")
     assert isinstance(guard.check(8, 32, torch.tensor(1.0)), Rollback)
+
+
+def break_weights(monkeypatch: pytest.MonkeyPatch, step: int, factor: float, *, always: bool = False) -> None:
+    """Multiply all matrices by a factor after the optimizer's n-th step, counted over all starts, or after each later
+    one too."""
+    usual, calls = Engine.step, [0]
+
+    def take_step(self: Engine, *args: Any, **kwargs: Any) -> None:
+        usual(self, *args, **kwargs)
+        calls[0] += 1
+        if calls[0] == step or (always and calls[0] > step):
+            with torch.no_grad():
+                for shard in self.model.parameters():
+                    if shard.ndim > 1:
+                        shard.mul_(factor)
+
+    monkeypatch.setattr(Engine, "step", take_step)
+
+
+def list_steps(run: Path) -> list[int | None]:
+    return [layout.parse_step(path) for path in layout.list_checkpoints(run)]
+
+
+@pytest.mark.parametrize("broken_after", [3, 4])
+def test_broken_weights_never_push_out_good_checkpoints(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken_after: int
+) -> None:
+    # Step 4 is saved: in the midst of bad steps, or at once after a good loss.
+    break_weights(monkeypatch, broken_after, 1e25)
+    config = tiny_config(corpus, tmp_path, **KEYS, keep_last_n_checkpoints=1)
+    with pytest.raises(RunError, match=r"for 3 steps in a row .max_bad_steps.; the last good checkpoint is"):
+        train(config)
+    assert 2 in list_steps(tmp_path)
+    if broken_after == 3:
+        assert list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("factor", [1e25, math.inf])
+def test_a_rollback_that_fails_tries_the_checkpoint_before(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    break_weights(monkeypatch, 4, factor)  # at once after a good loss, before a save
+    config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=1, **KEYS)
+    text = printed(config)
+    if factor != math.inf:  # the broken state is saved, returned to once, and moved aside
+        assert "going back to " in text
+        assert list((tmp_path / "checkpoints" / "abandoned").rglob("step_0000004"))
+    assert f"going back to {tmp_path / 'checkpoints' / 'step_0000002'}" in text
+    assert list_steps(tmp_path) == [2, 4, 6, 8]
+    assert all(math.isfinite(loss) for loss in losses(tmp_path))
+
+
+def test_a_run_whose_last_steps_are_bad_is_not_finished(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_weights(monkeypatch, 6, 1e25)
+    with pytest.raises(RunError, match=r"^step 8: the last 2 steps were bad; the last good checkpoint is"):
+        train(tiny_config(corpus, tmp_path, **KEYS))
+    assert read_status(tmp_path).state == "diverged"
+    assert 8 not in list_steps(tmp_path)

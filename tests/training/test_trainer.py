@@ -186,10 +186,10 @@ def test_bad_steps_in_a_row_end_the_run_and_keep_the_good_checkpoint(
         zero_optimization={"stage": stage},
     )  # fmt: skip
     with pytest.raises(
-        RunError, match=r"^step 5: its loss is nan, for 2 steps in a row .*checkpoint is .*step_0000004"
+        RunError, match=r"^step 5: its loss is nan, for 2 steps in a row .*checkpoint is .*step_0000002"
     ):
         train(config)
-    # Step 4 was skipped, so its checkpoint holds the weights of step 3: good ones.
+    # Step 4 was skipped, so nothing was saved then.
     weights = load_model(tmp_path).model.state_dict()
     assert all(
         torch.isfinite(w).all() for w in weights.values() if isinstance(w, torch.Tensor) and w.is_floating_point()
