@@ -560,10 +560,10 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
     waits = (IMPORTING, "building the model")  # told where they take a while
-    first, rows, readings, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
+    first, rows, epochs, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
     assert lines
     assert rows.startswith("attention_mask causal: ")
-    assert readings.startswith("training reads its ")
+    assert epochs.startswith("training reads its ")
     assert all(line.startswith("step ") for line in lines), trained.stdout
     assert " parameters on " in first
     assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"

@@ -188,8 +188,8 @@ class Engine:
         as a step has; `model.eval()` comes first."""
         if self.pipeline is not None:
             progress(0)
-            batch, length = micro_batches[0]["tokens"].shape
-            return self._get_pipeline((batch, length)).evaluate_loss(micro_batches)
+            rows, length = micro_batches[0]["tokens"].shape
+            return self._get_pipeline((rows, length)).evaluate_loss(micro_batches)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         for index, batch in enumerate(micro_batches):
             progress(index)
