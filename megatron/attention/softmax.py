@@ -16,7 +16,7 @@ by one); learnable, one for each head, OpenAI's gpt-oss (2025); both under megat
 al. 2024 (2410.17980, equations 2 and 3): going back from the row's own token, which is not attended to itself, each key
 takes its share of what those after it have left. The
 paper's equations drop the remainder; its authors train with it added to
-the output, times the row's own value (their Dolomite engine).
+the output, times the row's own value (as in their tests).
 
 Whatever makes logits (encoding, window, documents, soft cap, temperature, score processor) knows nothing of this, and
 a cache needs nothing for it.

@@ -72,7 +72,9 @@ def test_page_says_what_a_person_must_know_of_some_keys():
     assert rows("launch")["num_gpus"][2] == "whole number or null"
     assert rows("optimizer")["optimizer.params.lr"][2] == "number"
     assert rows()["rotary_pct"][1].startswith("`pos_emb_options.fraction` of rotary")
-    assert rows()["kerple_capev2"][1] == "`pos_emb: kerple_log`, `score_processor: cdape`, `pos_emb_per_layer: true`"
+    assert rows()["kerple_capev2"][1] == (
+        "`pos_emb: kerple_log`, `score_processor: cdape`, `pos_emb_per_layer: true`, `decay_positions: true`"
+    )
     assert rows()["rope"][1] == "`pos_emb: rotary`"
     assert rows("model")["num_kv_heads"][:3] == ["`num_kv_heads`", "null", "whole number or null"]
     assert rows()["bias_gelu_fusion"][1] == "true: `activation: gelu_tanh` instead of `activation: gelu`"
