@@ -5,8 +5,8 @@ trained the model. B batch, T tokens at hand, D hidden size, H heads, g heads of
 V vocabulary.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
 
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import describe_query_rows, scale_queries
@@ -38,6 +39,27 @@ from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor, build_temperature
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
+
+logger = logging.get_logger(__name__)
+
+FIRST_MARK = 1_000_003
+"""Mark of the first token among the bits behind keys; the next tokens count on. No rounded zero is one."""
+CACHE_FIELD = next(
+    field.name
+    for field in fields(BaseModelOutputWithPast)
+    if field.name not in ("last_hidden_state", "hidden_states", "attentions")
+)
+"""Name of a model's cache in transformers: past_key_values until 5.23, cache from 5.24 on."""
+REFUSED_ARGUMENTS = frozenset(
+    (
+        *("output_attentions", "head_mask", "cross_attn_head_mask", "token_type_ids"),
+        *("encoder_hidden_states", "encoder_attention_mask", "block_table", "read_index", "write_index"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"),
+    )
+)
+"""Arguments that ask for another result than this model computes."""
+PASSED_OVER_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
+"""Arguments that `generate` hands on to every model, and that are for itself."""
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
@@ -97,17 +119,32 @@ def get_layer_method(names: Any, options: dict[str, Any], layer_idx: int) -> tup
     return name, options.get(name, {}) if isinstance(names, list) else options
 
 
-def pack_gates(k: Tensor, gates: Tensor) -> Tensor:
-    """Keys [B, g, T, d] with the gates [B, H, T] of the heads that share each, bit for bit, as further numbers of any
-    type: transformers' caches hold keys and values, and copy, reorder and cut them alike."""
-    own = gates.unflatten(1, (k.shape[1], -1)).transpose(2, 3).contiguous()  # [B, g, T, H / g]
-    return torch.cat([k, own.view(k.dtype)], dim=-1)
+def pack_bits(parts: Sequence[Tensor], k: Tensor) -> Tensor:
+    """Pack numbers of any type, bit for bit, into a tensor that continues keys.
+
+    transformers' caches hold keys and values, and copy, reorder and crop both alike.
+
+    Args:
+        parts: [B, T, n] each.
+        k: keys [B, g, T, d], whose type and groups the result has.
+
+    Returns:
+        [B, g, T, w], with w the smallest width that fits.
+    """
+    bits = torch.cat([part.detach().contiguous().view(torch.uint8) for part in parts], dim=-1)  # [B, T, bytes]
+    bits = F.pad(bits, (0, -bits.shape[-1] % (k.shape[1] * k.element_size())))
+    return bits.unflatten(-1, (k.shape[1], -1)).transpose(1, 2).contiguous().view(k.dtype)
 
 
-def unpack_gates(k: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `pack_gates` joined, of all tokens so far."""
-    own = k[..., head_dim:].contiguous().view(dtype)
-    return k[..., :head_dim], own.transpose(2, 3).flatten(1, 2)
+def unpack_bits(packed: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `pack_bits` packed, for all tokens so far; `parts` are those of the newest tokens."""
+    bits = packed.detach().transpose(1, 2).contiguous().view(torch.uint8).flatten(2)
+    sizes = [part.shape[-1] * part.element_size() for part in parts]
+    split = bits[..., : sum(sizes)].split(sizes, dim=-1)
+    return [
+        own.clone(memory_format=torch.contiguous_format).view(part.dtype)
+        for own, part in zip(split, parts, strict=True)
+    ]
 
 
 def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
@@ -171,14 +208,8 @@ class FarfieldAttention(nn.Module):
         gates = None
         if type(encoding).overrides_hook("gate"):
             gates = encoding.gate(hidden_states, ALL_HEADS)
-        above = place = None
-        if self.processor is not None and self.processor.reads_rows_above:
-            above, place, k, v, gates = self._update_rows(q, k, v, gates, past_key_values)
-        elif past_key_values is not None:
-            stored = k if gates is None else pack_gates(k, gates)
-            k, v = past_key_values.update(stored, v, self.layer_idx)
-            if gates is not None:
-                k, gates = unpack_gates(k, self.head_dim, gates.dtype)
+        kept = self._keep_tokens(q, k, v, gates, past_key_values)
+        k, v, gates, above = kept.k, kept.v, kept.gates, kept.above
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
         sinks = None if self.sink is None else self.sink(q)
@@ -210,41 +241,100 @@ class FarfieldAttention(nn.Module):
             return output
 
         output = attend_segments(q, k, v, segments, attend, gates)
-        if place is not None and above is not None and above.sums is not None:
-            place.copy_(above.sums[..., None].contiguous().view(place.dtype))
+        if kept.store_sums is not None and above is not None:
+            kept.store_sums(above.sums)
         output = output.transpose(1, 2)  # [B, T, H, d]
         if self.output_gate is not None:
             gate = promote_to_float32(self.output_gate(hidden_states))
             output = output * torch.sigmoid(gate.unflatten(-1, (self.config.num_attention_heads, -1)))
         return self.out(output.to(hidden_states.dtype).flatten(2))
 
-    def _update_rows(
+    def _keep_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, past_key_values: Cache | None
-    ) -> tuple[RowsAbove, Tensor | None, Tensor, Tensor, Tensor | None]:
-        """What the processor reads of rows above, where the cache keeps its sums, and keys, values and gates of all
-        tokens so far.
+    ) -> "KeptTokens":
+        """Add tokens to the cache, if there is one, and return what it holds of all tokens so far.
 
-        As gates, what is kept of each token stands behind its key: queries, or the number that sums up the rows.
+        Behind its key the cache keeps of each token what else later tokens need: queries, which a cache may round like
+        keys, and bits that must come back as they are. A mark among these shows whether they do.
         """
-        assert self.processor is not None
-        has_sums, num_groups = self.processor.overrides("row_terms"), self.num_kv_heads
+        processor, length = self.processor, k.shape[2]
+        reads_above = processor is not None and processor.reads_rows_above
+        has_sums = processor is not None and processor.overrides("row_terms")
         if past_key_values is None:
-            return RowsAbove(q, k.shape[2], None), None, k, v, gates
-        width, stored = k.shape[-1], k if gates is None else pack_gates(k, gates)
-        if has_sums:
-            sums_type = torch.promote_types(q.dtype, torch.float32)
-            own = q.new_zeros(*k.shape[:3], sums_type.itemsize // q.dtype.itemsize)
-        else:
-            own = q.unflatten(1, (num_groups, -1)).transpose(2, 3).flatten(3)
-        kept, v = past_key_values.update(torch.cat([stored, own], dim=-1), v, self.layer_idx)
-        k, rows = kept.split([stored.shape[-1], own.shape[-1]], dim=-1)
+            return KeptTokens(k, v, gates, RowsAbove(q, length, None) if reads_above else None)
+        past_length = int(past_key_values.get_seq_length(self.layer_idx))
+        keys = [k]
+        if reads_above and not has_sums:
+            keys.append(q.unflatten(1, (self.num_kv_heads, -1)).transpose(2, 3).flatten(3))
+        exact = [] if gates is None else [gates.transpose(1, 2)]
+        if processor is not None and has_sums:
+            sums = q.new_zeros(len(q), length, 1, dtype=torch.float32)
+            exact += [q[:, processor.summed_heads].transpose(1, 2).flatten(2), sums, sums.to(torch.int32)]
+        if exact:
+            marks = torch.arange(past_length, past_length + length, dtype=torch.int32, device=q.device) + FIRST_MARK
+            exact.append(marks[None, :, None].expand(len(q), -1, 1))
+            keys.append(pack_bits(exact, k))
+        stored = torch.cat(keys, dim=-1) if len(keys) > 1 else k
+        self._check_stored_width(past_key_values, stored.shape[-1])
+        all_keys, v = past_key_values.update(stored, v, self.layer_idx)
+        total = past_length + length
+        if all_keys.shape[2] != total:
+            raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
+        parts = list(all_keys.split([part.shape[-1] for part in keys], dim=-1))
+        k, above, store_sums = parts[0], None, None
+        bits = unpack_bits(parts[-1], exact) if exact else []
+        if exact:
+            expected = torch.arange(total, dtype=torch.int32, device=q.device) + FIRST_MARK
+            if not torch.equal(bits[-1][..., 0], expected.to(bits[-1].device).expand(len(q), -1)):
+                raise ValueError(
+                    f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or another "
+                    "model filled it), and this model keeps numbers there that must be exact; use a DynamicCache"
+                )
         if gates is not None:
-            k, gates = unpack_gates(k, width, gates.dtype)
-        if not has_sums:
-            queries = rows.unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2)
-            return RowsAbove(queries, k.shape[2], None), None, k, v, gates
-        place = rows.data[:, 0]  # the cache's own memory, of the first group; no gradient comes through it
-        return RowsAbove(q, k.shape[2], place.contiguous().view(sums_type)[..., 0].clone()), place, k, v, gates
+            # The newest gates are those at hand, through which gradients flow.
+            gates = torch.cat([bits[0][:, :past_length].transpose(1, 2), gates], dim=2)
+        if processor is not None and has_sums:
+            queries, sums, counts = bits[-4], bits[-3][..., 0], bits[-2][:, :past_length, 0]
+            rows_above = q
+            if not bool((counts == past_length).all()):
+                # Tokens were removed since the sums were stored (or a cache kept a copy): sum up the rows again.
+                rows_above = q.new_zeros(len(q), q.shape[1], total, q.shape[-1])
+                rows_above[:, processor.summed_heads] = queries.unflatten(-1, (-1, q.shape[-1])).transpose(1, 2)
+                rows_above[:, :, past_length:] = q
+                sums = torch.zeros_like(sums)
+            above = RowsAbove(rows_above, total, sums)
+
+            def store_sums(new_sums: Tensor) -> None:
+                bits[-3:-1] = [new_sums[..., None], torch.full_like(bits[-2], total)]
+                parts[-1].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient comes through it
+
+        elif reads_above:
+            above = RowsAbove(parts[1].unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2), total, None)
+        return KeptTokens(k, v, gates, above, store_sums)
+
+    def _check_stored_width(self, past_key_values: Cache, width: int) -> None:
+        """Refuse a cache that something else filled, such as peft's prefix tuning."""
+        layers = getattr(past_key_values, "layers", ())
+        found = getattr(layers[self.layer_idx], "keys", None) if self.layer_idx < len(layers) else None
+        if isinstance(found, Tensor) and found.dim() == 4 and found.shape[1::2] != (self.num_kv_heads, width):
+            raise ValueError(
+                f"the cache holds keys of {found.shape[1]} × {found.shape[3]} numbers, and this model keeps "
+                f"{self.num_kv_heads} × {width} of a token: fill a cache by this model only (prefix tuning works where "
+                "nothing is kept beside plain keys; use LoRA or prompt tuning)"
+            )
+
+
+@dataclass
+class KeptTokens:
+    """Keys, values and gates of all tokens so far."""
+
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    above: RowsAbove | None
+    """What the processor reads of rows above; None if it reads none."""
+    store_sums: Callable[[Any], None] | None = None
+    """Store the sums that the next step reads; None if there are none."""
 
 
 class FarfieldMLP(nn.Module):
@@ -301,7 +391,7 @@ class FarfieldPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FarfieldLayer"]  # noqa: RUF012 (transformers' own form)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", CACHE_FIELD]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
         """Start values of a weight that a file lacks: it would be whatever was in memory."""
@@ -356,11 +446,12 @@ class FarfieldModel(FarfieldPreTrainedModel):
                 alone.
             position_ids: those that the mask and the cache imply; others are refused, and so is whatever else this
                 model would pass over (`cache_position`, which transformers 4 gives, must continue the cache).
-            past_key_values: the tokens before these, a DynamicCache.
+            past_key_values: the tokens before these, a DynamicCache; by whatever name transformers gives it.
 
         Raises:
             ValueError: for what this model would compute wrongly.
         """
+        past_key_values = _take_cache(past_key_values, kwargs)
         cache_position = kwargs.pop("cache_position", None)
         _check_no_extra_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -371,6 +462,9 @@ class FarfieldModel(FarfieldPreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False  # layers are computed again in the backward pass, and would be stored twice
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError("gradient checkpointing takes no tokens from a cache (nor does prefix tuning with it)")
+            past_key_values = None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if past_key_values is not None and self.config.randomized_positions is not None:
@@ -389,13 +483,11 @@ class FarfieldModel(FarfieldPreTrainedModel):
         for layer in self.layers:
             hidden_states.append(x)
             x = layer(x, segments, past_key_values)
-        if past_key_values is not None and past_key_values.get_seq_length() != past_length + x.shape[1]:
-            raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
-            past_key_values=past_key_values,
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
+            **{CACHE_FIELD: past_key_values},
         )
 
     def _build_segments(
@@ -494,25 +586,42 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
             loss_kwargs = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **loss_kwargs)
         output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_FIELD: outputs.get(CACHE_FIELD)},
         )
         return output if return_dict is None or return_dict else output.to_tuple()
 
 
+def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
+    """Return the cache among a call's arguments, removed from kwargs. A cache is known by its type, not its name."""
+    names = [name for name, value in kwargs.items() if isinstance(value, Cache) or name == CACHE_FIELD]
+    caches = [past_key_values, *(kwargs.pop(name) for name in names)]
+    caches = [cache for cache in caches if cache is not None]
+    if len(caches) > 1:
+        raise ValueError(f"give one cache: {names[0]} is past_key_values by another name")
+    if caches and not isinstance(caches[0], Cache):
+        raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}; use a DynamicCache")
+    return caches[0] if caches else None
+
+
 def _check_no_extra_arguments(kwargs: dict[str, Any]) -> None:
-    """An argument that is passed over would be a wrong answer."""
-    names = [name for name, value in kwargs.items() if value is not None and value is not False]
-    if names:
-        raise ValueError(f"this model takes no {names[0]}")
+    """Refuse arguments that ask for another result; name others, which a later transformers may hand on."""
+    for name in (name for name, value in kwargs.items() if value is not None and value is not False):
+        if name in REFUSED_ARGUMENTS:
+            raise ValueError(f"this model takes no {name}")
+        if name not in PASSED_OVER_ARGUMENTS:
+            logger.warning_once(f"this model passes over the argument {name}, which it does not know")
 
 
 def _check_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2 or attention_mask.shape != (batch, length):
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != (batch, length):
+        found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
-            f"attention_mask must be [batch, tokens so far], here [{batch}, {length}], not "
-            f"{list(attention_mask.shape)}: masks "
+            f"attention_mask must be [batch, tokens so far], here [{batch}, {length}], not {found}: masks "
             "of rows and columns (static caches, packed sequences) are not taken"
         )
     mask = attention_mask.bool()

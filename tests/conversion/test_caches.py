@@ -1,0 +1,141 @@
+"""Every cache and decoding mode of transformers: an export writes the greedy text, or refuses the cache.
+
+The caches and the ways to decode are those that the installed transformers lists, so a new one is met here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+from transformers.generation import configuration_utils
+
+from megatron.conversion.export_model import export_model
+from tools.export.cases import LAYERS, WIDTH, ExportCase, build_gpt, write_run
+from tools.rounding import assert_close_in_rounding, count_gpt_sums
+
+VOCABULARY = 257
+TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
+CASES = {
+    "kerple_log": ExportCase("kerple_log", {"pos_emb": "kerple_log"}),
+    "fox": ExportCase("fox", {"pos_emb": "fox"}),
+    "cdape": ExportCase(
+        "cdape", {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 8}}
+    ),
+    "selective": ExportCase("selective", {"pos_emb": "kerple_log", "score_processor": "selective"}),
+    "mta": ExportCase("mta", {"pos_emb": "kerple_log", "score_processor": "mta"}),
+}
+KEEPS_EXACT_NUMBERS = ("fox", "selective")
+"""Methods that keep numbers beside keys which a cache must return unchanged."""
+PROMPT = torch.tensor([[7, 1, 7, 1, 5, 7, 1, 5, 7, 1]])
+IMPLEMENTATIONS = sorted(
+    set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS) if hasattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
+    else {"dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "quantized"}
+)  # fmt: skip
+
+
+class RoundingCache(DynamicCache):
+    """A cache that returns keys and values rounded, as quantized caches do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = super().update(*args, **kwargs)
+        return k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    folder, found = tmp_path_factory.mktemp("caches"), {}
+    for name, case in CASES.items():
+        run = write_run(folder / f"{name}_run", case.config(), build_gpt(case, VOCABULARY))
+        exported: Path = export_model(run, folder / name, log=lambda line: None)
+        found[name] = transformers.AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
+    return found
+
+
+def generate(model: Any, **choices: Any) -> list[int]:
+    return model.generate(
+        PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=10, do_sample=False, **choices
+    )[0].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decoding_that_rolls_the_cache_back_writes_greedy_text(models: dict[str, Any], name: str) -> None:
+    model = models[name]
+    plain = generate(model, use_cache=False)
+    assert generate(model) == plain
+    assert generate(model, prompt_lookup_num_tokens=3) == plain
+    # Another method's model makes other suggestions, most of which are removed from the cache again.
+    assert generate(model, assistant_model=models["fox" if name != "fox" else "cdape"]) == plain
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[str, Any], name: str) -> None:
+    model, cache = models[name], DynamicCache()
+    tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
+    model(tokens[:, :20], past_key_values=cache)
+    model((tokens[:, :7] + 1) % 256, past_key_values=cache)
+    cache.crop(-7)
+    found = model(tokens[:, 20:], past_key_values=cache).logits
+    expected = model(tokens, use_cache=False).logits[:, 20:]
+    assert_close_in_rounding(found, expected, TERMS, SUMS)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["kerple_log", "selective"])
+def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], name: str, implementation: str) -> None:
+    plain = generate(models[name], use_cache=False)
+    try:
+        found = generate(models[name], cache_implementation=implementation)
+    except (ValueError, ImportError):  # refused by the model, or by transformers, which lacks a package
+        return
+    except AssertionError as error:
+        if "CUDA" in str(error):
+            pytest.skip("this cache needs a GPU")
+        raise
+    assert found == plain
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.inference_mode()
+def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict[str, Any], name: str) -> None:
+    model, cache = models[name], RoundingCache()
+    if name in KEEPS_EXACT_NUMBERS:
+        with pytest.raises(ValueError, match="RoundingCache does not return what it was given"):
+            model(PROMPT, past_key_values=cache)
+    else:
+        found = model(PROMPT, past_key_values=cache).logits
+        torch.testing.assert_close(found, model(PROMPT, use_cache=False).logits, rtol=0.1, atol=0.1)
+
+
+@torch.inference_mode()
+def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]) -> None:
+    """transformers 5.24 says cache where 5.23 says past_key_values."""
+    model = models["cdape"]
+    expected = model(PROMPT, use_cache=False).logits
+    for name in ("past_key_values", "cache", "kv_cache"):
+        cache = DynamicCache()
+        model(PROMPT[:, :6], **{name: cache})
+        assert cache.get_seq_length() == 6
+        assert_close_in_rounding(model(PROMPT[:, 6:], **{name: cache}).logits, expected[:, 6:], TERMS, SUMS)
+    with pytest.raises(ValueError, match="give one cache"):
+        model(PROMPT, past_key_values=DynamicCache(), cache=DynamicCache())
+
+
+def test_stop_strings_end_the_text(models: dict[str, Any]) -> None:
+    model = models["kerple_log"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path, trust_remote_code=True)
+    ascii_only = {"suppress_tokens": list(range(128, VOCABULARY))}
+    plain = generate(model, **ascii_only)[PROMPT.shape[1] :]
+    stop = tokenizer.decode(plain[:1])
+    found = generate(model, stop_strings=[stop], tokenizer=tokenizer, **ascii_only)
+    assert found[PROMPT.shape[1] :] == plain[:1]
+
+
+def test_arguments_that_ask_for_another_result_are_refused(models: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="this model takes no output_attentions"):
+        models["cdape"](PROMPT, output_attentions=True)
