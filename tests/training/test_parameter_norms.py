@@ -11,6 +11,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 from megatron.checkpoint import layout
 from megatron.training.parameter_norms import TOTAL
 from megatron.training.trainer import train
+from megatron.utils.errors import RunError
 from tools.rounding import compute_tolerance, count_gpt_sums
 
 STEPS = 2
@@ -97,7 +98,8 @@ def test_a_step_that_is_skipped_moves_nothing(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Engine, "forward_backward", spoiled)
     corpus = write_corpora(tmp_path / "corpus")
-    train(tiny_config(corpus, tmp_path / "run", log_param_norm=True, train_iters=1))
+    with pytest.raises(RunError, match="the last step was bad"):
+        train(tiny_config(corpus, tmp_path / "run", log_param_norm=True, train_iters=1))
     (record,) = records(tmp_path / "run").values()
     assert set(record["update_norm"].values()) == {0.0}
     assert record["param_norm"][TOTAL] > 0
