@@ -19,7 +19,7 @@ class T5(Encoding):
     parameters_summary = "b [num_buckets, H] ~ N(0, std²) (xavier_init: 2/(num_buckets + H) in the place of std²)"
     source = (
         "Raffel et al. 2020 (causal buckets of the released code; KERPLE's section 4 prints them without “e +”). The "
-        "factor √d and Xavier's start are those of GPT-NeoX's `rpe` in its layers module, which KERPLE and DAPE V2 train"
+        "factor √d and Xavier's start are those of GPT-NeoX's `rpe`, which KERPLE and DAPE V2 train"
     )
     advice = (
         "Lowest in KERPLE's table 3 up to two or four times the training length, behind kerple_log further out. "
