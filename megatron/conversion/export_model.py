@@ -87,8 +87,8 @@ def export_model(
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
     with describe_write_errors(target), atomic_directory(target.resolve()) as folder:
         auto_map_keys = {} if native else {"auto_map": _write_code(run, folder)}
-        _write_configs(run, tokenizer, family, dtype, folder, auto_map_keys)
-        write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)
+        padding_id = write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)
+        _write_configs(run, tokenizer, family, dtype, folder, {"pad_token_id": padding_id}, auto_map_keys)
         write_shards(weights, folder, max_shard_bytes)
         manifest.write_manifest(
             folder, manifest.compute_checksums(folder, folder.glob("*.safetensors")), CHECKSUMS_FILE
@@ -137,13 +137,19 @@ def _write_code(run: TrainedRun, folder: Path) -> dict[str, str]:
 
 
 def _write_configs(
-    run: TrainedRun, tokenizer: Tokenizer, family: ModelFamily, dtype: str, folder: Path, auto_map_keys: dict[str, Any]
+    run: TrainedRun,
+    tokenizer: Tokenizer,
+    family: ModelFamily,
+    dtype: str,
+    folder: Path,
+    padding_keys: dict[str, Any],
+    auto_map_keys: dict[str, Any],
 ) -> None:
     """config.json and generation_config.json. Rows that only pad the vocabulary are never drawn."""
     num_embeddings = padded_vocab_size(run.config.model, tokenizer.vocab_size)
     common_keys = {
         "eos_token_id": tokenizer.eod,
-        "pad_token_id": tokenizer.eod,
+        **padding_keys,
         "use_cache": run.config.position.randomized_positions is None,
     }
     padding_ids = list(range(tokenizer.vocab_size, num_embeddings))

@@ -12,7 +12,7 @@ again.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ from megatron.conversion.modeling_code import BUNDLED_FOLDER, add_content_digest
 from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
 
 TOKENIZATION_FILE = BUNDLED_FOLDER / "tokenization_farfield.py"
+PADDING_TOKENS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>")
+"""Names of tokens for padding. Without one of these a zero byte pads, which no text holds."""
 
 
-def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write a tokenizer's files.
+def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> int | None:
+    """Write a tokenizer's files and return the id of the token for padding, or None if there is none.
 
     Args:
         max_length: tokens of a training sequence, which transformers warns beyond.
     """
     tokenizer.copy_files(folder)
     config = _WRITERS[tokenizer.type](tokenizer, folder)
+    padding_id = config.pop("pad_token_id", None)  # which belongs to the model's configuration
     common_keys = {
         TOKENIZER_TYPE_KEY: tokenizer.type,
         "add_bos_token": tokenizer.bos is not None,
@@ -44,6 +47,7 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> N
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**common_keys, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
+    return padding_id
 
 
 def _write_byte_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _write_sentencepiece_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[s
     return {
         "tokenizer_class": "FarfieldTokenizer",
         "auto_map": {"AutoTokenizer": [f"{TOKENIZATION_FILE.stem}{suffix}.FarfieldTokenizer", None]},
-        **_special_token_config(processor.id_to_piece, tokenizer),
+        **_special_token_config(processor.id_to_piece, tokenizer, (*PADDING_TOKENS, "<0x00>")),
     }
 
 
@@ -122,7 +126,9 @@ def _fast_tokenizer_config(
     hf_tokenizer: hf.Tokenizer, tokenizer: Tokenizer, *, parse_special_tokens: bool
 ) -> dict[str, Any]:
     """parses: do special tokens in a text become their ids?"""
-    special_tokens = _special_token_config(hf_tokenizer.id_to_token, tokenizer)
+    # Special tokens that are parsed must be named as no text is: not by the character of a byte.
+    padding_tokens = PADDING_TOKENS if parse_special_tokens else (*PADDING_TOKENS, _list_byte_characters()[0])
+    special_tokens = _special_token_config(hf_tokenizer.id_to_token, tokenizer, padding_tokens)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "split_special_tokens": not parse_special_tokens,
@@ -130,10 +136,18 @@ def _fast_tokenizer_config(
     }
 
 
-def _special_token_config(id_to_token: Callable[[int], str | None], tokenizer: Tokenizer) -> dict[str, Any]:
-    end_token = id_to_token(tokenizer.eod)
-    bos_config = {} if tokenizer.bos is None else {"bos_token": id_to_token(tokenizer.bos)}
-    return {"eos_token": end_token, "pad_token": end_token, **bos_config}  # padding is masked, whatever its token
+def _special_token_config(
+    id_to_token: Callable[[int], str | None], tokenizer: Tokenizer, padding_tokens: Sequence[str]
+) -> dict[str, Any]:
+    """Return the special tokens. Padding never is the end token: who finetunes masks it, and a model would not learn to
+    stop. If the vocabulary has none of `padding_tokens`, no token is for padding."""
+    tokens: dict[str, Any] = {"eos_token": id_to_token(tokenizer.eod)}
+    names = {id_to_token(i): i for i in range(tokenizer.vocab_size) if i != tokenizer.eod}
+    if (padding := next((name for name in padding_tokens if name in names), None)) is not None:
+        tokens |= {"pad_token": padding, "pad_token_id": names[padding]}
+    if tokenizer.bos is not None:
+        tokens["bos_token"] = id_to_token(tokenizer.bos)
+    return tokens
 
 
 _WRITERS: dict[str, Callable[[Tokenizer, Path], dict[str, Any]]] = {
