@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_EXCEPTION_DELAY = 1.5
@@ -116,6 +116,16 @@ def cleanup_on_signal(clean_up: Callable[[], object]) -> Iterator[None]:
         _cleanups.remove(clean_up)
 
 
+def _end_process(signum: int, standard_error: int) -> NoReturn:
+    """Clean up and end the process from a thread, with a line."""
+    for clean_up in reversed(_cleanups):
+        with suppress(Exception):
+            clean_up()
+    with suppress(OSError):
+        os.write(standard_error, f"{describe_signal(build_signal_exception(signum))}\n".encode())
+    os._exit(128 + signum)
+
+
 @contextmanager
 def _forcing_exit(standard_error: int) -> Iterator[None]:
     """End the process `MAX_EXCEPTION_DELAY` after a signal of which no exception has come until then.
@@ -135,12 +145,7 @@ def _forcing_exit(standard_error: int) -> Iterator[None]:
             signum = next((signum for signum in signals if signal.getsignal(signum) is raise_on_signal), None)
             if signum is None or _exception_raised.wait(MAX_EXCEPTION_DELAY) or is_over.is_set():
                 continue
-            for clean_up in reversed(_cleanups):
-                with suppress(Exception):
-                    clean_up()
-            with suppress(OSError):
-                os.write(standard_error, f"{describe_signal(build_signal_exception(signum))}\n".encode())
-            os._exit(128 + signum)
+            _end_process(signum, standard_error)
         reader.close()
 
     _exception_raised.clear()
@@ -208,8 +213,11 @@ def _is_main_thread() -> bool:
 
 
 @contextmanager
-def acknowledge_signals(log: Log, message: str) -> Iterator[None]:
+def acknowledge_signals(log: Log, message: str, *, second_answered: threading.Event | None = None) -> Iterator[None]:
     """Log a message as soon as the first of `HANDLED_SIGNALS` comes, also while the main thread is busy in C.
+
+    With `second_answered`, a second SIGTERM or SIGINT ends the process unless its handler sets that event within
+    `MAX_EXCEPTION_DELAY`: a step on a slow machine may keep the main thread in C for minutes.
 
     Python runs handlers between two of its own instructions, which may be seconds away: a step's products, a wait for
     other processes. The thread hears at once of every signal that has a handler in Python, as SIGINT has.
@@ -221,10 +229,18 @@ def acknowledge_signals(log: Log, message: str) -> Iterator[None]:
     writer.setblocking(False)
 
     def wait() -> None:
+        num_heard = 0
         while signals := reader.recv(64):
-            if any(signum in HANDLED_SIGNALS for signum in signals):
-                log(message)
-                return
+            for signum in signals:
+                if signum not in HANDLED_SIGNALS:
+                    continue
+                num_heard += 1
+                if num_heard == 1:
+                    log(message)
+                elif second_answered is None:
+                    return
+                elif signum != signal.SIGHUP and not second_answered.wait(MAX_EXCEPTION_DELAY):
+                    _end_process(signum, 2)
 
     thread = threading.Thread(target=wait, name="acknowledge", daemon=True)
     thread.start()
@@ -232,6 +248,8 @@ def acknowledge_signals(log: Log, message: str) -> Iterator[None]:
     try:
         yield
     finally:
+        if second_answered is not None:
+            second_answered.set()
         signal.set_wakeup_fd(previous_descriptor)
         writer.close()
         thread.join(1.0)
@@ -260,12 +278,15 @@ class GracefulStop:
         self._handlers: dict[int, Any] = {}
         self._process = os.getpid()
         self._acknowledgement = ExitStack()
+        self._second_answered = threading.Event()
 
     def __enter__(self) -> GracefulStop:
         if _is_main_thread():
             if self._log is not None:
                 message = "stopping after this step; again to end at once"
-                self._acknowledgement.enter_context(acknowledge_signals(self._log, message))
+                self._acknowledgement.enter_context(
+                    acknowledge_signals(self._log, message, second_answered=self._second_answered)
+                )
             self._handlers = {signum: signal.signal(signum, self._record_signal) for signum in list_handled_signals()}
             _active_stops.append(self)
         return self
@@ -293,6 +314,7 @@ class GracefulStop:
             return
         if signum == signal.SIGHUP:
             return
+        self._second_answered.set()
         signal.signal(signum, self._handlers.get(signum, signal.SIG_DFL))
         os.kill(os.getpid(), signum)
 

@@ -42,6 +42,22 @@ def test_a_second_ends_at_once() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_second_ends_a_process_that_is_busy_in_c() -> None:
+    """A fork waits in C for a lock that nobody opens, as in a long step."""
+    child = os.fork()
+    if child == 0:
+        libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        with GracefulStop(lambda line: None):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Timer(20, os._exit, (1,)).start()
+            for _ in range(2):
+                libc.pthread_mutex_lock(lock)
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+
+
 def test_what_hangs_up_may_say_so_twice() -> None:
     with GracefulStop() as stop:
         for _ in range(3):
