@@ -63,7 +63,9 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
     """The class as the file had it at `changed`: a user may change a file while a notebook runs."""
     try:
         module = _import_file(folder, name, path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:
+            raise  # a signal, and not the file
         raise MethodFileError(_describe_error_in_file(path, error)) from error
     classes = [
         thing
@@ -100,7 +102,7 @@ def _import_file(folder: str, name: str, path: Path) -> ModuleType:
     return module
 
 
-def _describe_error_in_file(path: Path, error: Exception) -> str:
+def _describe_error_in_file(path: Path, error: BaseException) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
     message = error.msg if isinstance(error, SyntaxError) else f"{type(error).__name__}: {error}"
@@ -180,7 +182,9 @@ def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mappi
     except OptionError as error:
         error.method = name
         raise
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError) as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, SystemExit, TypeError) as error:
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:
+            raise  # a signal, and not the file
         # A mistake in the file. A ValueError is about what the user chose, a RuntimeError may be want of memory.
         raise MethodFileError(_describe_error_in_file(Path(inspect.getfile(method)), error)) from error
 

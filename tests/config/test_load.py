@@ -85,6 +85,11 @@ def test_a_later_alternative_replaces_an_earlier_one(write, first, second, dropp
     assert any(line.startswith(dropped) and "second.yml:1" in line for line in loaded.layers.replacements)
 
 
+@pytest.mark.parametrize("key", ["save", "load", "vocab_file", "hostfile"])
+def test_an_empty_path_is_refused(write, key):
+    assert only_problem(["base"], [f'{key}=""']) == f"command line: {key} is empty; give a value, or null for none"
+
+
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
     assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # it has no default

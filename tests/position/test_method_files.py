@@ -193,3 +193,14 @@ def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys; from megatron.position.catalog import *; [read_encoding_facts(n) for n in list_encodings()]; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=catalog.FOLDER.parent.parent).returncode == 0
+
+
+@pytest.mark.parametrize("code", ["sys.exit()", "sys.exit(0)", "raise SystemExit(3)"])
+def test_a_file_that_exits_is_an_error_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
+    (tmp_path / "encodings").mkdir()
+    (tmp_path / "encodings" / "leaving.py").write_text(f"import sys\n\n{code}\n")
+    with pytest.raises(MethodFileError, match=r"leaving.py:3: SystemExit"):
+        registry.load_encoding_class("leaving")
