@@ -143,7 +143,9 @@ def read_status(run: Path) -> RunStatus:
     step = max(last.get("step", 0), *saved, int(reached or 0))
     state = "stopped"
     if alive:
-        state = str(beat.get("phase", "starting"))
+        state = "".join(
+            character if character.isprintable() else "?" for character in str(beat.get("phase", "starting"))
+        )
     elif records and records[-1].get("kind") == DIVERGED_KIND:
         state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))
     elif train_iters is not None and step >= train_iters:
@@ -165,10 +167,12 @@ def _finite(value: object) -> float | None:
 
 def _read_heartbeat(run: Path) -> dict[str, Any]:
     """The run's last heartbeat; empty if there is none, or the run is over. Raises OSError or ValueError."""
-    try:
-        text = parse_json((run / HEARTBEAT_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = run / HEARTBEAT_FILE
+    if not path.exists():
         return {}
+    if not path.is_file():  # reading a pipe would wait for a writer
+        raise ValueError("it is no file")
+    text = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(text, dict):
         raise ValueError("it is no object")
     return text

@@ -152,7 +152,7 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
         do_HEAD = do_GET
 
         def _answer(self, code: int, text: str) -> None:
-            content = text.encode("utf-8")
+            content = text.encode("utf-8", errors="replace")  # a record may hold half a character
             self.send_response(code)
             headers = HEADERS if code == 200 else {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
             for name, value in headers.items():

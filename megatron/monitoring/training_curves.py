@@ -15,8 +15,7 @@ from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.report import TrainingSection
 from megatron.reports.table_formats import TextTable
-from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.atomic_io import parse_json
+from megatron.training.metrics_log import METRICS_FILE, parse_record
 
 MAX_POINTS = 160
 """Of a curve."""
@@ -47,6 +46,8 @@ class CurveReader:
 
     def read(self) -> bool:
         """Read what was written since the last look. Returns whether there was something."""
+        if not (self.run / METRICS_FILE).is_file():  # opening a pipe would wait for a writer
+            return False
         try:
             with open(self.run / METRICS_FILE, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -63,11 +64,10 @@ class CurveReader:
         return bool(end)
 
     def _add(self, line: bytes) -> None:
-        try:
-            record = parse_json(line)
-            kind, step = record["kind"], int(record["step"])
-        except (ValueError, KeyError, TypeError):
+        record = parse_record(line)
+        if record is None:
             return  # a damaged line, which `status` tells of
+        kind, step = record["kind"], record["step"]
         if kind == "train":
             if self.losses and step <= self.losses[-1][0]:
                 self._forget_from(step)

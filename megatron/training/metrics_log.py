@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.options.training import MAX_STEPS
 from megatron.utils.atomic_io import parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -123,16 +124,20 @@ def _parse_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
         return
     # Not splitlines: what damage makes of a line may look like its end to Unicode, and is not JSON's.
     for line in path.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n"):
-        try:
-            record = parse_json(line)
-        except ValueError:
-            record = None
-        yield line, record if _is_record(record) else None
+        yield line, parse_record(line)
 
 
-def _is_record(value: Any) -> bool:
-    """A step is a whole number, and nothing that only looks like one: runs are cut off after a step."""
-    return isinstance(value, dict) and type(value.get("step")) is int and isinstance(value.get("kind"), str)
+def parse_record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None for a damaged line.
+
+    A step is a whole number, and nothing that only looks like one: runs are cut off after a step.
+    """
+    try:
+        value = parse_json(line)
+    except ValueError:
+        return None
+    is_record = isinstance(value, dict) and type(value.get("step")) is int and isinstance(value.get("kind"), str)
+    return value if is_record and 0 <= value["step"] <= MAX_STEPS else None
 
 
 def find_divergence(run: str | Path) -> tuple[int, str] | None:

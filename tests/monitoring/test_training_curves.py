@@ -1,11 +1,14 @@
 """Curves of runs that grow: lines as they are written, runs that begin again, and what a page shows of them."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 from tiny_runs import tiny_config
 
+from megatron.launch.run_status import read_status
 from megatron.monitoring.training_curves import MAX_CURVES, MAX_POINTS, CurveReader, TrainingMonitor
 
 
@@ -123,3 +126,25 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
     assert len(section.table.rows) == MAX_CURVES + 1
     assert not section.charts
     assert f"at most {MAX_CURVES} runs" in section.table.notes[0]
+
+
+def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
+    """Steps beyond every number, terminal escapes, half a character, and pipes that nobody writes to."""
+    run = make_run(tmp_path / "odd", 2)
+    with open(run / "metrics.jsonl", "a") as file:
+        for step in ("1e999", "-1e999", "10" * 40, "true", "-1"):
+            file.write(f'{{"kind": "train", "step": {step}, "loss": 1.0}}\n')
+    reader = CurveReader(run)
+    assert reader.read()
+    assert [step for step, _ in reader.losses] == [1, 2]
+    assert read_status(run).step == 2
+    beat = {"pid": os.getpid(), "host": "elsewhere", "time": time.time(), "step": 2}
+    (run / "heartbeat.json").write_text(json.dumps({**beat, "phase": "\x1b[2J\ud800"}))
+    assert "\x1b" not in read_status(run).state
+    (run / "heartbeat.json").unlink()
+    os.mkfifo(run / "heartbeat.json")
+    assert any("heartbeat.json" in problem for problem in read_status(run).problems)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    assert not CurveReader(run).read()
+    assert TrainingMonitor().describe([run]).table.rows
