@@ -64,7 +64,7 @@ class AttentionInputs:
     breaks_sticks: bool = False
     """Stick-breaking in the place of the softmax (`softmax.py`), of which there are no sinks."""
     adds_remainder: bool = False
-    """With stick-breaking: a row's own key gets what the others leave."""
+    """True if stick-breaking gives a row's own key what the other keys leave."""
     dropout: float = 0.0
     """Probability of dropping an attention weight; 0 outside training."""
     dense: DenseFunction | None = None

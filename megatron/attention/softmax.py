@@ -1,4 +1,4 @@
-"""From the logits of a row to its attention weights: a softmax, alone or with a sink, or stick-breaking.
+"""Attention weights from the logits of a row: a softmax, alone or with a sink, or stick-breaking.
 
 | softmax_type   | weight of key j for row i                        | a row's weights add up to       |
 |----------------|--------------------------------------------------|---------------------------------|
@@ -14,9 +14,8 @@ A sink is a logit beside those of a row's keys that has no value: what falls to 
 find nothing to attend to need no first token to put their weight on. Sources: off-by-one, Miller 2023 (Attention is off
 by one); learnable, one for each head, OpenAI's gpt-oss (2025); both under megatron-core's names. Stick-breaking: Tan et
 al. 2024 (2410.17980, equations 2 and 3): going back from the row's own token, which is not attended to itself, each key
-takes its share of what those after it have left. The
-paper's equations drop the remainder; its authors train with it added to
-the output, times the row's own value (as in their tests).
+takes its share of what those after it have left. The paper's equations drop the remainder. The tests of its authors'
+code add it to the output, times the row's own value.
 
 Whatever makes logits (encoding, window, documents, soft cap, temperature, score processor) knows nothing of this, and
 a cache needs nothing for it.
@@ -81,8 +80,7 @@ def break_sticks(logits: Tensor, own: Tensor | None = None) -> Tensor:
     no factor can vanish before it is multiplied, and a key that is hidden takes log(1 + 0) = 0. The sum runs from the
     last column back, and hidden columns after a row's own add exact zeros, so that no row depends on what follows it.
 
-    own: bool [B, h, R, C], the rows' own keys, whose logits are −∞: they get what the others
-    leave, exp(−Σ log(1 + eˣ)).
+    own: bool [B, h, R, C], the rows' own keys, whose logits are −∞. Their weight is exp(−Σ log(1 + eˣ)).
     """
     taken = F.softplus(logits, threshold=40.0)  # beyond, x is exact to float64
     sums = taken.flip(-1).cumsum(-1).flip(-1)

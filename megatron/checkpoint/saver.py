@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron.checkpoint import layout, manifest, sharded_state
 from megatron.checkpoint.manifest import FileChecksum
-from megatron.checkpoint.sharded_state import PinnedStagingBuffers, Snapshot
+from megatron.checkpoint.sharded_state import NonFiniteWeightError, PinnedStagingBuffers, Snapshot
 from megatron.checkpoint.tensor_files import OpenFile, open_plain_file
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
@@ -153,7 +153,9 @@ class Saver:
                 shutil.rmtree(save.temporary, ignore_errors=True)
             if save.final.is_dir():
                 raise RunError(f"{save.final}: saved, but older ones cannot be deleted: {error}")
-            raise type(error)(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
+            if isinstance(error, NonFiniteWeightError):
+                raise NonFiniteWeightError(f"{save.final}: not saved: {error}")
+            raise RunError(f"{save.final}: not saved: {error}; {_find_intact_checkpoint(self.run)}")
         if save.publishing:
             self.last_checkpoint, self._save = save.final, None
             return

@@ -637,7 +637,7 @@ class PositionAlias(ValueRule):
     options: Mapping[str, Any] = field(default_factory=dict)
     """`pos_emb_options`."""
     decays: bool = False
-    """Has the encoding parameters, which GPT-NeoX decays as all others?"""
+    """True if the encoding has parameters, which GPT-NeoX decays like all others."""
 
     def own_keys(self) -> dict[KeyPath, Any]:
         """Our keys, as paths, with their values."""

@@ -42,8 +42,8 @@ INTRODUCTION = """\
 
 <!-- Made by `make docs`; a test keeps it current. -->
 
-A run is described by YAML files, merged left to right, and `key=value` pairs after them; later wins, and one line says
-what it replaced:
+A run is described by YAML files, merged left to right, and `key=value` pairs after them. The later wins, and a dry
+run shows what was replaced:
 
     ./deepy.py train 125M cdape_kerple_log local_setup train_iters=1000 optimizer.params.lr=3e-4
 

@@ -72,7 +72,7 @@ class Datasets:
     further: Mapping[str, "Dataset"] = field(default_factory=dict)
     """Further validations, by what their records are named: valid/NAME of a named set, valid/4x of a length."""
     epochs: str | None = None
-    """How often training reads its text, in words; None of a task."""
+    """Sentence on how often training reads its text, or None for a task."""
     notes: tuple[str, ...] = ()
     """What a person should know, on the first rank: a damaged index that was built anew."""
 

@@ -64,8 +64,7 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
     try:
         module = _import_file(folder, name, path)
     except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:
-            raise  # a signal, and not the file
+        _pass_on_signal(error)
         raise MethodFileError(_describe_error_in_file(path, error)) from error
     classes = [
         thing
@@ -100,6 +99,12 @@ def _import_file(folder: str, name: str, path: Path) -> ModuleType:
         del sys.modules[module.__name__]
         raise
     return module
+
+
+def _pass_on_signal(error: BaseException) -> None:
+    """Raise the exception that a signal made, a subclass of SystemExit: the file is not to blame."""
+    if isinstance(error, SystemExit) and type(error) is not SystemExit:
+        raise error
 
 
 def _describe_error_in_file(path: Path, error: BaseException) -> str:
@@ -183,8 +188,7 @@ def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mappi
         error.method = name
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, SystemExit, TypeError) as error:
-        if isinstance(error, SystemExit) and type(error) is not SystemExit:
-            raise  # a signal, and not the file
+        _pass_on_signal(error)
         # A mistake in the file. A ValueError is about what the user chose, a RuntimeError may be want of memory.
         raise MethodFileError(_describe_error_in_file(Path(inspect.getfile(method)), error)) from error
 

@@ -181,8 +181,32 @@ class LossGuard:
             if count <= MAX_ROLLBACKS:
                 return self._go_back_to(checkpoint, checkpoints[-1], samples, count, problem)
             problem += f"; gone back {MAX_ROLLBACKS} times, and no new checkpoint was reached"
-        remains = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
-        return Stop(reason, f"{problem}; {remains}")
+        return Stop(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
+
+    def judge_end(self, step: int, losses: Sequence[float]) -> Stop | None:
+        """Return why a run that has taken all its steps is not finished, or None if it is.
+
+        Args:
+            step: the last one.
+            losses: those of its last validation and its test, if there are any.
+        """
+        if self.bad_steps:
+            reason = "the last step was bad" if self.bad_steps == 1 else f"the last {self.bad_steps} steps were bad"
+        elif not all(map(math.isfinite, losses)):
+            reason = "the loss on held-out text is not finite"
+        else:
+            return None
+        return Stop(reason, f"step {step}: {reason}; {self._describe_checkpoints(self._list_checkpoints())}")
+
+    def _describe_checkpoints(self, checkpoints: Sequence[Path]) -> str:
+        """Name the newest checkpoint that a good step followed, or else the newest one."""
+        if not checkpoints:
+            return "no checkpoint was saved"
+        good_step = self.last_good_step or 0
+        good = [path for path in checkpoints if (parse_step(path) or 0) < good_step]
+        if good:
+            return f"the last good checkpoint is {good[-1]}"
+        return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it"
 
     def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
         run, save = checkpoint.parent.parent, self._config.checkpoint.save

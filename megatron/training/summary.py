@@ -170,11 +170,6 @@ def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: in
     return f"stopped by signal {signum} at step {step} of {config.training.train_iters}; {saved}"
 
 
-def describe_bad_steps(bad_steps: int) -> str:
-    """Return a clause on a streak of bad steps."""
-    return "the last step was bad" if bad_steps == 1 else f"the last {bad_steps} steps were bad"
-
-
 def describe_rollbacks(rollbacks: int, skipped_samples: int) -> str:
     """How often a run went back, and over what."""
     times = "once" if rollbacks == 1 else f"{rollbacks} times"

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -267,8 +266,8 @@ class Trainer:
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
-            if not is_stopped and self.guard.bad_steps:
-                self._fail_at_end(checkpoint)
+            if not is_stopped:
+                self._check_end([])
             if not is_stopped and self.data_position.step < train_iters:
                 assert run.config.checkpoint.save is not None  # `resolve_run`
                 return StageEnd(run.config.checkpoint.save)
@@ -282,6 +281,8 @@ class Trainer:
                 line = summary.describe_rollbacks(self.guard.num_rollbacks, self.data_position.skipped_samples)
                 run.console.log(line)
             if not is_stopped:
+                held_out = [record.loss for record in (self.validator.last, test) if record is not None]
+                self._check_end(held_out)
                 self.saver.confirm(self.data_position.step + 1)
                 is_new = checkpoint != run.resume.checkpoint
                 run.console.log(summary.describe_end(run.config, checkpoint, now=is_new))
@@ -295,12 +296,12 @@ class Trainer:
             signal=signum,
         )
 
-    def _fail_at_end(self, checkpoint: Path | None) -> NoReturn:
-        """Raise RunError for a run whose last steps were bad: it has taken all its steps, and is not finished."""
-        step, bad = self.data_position.step, summary.describe_bad_steps(self.guard.bad_steps)
-        report_to_all(self.run.reporters, DivergenceRecord(step, bad))
-        remains = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was saved"
-        raise RunError(f"step {step}: {bad}; {remains}")
+    def _check_end(self, held_out_losses: list[float]) -> None:
+        """Raise RunError if a run that has taken all its steps ended in a bad state."""
+        step = self.data_position.step
+        if (stop := self.guard.judge_end(step, held_out_losses)) is not None:
+            report_to_all(self.run.reporters, DivergenceRecord(step, stop.reason))
+            raise RunError(stop.message)
 
     def _train_steps(self, stop: GracefulStop) -> bool:
         """Train to the last step of the stage; True if the run was asked to stop before it."""
@@ -400,8 +401,6 @@ class Trainer:
         try:
             save()
         except NonFiniteWeightError as error:
-            if self.run.config.training.on_bad_loss != "rollback":
-                raise
             self._follow(self.guard.judge_weights(position.step, position.samples, str(error)))
 
     def _follow(self, decision: Continue | Rollback | Stop) -> None:
@@ -439,8 +438,8 @@ class Trainer:
         is_requested = step > 0 or 0 in run.config.checkpoint.extra_save_iters
         if saver.run is None or not is_requested or saver.has(step):
             return
-        if bad_steps := self.guard.bad_steps:
-            run.console.log(f"step {step}: no checkpoint is saved, since {summary.describe_bad_steps(bad_steps)}")
+        if self.guard.bad_steps:
+            run.console.log(f"step {step}: no checkpoint is saved after a bad step")
             return
         self.watchdog.enter_phase("save", step)
         self.interval.pause()

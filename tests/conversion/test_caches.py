@@ -92,6 +92,7 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
     try:
         found = generate(models[name], cache_implementation=implementation)
     except (ValueError, ImportError):  # refused by the model, or by transformers, which lacks a package
+        assert not implementation.startswith("dynamic")
         return
     except AssertionError as error:
         if "CUDA" in str(error):
@@ -109,6 +110,7 @@ def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict
             model(PROMPT, past_key_values=cache)
     else:
         found = model(PROMPT, past_key_values=cache).logits
+        # Keys and values are rounded by up to 2^-9 of themselves, and logits here are of the order of 1.
         torch.testing.assert_close(found, model(PROMPT, use_cache=False).logits, rtol=0.1, atol=0.1)
 
 

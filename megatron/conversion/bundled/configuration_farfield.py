@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 
 class FarfieldConfig(PretrainedConfig):
-    """What the model computes. Names are transformers' own where it has one.
+    """Configuration of a Farfield model. Keys have transformers' names if it has one.
 
     Args:
         vocab_size: rows of the embedding, its padding included.

@@ -332,7 +332,7 @@ class KeptTokens:
     v: Tensor
     gates: Tensor | None
     above: RowsAbove | None
-    """What the processor reads of rows above; None if it reads none."""
+    """Rows above that the processor reads, or None if it reads none."""
     store_sums: Callable[[Any], None] | None = None
     """Store the sums that the next step reads; None if there are none."""
 

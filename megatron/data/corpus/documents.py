@@ -182,7 +182,7 @@ def assign_documents(names: Iterable[str], fractions: Sequence[float], seed: int
 def count_documents_for_tokens(
     num_tokens: int, documents: CorpusDocuments, tokenizer: Tokenizer, num_workers: int, bad: BadDocuments
 ) -> int | None:
-    """How many documents, of those within the limit, hold so many tokens; that limit if all together do not.
+    """Return the number of documents that hold `num_tokens` tokens, or the limit of documents if all hold fewer.
 
     Which split a document goes to follows from how many there are, so that they are counted before any is written.
     Documents that cannot be decoded are added to `bad`, and hold no tokens.

@@ -55,7 +55,7 @@ class BadDocuments:
     limit: int
     count: int = 0
     first: list[str] = field(default_factory=list)
-    """What is wrong with the first ones, and where."""
+    """Problems of the first ones, with file and line."""
 
     def check(self, problems: Sequence[str]) -> None:
         """Raise BadDocumentError if these are more than may still be left out."""
