@@ -21,16 +21,25 @@ SeedPurpose = Literal["initialization", "dropout"]
 
 
 def derive_seed(seed: int, purpose: SeedPurpose, mesh: Mesh) -> int:
-    """The seed of a purpose on this rank, from the configuration's."""
-    return seed + mesh.data.index if purpose == "dropout" else seed
+    """Return the seed of this rank for a purpose, derived from the configuration's seed.
+
+    Dropout's seed is a hash of the configuration's seed and the data index. A sum of the two would make runs with
+    seeds 1234 and 1235 share the masks of most of their ranks.
+    """
+    return seed if purpose == "initialization" else _hash_seed(f"dropout {seed} {mesh.data.index}")
 
 
 def derive_position_seed(seed: int, sample: int) -> int:
-    """The seed of the positions of one optimizer step, from the configuration's and the step's first global sample.
+    """Return the seed of the positions that one optimizer step draws, given the index of its first global sample.
 
-    So the positions are those of an uninterrupted run of any layout with the same batch.
+    Positions are then those of an uninterrupted run, in any layout with the same batch size.
     """
-    return int.from_bytes(hashlib.blake2b(f"positions {seed} {sample}".encode(), digest_size=4).digest(), "big")
+    return _hash_seed(f"positions {seed} {sample}")
+
+
+def _hash_seed(text: str) -> int:
+    """Return a seed of 32 bits that follows from a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def seed_torch(seed: int) -> None:

@@ -15,6 +15,12 @@ def test_ranks_of_one_data_index_draw_alike_and_others_do_not() -> None:
     assert len(by_index) == len({seed for _, seed in by_index}) == sizes.data
 
 
+def test_consecutive_seeds_share_no_dropout_mask_on_any_rank() -> None:
+    sizes = ParallelSizes(data=8)
+    seeds = [rng.derive_seed(seed, "dropout", Mesh(rank, sizes)) for seed in range(1234, 1250) for rank in range(8)]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_seeding_is_torchs() -> None:
     single_process()
     rng.seed_torch(5)
