@@ -79,7 +79,8 @@ def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **opt
     """Make a corpus of texts as `./deepy.py prepare` does.
 
     Args:
-        sources: files, folders, or `python` for the standard library's own code.
+        sources: files, folders, `python` for the standard library's own code, or `shakespeare` for the plays that come
+            with Farfield.
         output: the corpus' folder.
         quiet: print nothing of it.
         options: those of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`, `overwrite=True`.

@@ -24,8 +24,8 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, folders in which Hugging Face's "
-            "library saved a dataset, [bold]python[/]: the standard library, or [bold]hf:NAME[/]: a dataset on the "
-            "hub.",
+            "library saved a dataset, [bold]python[/]: the standard library, [bold]shakespeare[/]: 1.1 MB of plays, "
+            "the same on every machine, or [bold]hf:NAME[/]: a dataset on the hub.",
             show_default=False,
         ),
     ],
@@ -39,6 +39,8 @@ def prepare(
     and GPT-NeoX. Preparing the same thing again finds it there.
 
     [bold]Examples[/]
+
+      ./deepy.py prepare shakespeare --output data/shakespeare
 
       ./deepy.py prepare python --output data/python
 

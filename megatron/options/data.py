@@ -55,8 +55,8 @@ class CorpusOptions(ConfigSection):
 
     sources: list[str] = config_field(
         ...,
-        "files, folders, datasets that Hugging Face's library saved, python (the standard library), or hf:NAME (a "
-        "dataset on the hub)",
+        "files, folders, datasets that Hugging Face's library saved, python (the standard library), shakespeare (1.1 "
+        "MB, the same on every machine), or hf:NAME (a dataset on the hub)",
         min_length=1,
     )
     tokenizer: str = config_field(

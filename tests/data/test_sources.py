@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import os
 
@@ -51,6 +52,15 @@ def test_a_folder_gives_its_text_files_in_a_fixed_order(texts, expected_texts):
         "texts/deep/er/d.txt",
     ]
     assert sorted(text for _, text in found if text) == sorted(expected_texts)  # line ends kept as they are
+
+
+def test_shakespeare_is_the_same_text_on_every_machine():
+    found = read("shakespeare")
+    text = "".join(text for _, text in found)
+    assert len(found) == 133
+    assert hashlib.sha256(text.encode()).hexdigest() == (
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    )
 
 
 def test_suffixes_choose_files(texts):

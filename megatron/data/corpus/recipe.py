@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.data.corpus.documents import CorpusProgress, check_fractions, is_single_text
 from megatron.data.corpus.hub_dataset import HUB_PREFIX
-from megatron.data.corpus.sources import SourceFile, scan_sources
+from megatron.data.corpus.sources import BUILT_IN_SOURCES, SourceFile, scan_sources
 from megatron.data.corpus_metadata import (
     ALL_SPLITS,
     CORPUS_FILE,
@@ -226,7 +226,8 @@ def _verify_files(folder: Path, metadata: CorpusMetadata, progress: CorpusProgre
 def _normalize_sources(sources: Sequence[str]) -> list[str]:
     """Sources so that equal ones compare equal, however they are written: `books`, `./books/`, `/home/me/books`."""
     return [
-        source if source == "python" or source.startswith(HUB_PREFIX) else os.path.abspath(source) for source in sources
+        source if source in BUILT_IN_SOURCES or source.startswith(HUB_PREFIX) else os.path.abspath(source)
+        for source in sources
     ]
 
 

@@ -3,7 +3,10 @@
 A source is written as one word on the command line:
 
 - `python`: the interpreter's standard library without its tests, about 12.6 MB of real Python that every machine
-  has; with `packages`, also all installed packages. (A folder of that name is `./python`.)
+  has; with `packages`, also all installed packages. (A folder of that name is `./python`.) The text differs from one
+  version of Python to the next;
+- `shakespeare`: 1.1 MB of Shakespeare's plays that come with this project, in 133 documents. A corpus of them is the
+  same on every machine. (A folder of that name is `./shakespeare`.)
 - a `.txt` file: one document;
 - a `.jsonl`, `.jsonl.gz` or `.jsonl.zst` file: one document per line, an object's `text`;
 - a `.parquet` or `.arrow` file: one document per row, the text in its column `text`;
@@ -38,6 +41,13 @@ from megatron.utils.imports import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSON_LINES, *TABLE_SUFFIXES)
+
+BUILT_IN_SOURCES = ("python", "shakespeare")
+"""Names of sources that need no file of the user's."""
+
+SHAKESPEARE = Path(__file__).with_name("texts") / "shakespeare.jsonl.gz"
+"""Tiny Shakespeare (from Karpathy's char-rnn; public domain). A document ends at the first blank line after 8,192
+characters, so the documents joined are the text itself."""
 
 SourceFormat = Literal["text", "json", "python", "table", "hub"]
 
@@ -92,7 +102,7 @@ def scan_sources(
         UserError: a source is missing, unreadable or on a network, has no such file, or none takes one of the choices.
     """
     if not sources:
-        raise UserError("sources: none given; name files, folders or `python`")
+        raise UserError("sources: none given; name files, folders, `python` or `shakespeare`")
     has_suffixes, suffixes = suffixes is not None, _normalize_suffixes(suffixes)
     files: list[SourceFile] = []
     has_dataset = False
@@ -105,6 +115,8 @@ def scan_sources(
     for source in sources:
         if source == "python":
             files += _list_library_files(packages)
+        elif source == "shakespeare":
+            files.append(describe_source_file(SHAKESPEARE))
         elif is_url(source):
             raise UserError(_refuse_remote(source))
         elif source.startswith(HUB_PREFIX) and not is_saved_dataset(Path(source.removeprefix(HUB_PREFIX))):
@@ -120,7 +132,7 @@ def scan_sources(
                 )
             files.append(describe_source_file(path))
         else:
-            raise UserError(f"{path}: no such file or folder (a source is a file, a folder or `python`)")
+            raise UserError(f"{path}: no such file or folder (a source is a file, a folder, `python` or `shakespeare`)")
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a dataset of Hugging Face's, hf:NAME or saved on disk")
     if column is not None and all(file.format in ("text", "python") for file in files):
