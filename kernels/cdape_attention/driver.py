@@ -60,6 +60,8 @@ class CdapeProblem:
     """int32 [B, R], positions at which the rows' documents begin; then E is of the rows from position 0 on."""
     sinks: Tensor | None = None
     """float32 [H], contiguous."""
+    uses_mixer: bool = False
+    """True if the backward pass takes the CUDA kernels (`mixer.py`) where they compute its shapes."""
 
     @property
     def heads(self) -> int:
@@ -382,7 +384,7 @@ def softmax_backward(
 def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor) -> bool:
     """True if the CUDA kernels were asked for and compute this chunk."""
     return (
-        mixer.is_enabled()
+        problem.uses_mixer
         and k.is_cuda
         and problem.window == NO_WINDOW_INT32
         and chunk.first_keys is None

@@ -68,6 +68,11 @@ class Emulator:
         return Faults(*counts)
 
 
+def find_compiler() -> str | None:
+    """Return the path of this machine's C++ compiler, or None."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
 @cache
 def _build(folder: Path) -> ctypes.CDLL:
     """Compile the folder's `emulate.cpp`, once for each state of the sources.
@@ -75,7 +80,7 @@ def _build(folder: Path) -> ctypes.CDLL:
     Raises:
         CompileError: there is no C++ compiler here, or it rejects the source.
     """
-    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    compiler = find_compiler()
     if compiler is None:
         raise CompileError("no C++ compiler was found (c++, g++, clang++)")
     source = folder / "emulate.cpp"

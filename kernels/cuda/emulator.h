@@ -1,18 +1,19 @@
 // The language of warp.h on a CPU: a register holds the values of 32 lanes, and a thread block runs one warp after the
 // other in every phase. Faults are counted in `faults()`, so that a test sees them even where the result is right.
 #pragma once
+#include <ucontext.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <ucontext.h>
 #include <vector>
 
 #define KERNEL_CODE inline
-#define UNROLL
-#define NO_UNROLL
+#define UNROLL_FOR for
+#define NO_UNROLL_FOR for
 #define EACH_LANE for (int lane = 0; lane < 32; lane++)
 
 // What a test asserts to be zero, and the bank conflicts of shared memory.
@@ -25,47 +26,93 @@ struct Faults {
   long long accesses = 0;    // phases of shared-memory accesses without conflicts
   long long clocks = 0;      // the clocks that they take with conflicts
 };
-inline Faults& faults() { static Faults counted; return counted; }
+inline Faults& faults() {
+  static Faults counted;
+  return counted;
+}
 
-template <class T> struct Lanes {
+template <class T>
+struct Lanes {
   T v[32];
   Lanes() {}
-  Lanes(T x) { for (auto& y : v) y = x; }
-  template <class S> explicit Lanes(const Lanes<S>& x) { EACH_LANE v[lane] = (T)x.v[lane]; }
+  Lanes(T x) {
+    for (auto& y : v) y = x;
+  }
+  template <class S>
+  explicit Lanes(const Lanes<S>& x) {
+    EACH_LANE v[lane] = (T)x.v[lane];
+  }
 };
 typedef Lanes<float> f32;
 typedef Lanes<uint32_t> u32;
 typedef Lanes<int> i32;
 typedef Lanes<bool> pred;
 
-#define OPERATOR(R, op) \
-  template <class T> Lanes<R> operator op(const Lanes<T>& a, const Lanes<T>& b) { \
-    Lanes<R> r; \
-    EACH_LANE r.v[lane] = a.v[lane] op b.v[lane]; \
-    return r; \
-  } \
-  template <class T> Lanes<R> operator op(const Lanes<T>& a, T b) { return a op Lanes<T>(b); } \
-  template <class T> Lanes<R> operator op(T a, const Lanes<T>& b) { return Lanes<T>(a) op b; }
-OPERATOR(T, +) OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<)
-OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^)
-OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
-OPERATOR(bool, &&) OPERATOR(bool, ||)
+#define OPERATOR(R, op)                                        \
+  template <class T>                                           \
+  Lanes<R> operator op(const Lanes<T>& a, const Lanes<T>& b) { \
+    Lanes<R> r;                                                \
+    EACH_LANE r.v[lane] = a.v[lane] op b.v[lane];              \
+    return r;                                                  \
+  }                                                            \
+  template <class T>                                           \
+  Lanes<R> operator op(const Lanes<T>& a, T b) {               \
+    return a op Lanes<T>(b);                                   \
+  }                                                            \
+  template <class T>                                           \
+  Lanes<R> operator op(T a, const Lanes<T>& b) {               \
+    return Lanes<T>(a) op b;                                   \
+  }
+OPERATOR(T, +)
+OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>)
+    OPERATOR(T, %) OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=)
+        OPERATOR(bool, ==) OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
-template <class T> Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) { return a = a + b; }
+            template <class T>
+            Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
+  return a = a + b;
+}
 
-inline i32 lane_id() { i32 r; EACH_LANE r.v[lane] = lane; return r; }
-template <class T> Lanes<T> select(const pred& p, const Lanes<T>& a, const Lanes<T>& b) {
+inline i32 lane_id() {
+  i32 r;
+  EACH_LANE r.v[lane] = lane;
+  return r;
+}
+template <class T>
+Lanes<T> select(const pred& p, const Lanes<T>& a, const Lanes<T>& b) {
   Lanes<T> r;
   EACH_LANE r.v[lane] = p.v[lane] ? a.v[lane] : b.v[lane];
   return r;
 }
-template <class T> Lanes<T> maximum(const Lanes<T>& a, const Lanes<T>& b) { return select(a < b, b, a); }
-template <class T> Lanes<T> minimum(const Lanes<T>& a, const Lanes<T>& b) { return select(b < a, b, a); }
+template <class T>
+Lanes<T> maximum(const Lanes<T>& a, const Lanes<T>& b) {
+  return select(a < b, b, a);
+}
+template <class T>
+Lanes<T> minimum(const Lanes<T>& a, const Lanes<T>& b) {
+  return select(b < a, b, a);
+}
 
-inline float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-inline uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-inline f32 as_f32(const u32& a) { f32 r; EACH_LANE r.v[lane] = float_of_bits(a.v[lane]); return r; }
-inline u32 as_u32(const f32& a) { u32 r; EACH_LANE r.v[lane] = bits_of_float(a.v[lane]); return r; }
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline f32 as_f32(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = float_of_bits(a.v[lane]);
+  return r;
+}
+inline u32 as_u32(const f32& a) {
+  u32 r;
+  EACH_LANE r.v[lane] = bits_of_float(a.v[lane]);
+  return r;
+}
 
 // Numbers of 16 bits, rounded to nearest, ties to even.
 inline uint32_t to_bf16(float x) {
@@ -96,10 +143,26 @@ inline u32 pack_exchange(const f32& low, const f32& high) {
   EACH_LANE r.v[lane] = to_exchange(low.v[lane]) | to_exchange(high.v[lane]) << 16;
   return r;
 }
-inline f32 low_bf16(const u32& a) { f32 r; EACH_LANE r.v[lane] = of_bf16(a.v[lane] & 0xffff); return r; }
-inline f32 high_bf16(const u32& a) { f32 r; EACH_LANE r.v[lane] = of_bf16(a.v[lane] >> 16); return r; }
-inline f32 low_exchange(const u32& a) { f32 r; EACH_LANE r.v[lane] = of_exchange(a.v[lane] & 0xffff); return r; }
-inline f32 high_exchange(const u32& a) { f32 r; EACH_LANE r.v[lane] = of_exchange(a.v[lane] >> 16); return r; }
+inline f32 low_bf16(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_bf16(a.v[lane] & 0xffff);
+  return r;
+}
+inline f32 high_bf16(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_bf16(a.v[lane] >> 16);
+  return r;
+}
+inline f32 low_exchange(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_exchange(a.v[lane] & 0xffff);
+  return r;
+}
+inline f32 high_exchange(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_exchange(a.v[lane] >> 16);
+  return r;
+}
 inline u32 low_halves(const u32& a, const u32& b) {
   u32 r;
   EACH_LANE r.v[lane] = (a.v[lane] & 0xffff) | b.v[lane] << 16;
@@ -132,7 +195,9 @@ inline void multiply(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b
     }
   }
 }
-inline void clear(f32 (&d)[4]) { for (auto& x : d) x = f32(0.0f); }
+inline void clear(f32 (&d)[4]) {
+  for (auto& x : d) x = f32(0.0f);
+}
 inline void mma_bf16(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) { multiply<of_bf16>(d, a, b0, b1); }
 inline void mma_bf16_from_zero(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
   clear(d);
@@ -159,7 +224,10 @@ inline u32 transpose_8x8(const u32& a) {
   return r;
 }
 
-template <int N> struct Words { u32 x[N]; };
+template <int N>
+struct Words {
+  u32 x[N];
+};
 
 // A thread block: its shared memory, which begins as NaN and knows which warp wrote and read each word since the last
 // barrier, and its warps, each of which runs until it waits at a barrier.
@@ -193,7 +261,8 @@ class Block {
         waiting += !is_done_[warp_];
       }
       faults().stuck += done > 0 && waiting > 0;
-      for (int& writer : writer_) if (writer >= 0) writer = NOBODY;
+      for (int& writer : writer_)
+        if (writer >= 0) writer = NOBODY;
       for (int& reader : reader_) reader = NOBODY;
     }
   }
@@ -212,7 +281,8 @@ class Block {
     writer_[at] = warp_;
     words_[at] = word;
   }
-  // Lanes access memory in groups that ask for 32 words. A group takes a clock for each distinct word of its worst bank.
+  // Lanes access memory in groups that ask for 32 words. A group takes a clock for each distinct word of its worst
+  // bank.
   void count_clocks(const i32& offset, int num_words) {
     int lanes = 32 / num_words;
     for (int start = 0; start < 32; start += lanes) {
@@ -230,7 +300,10 @@ class Block {
 
  private:
   enum { NOBODY = -1, NEVER = -2, SEVERAL = -3, STACK_BYTES = 4 << 20 };
-  static Block*& current() { static Block* block; return block; }
+  static Block*& current() {
+    static Block* block;
+    return block;
+  }
   static void enter() {
     Block* block = current();
     (*block->body_)(block->warp_);
@@ -250,32 +323,55 @@ class Block {
   int warp_ = 0;  // the one that runs
 };
 
-struct SharedMemory { Block* block; int base; };
+struct SharedMemory {
+  Block* block;
+  int base;
+};
 inline void barrier(SharedMemory s) { s.block->wait(); }
 inline SharedMemory advance(SharedMemory s, int bytes) { return SharedMemory{s.block, s.base + bytes}; }
-template <int N> Words<N> load_shared(SharedMemory s, i32 offset) {
+template <int N>
+Words<N> load_shared(SharedMemory s, i32 offset) {
   Words<N> v;
-  EACH_LANE { offset.v[lane] += s.base; faults().misaligned += offset.v[lane] % (4 * N) != 0; }
+  EACH_LANE {
+    offset.v[lane] += s.base;
+    faults().misaligned += offset.v[lane] % (4 * N) != 0;
+  }
   s.block->count_clocks(offset, N);
   for (int k = 0; k < N; k++) EACH_LANE v.x[k].v[lane] = s.block->read(offset.v[lane] / 4 + k);
   return v;
 }
-template <int N> void store_shared(SharedMemory s, i32 offset, const Words<N>& v) {
-  EACH_LANE { offset.v[lane] += s.base; faults().misaligned += offset.v[lane] % (4 * N) != 0; }
+template <int N>
+void store_shared(SharedMemory s, i32 offset, const Words<N>& v) {
+  EACH_LANE {
+    offset.v[lane] += s.base;
+    faults().misaligned += offset.v[lane] % (4 * N) != 0;
+  }
   s.block->count_clocks(offset, N);
   for (int k = 0; k < N; k++) EACH_LANE s.block->write(offset.v[lane] / 4 + k, v.x[k].v[lane]);
 }
 
 // Global memory: arrays that a test has registered. Other addresses are outside.
-struct Array { const char* begin; long long bytes; };
-inline std::vector<Array>& arrays() { static std::vector<Array> registered; return registered; }
-struct Address { const char* p; long long offset[32]; };
+struct Array {
+  const char* begin;
+  long long bytes;
+};
+inline std::vector<Array>& arrays() {
+  static std::vector<Array> registered;
+  return registered;
+}
+struct Address {
+  const char* p;
+  long long offset[32];
+};
 inline Address address(const void* base, const i32& offset) {
   Address a{(const char*)base, {}};
   EACH_LANE a.offset[lane] = offset.v[lane];
   return a;
 }
-inline Address advance(Address a, long long bytes) { EACH_LANE a.offset[lane] += bytes; return a; }
+inline Address advance(Address a, long long bytes) {
+  EACH_LANE a.offset[lane] += bytes;
+  return a;
+}
 inline Address advance_heads(Address a, const i32& head, long long stride) {
   EACH_LANE a.offset[lane] += head.v[lane] * stride;
   return a;
@@ -288,7 +384,8 @@ inline char* find_memory(const Address& a, int lane, int constant, int bytes) {
   faults().outside++;
   return nullptr;
 }
-template <int N> Words<N> load_global(const Address& a, int constant) {
+template <int N>
+Words<N> load_global(const Address& a, int constant) {
   Words<N> v;
   EACH_LANE {
     const char* at = find_memory(a, lane, constant, 4 * N);
@@ -299,9 +396,11 @@ template <int N> Words<N> load_global(const Address& a, int constant) {
   }
   return v;
 }
-template <int N> void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {
+template <int N>
+void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {
   EACH_LANE if (is_stored.v[lane]) {
     char* at = find_memory(a, lane, constant, 4 * N);
-    if (at != nullptr) for (int k = 0; k < N; k++) memcpy(at + 4 * k, &v.x[k].v[lane], 4);
+    if (at != nullptr)
+      for (int k = 0; k < N; k++) memcpy(at + 4 * k, &v.x[k].v[lane], 4);
   }
 }

@@ -21,21 +21,24 @@
 #include "emulator.h"
 #endif
 
-// Runs a kernel: a struct with NUM_THREADS, MEMORY_BYTES and run(args, memory, warp, block, num_blocks, batch). Blocks are
-// counted from the last, which has the most columns to go over, so that the longest begin first.
+// Runs a kernel: a struct with NUM_THREADS, MEMORY_BYTES and run(args, memory, warp, block, num_blocks, batch). Blocks
+// are counted from the last, which has the most columns to go over, so that the longest begin first.
 #ifdef __CUDACC__
-template <class Kernel, class Args> __global__ void __launch_bounds__(Kernel::NUM_THREADS, 1) launch_kernel(Args args) {
+template <class Kernel, class Args>
+__global__ void __launch_bounds__(Kernel::NUM_THREADS, 1) launch_kernel(Args args) {
   extern __shared__ __align__(128) char memory[];
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Kernel::run(args, SharedMemory{memory}, warp, gridDim.x - 1 - blockIdx.x, gridDim.x, blockIdx.y);
 }
 #else
-template <class Kernel, class Args> void emulate_kernel(const Args& args, int num_blocks, int num_batches, bool backwards) {
-  for (int batch = 0; batch < num_batches; batch++) for (int block = 0; block < num_blocks; block++) {
-    Block memory(Kernel::MEMORY_BYTES);
-    memory.run(Kernel::NUM_THREADS / 32, [&](int warp) {
-      Kernel::run(args, SharedMemory{&memory, 0}, warp, block, num_blocks, batch);
-    }, backwards);
-  }
+template <class Kernel, class Args>
+void emulate_kernel(const Args& args, int num_blocks, int num_batches, bool backwards) {
+  for (int batch = 0; batch < num_batches; batch++)
+    for (int block = 0; block < num_blocks; block++) {
+      Block memory(Kernel::MEMORY_BYTES);
+      memory.run(
+          Kernel::NUM_THREADS / 32,
+          [&](int warp) { Kernel::run(args, SharedMemory{&memory, 0}, warp, block, num_blocks, batch); }, backwards);
+    }
 }
 #endif

@@ -1,7 +1,7 @@
 // How a thread block of 8 warps divides CDAPE's work, and where it keeps what its warps exchange.
 //
-// A block takes 32 query rows of a sequence and all heads, and goes over the key columns in tiles of 32. H ≤ 16 heads are
-// padded to 16, the processor's width to 32, and p = k//2 columns are read to either side.
+// A block takes 32 query rows of a sequence and all heads, and goes over the key columns in tiles of 32. H ≤ 16 heads
+// are padded to 16, the processor's width to 32, and p = k//2 columns are read to either side.
 //
 // Two ways to divide a tile alternate, with a barrier between them:
 // - by heads: warp w computes the scores of heads 2w and 2w + 1 (a "pair") for all rows and columns;
@@ -9,12 +9,14 @@
 // A product of the mixer has M = 16 rows at one column, K = heads or width, N = width or heads, so that taps of a
 // convolution are other registers, and the result of one product is an operand of the next.
 //
-// Tile c computes logits of the columns [32c, 32c + 32). Its hidden values are p columns further right and its scores 2p,
-// so that each is computed once; a prologue ("edge") makes the scores left of column 2p and the hidden values left of p.
+// Tile c computes logits of the columns [32c, 32c + 32). Its hidden values are p columns further right and its scores
+// 2p, so that each is computed once; a prologue ("edge") makes the scores left of column 2p and the hidden values left
+// of p.
 #pragma once
 #include "warp.h"
 
-template <int PADDING_> struct Geometry {
+template <int PADDING_>
+struct Geometry {
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1;
   static constexpr int WARPS = 8, ROWS = 32, COLUMNS = 32, RUNS = COLUMNS / 8, HEADS = 16, PAIRS = 8, WIDTH = 32;
   static constexpr int HEAD_DIM = 64, ROW_BYTES = 2 * HEAD_DIM;
@@ -34,12 +36,19 @@ template <int PADDING_> struct Geometry {
   static constexpr int SUM_BYTES = ROWS * SUM_ROW_STRIDE * 4;
 
   // Byte offsets in a window.
-  template <class T> static KERNEL_CODE T pair_offset(T pair) { return (pair * PAIR_STRIDE + pair / 4 * 16) * 4; }
-  template <class T> static KERNEL_CODE T row_offset(T row) { return row * (ROW_STRIDE * 4); }
+  template <class T>
+  static KERNEL_CODE T pair_offset(T pair) {
+    return (pair * PAIR_STRIDE + pair / 4 * 16) * 4;
+  }
+  template <class T>
+  static KERNEL_CODE T row_offset(T row) {
+    return row * (ROW_STRIDE * 4);
+  }
 };
 
 // A convolution's operands at a column: words of rows (g, g + 8) and pairs (t, t + 4), as an A fragment of a product.
-template <class G> struct Window {
+template <class G>
+struct Window {
   static constexpr int LENGTH = 8 + 2 * G::PADDING;
   u32 column[LENGTH][4];
 
@@ -50,18 +59,19 @@ template <class G> struct Window {
   }
 
   // Loads columns FROM ... TO - 1.
-  template <int FROM, int TO> KERNEL_CODE void load(SharedMemory window, i32 offset) {
-    UNROLL for (int x = FROM; x < TO;) {
+  template <int FROM, int TO>
+  KERNEL_CODE void load(SharedMemory window, i32 offset) {
+    UNROLL_FOR (int x = FROM; x < TO;) {
       constexpr int SKEW = G::FIRST - 2 * G::PADDING;
       const bool is_wide = (SKEW + x) % 4 == 0 && x + 4 <= TO;
-      UNROLL for (int part = 0; part < 4; part++) {
+      UNROLL_FOR (int part = 0; part < 4; part++) {
         i32 from = offset + ((part % 2) * 8 * G::ROW_STRIDE * 4 + (part / 2) * (4 * G::PAIR_STRIDE + 16) * 4 + x * 4);
         if (is_wide) {
           Words<4> v = load_shared<4>(window, from);
-          UNROLL for (int y = 0; y < 4; y++) column[(x + y) % LENGTH][part] = v.x[y];
+          UNROLL_FOR (int y = 0; y < 4; y++) column[(x + y) % LENGTH][part] = v.x[y];
         } else {
           Words<2> v = load_shared<2>(window, from);
-          UNROLL for (int y = 0; y < 2; y++) column[(x + y) % LENGTH][part] = v.x[y];
+          UNROLL_FOR (int y = 0; y < 2; y++) column[(x + y) % LENGTH][part] = v.x[y];
         }
       }
       x += is_wide ? 4 : 2;

@@ -21,13 +21,15 @@ from kernels.cdape_attention import mixer
 from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
-from kernels.cuda.emulate import Emulator, Faults
+from kernels.cuda.emulate import Emulator, Faults, find_compiler
 from kernels.cuda.kernel import CudaKernel
 
 BF16_ROUNDING = 2.0**-9
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
 TAPS, PADDING = 3, 1
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
