@@ -35,10 +35,12 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
     if kernel == "mix_fwd":
         chosen = Tile(2 if wide and kernel_size > 3 else 4, distances, 4, STAGES)
     elif kernel == "mix_bwd":
-        chosen = Tile(1, distances, 4, STAGES)
+        # Two rows halve the barriers of a score; wider processors and more taps do not fit the registers with them.
+        chosen = Tile(1 if wide or kernel_size > 5 else 2, distances, 4, STAGES)
     else:
         entries = pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
-        chosen = Tile(2 if entries <= 2048 else 1, distances // 2, 4 if entries <= 4096 else 8, STAGES)
+        warps = 2 if entries <= 2048 else 4 if entries <= 4096 else 8
+        chosen = Tile(2 if entries <= 2048 else 1, distances // 2, warps, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
         chosen = replace(chosen, block_m=max(chosen.block_m // 2, 1), num_warps=4 if kernel == "mix_fwd" else 8)
     while chosen.block_m > 1 and chosen.block_m // 2 >= rows:

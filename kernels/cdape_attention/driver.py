@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cdape_attention import mixer
 from kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from kernels.cdape_attention.bias_product import BiasProduct, add_sum
 from kernels.cdape_attention.configs import (
@@ -31,8 +32,9 @@ from kernels.cdape_attention.forward import _processor_fwd_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cuda.launch import launch_kernel
 from kernels.launcher import launch
-from kernels.runtime import Tile, cdiv
+from kernels.runtime import Tile, cdiv, get_arch
 
 NO_WINDOW_INT32 = 1 << 30
 """The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
@@ -58,6 +60,8 @@ class CdapeProblem:
     """int32 [B, R], positions at which the rows' documents begin; then E is of the rows from position 0 on."""
     sinks: Tensor | None = None
     """float32 [H], contiguous."""
+    uses_mixer: bool = False
+    """True if the backward pass takes the CUDA kernels (`mixer.py`) where they compute its shapes."""
 
     @property
     def heads(self) -> int:
@@ -302,8 +306,11 @@ def backward(
         rows, seen = slice(chunk.first, chunk.last), slice(chunk.left, chunk.right)
         probabilities = maps.probabilities.view(batch * heads, chunk.rows, -1)
         _add_product(sums.v[:, seen], probabilities.mT, flat_dout[:, rows], is_only=len(chunks) == 1)
-        _weights_backward(problem, chunk, maps, sums, is_first=is_first)
-        _processor_backward(problem, product, chunk, maps, sums, is_first=is_first)  # dS over P
+        if _uses_mixer(problem, chunk, k):
+            _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
+        else:
+            _weights_backward(problem, chunk, maps, sums, is_first=is_first)
+            _processor_backward(problem, product, chunk, maps, sums, is_first=is_first)  # dS over P
         dscores = probabilities
         into = flat_dq[:, rows]
         torch.baddbmm(into, dscores, flat_k[:, seen], beta=0.0, alpha=scale, out=into)
@@ -372,6 +379,51 @@ def softmax_backward(
         heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
     )
+
+
+def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor) -> bool:
+    """True if the CUDA kernels were asked for and compute this chunk."""
+    return (
+        problem.uses_mixer
+        and k.is_cuda
+        and problem.window == NO_WINDOW_INT32
+        and chunk.first_keys is None
+        and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
+        and get_arch(k) == mixer.ARCH
+    )
+
+
+def _mixer_backward(
+    problem: CdapeProblem,
+    product: BiasProduct,
+    chunk: Chunk,
+    maps: ChunkMaps,
+    scaled: Tensor,
+    k: Tensor,
+    sums: GradientSums,
+    *,
+    is_first: bool,
+) -> None:
+    """dS over P, where a row sees the column; adds the chunk's part to the gradients of tables and weights."""
+    contributions, padding = problem.bias_contributions, problem.padding
+    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
+    inputs = mixer.MixerInputs(
+        chunk.slice_rows(scaled),
+        chunk.slice_columns(k),
+        maps.dlogits,
+        contributions[: chunk.edge_start],
+        edge.view(chunk.rows, padding, -1),
+        problem.weights,
+        problem.shape,
+        chunk.position,
+    )
+    gradients = mixer.differentiate_mixer(inputs, maps.dscores, launch_kernel)
+    product.add_gradient(sums.terms.bias_product, gradients.contributions[None], is_first=is_first)
+    product.set_edge_gradient(sums.terms.bias_product, gradients.edge, chunk.first)
+    if problem.has_bias:
+        covered = min(len(gradients.bias_table), len(sums.terms.bias_table))
+        add_sum(sums.terms.bias_table[:covered], gradients.bias_table[None, :covered], is_first=is_first)
+    add_sum(sums.terms.patches, gradients.patches[None], is_first=is_first)
 
 
 def _processor_backward(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import driver
+from kernels.cdape_attention import driver, mixer
 from kernels.cdape_attention.args import CdapeArgs, check_shapes
 from kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
 from kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
@@ -139,6 +139,7 @@ class _CdapeAttention(torch.autograd.Function):
         of_problem = (problem.bias_contributions, problem.bias_table, first_keys, problem.sinks, *problem.weights)
         ctx.save_for_backward(*kept, biases, *of_problem)
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
+        ctx.uses_mixer = mixer.is_enabled()
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
         return output
 
@@ -148,6 +149,7 @@ class _CdapeAttention(torch.autograd.Function):
         weights, product = PackedWeights(*packed), ctx.product
         problem = build_problem(product, contributions, bias_table, weights, residual_bias=True)
         problem = replace(problem, rows=scaled.shape[2], offset=ctx.offset, first_keys=first_keys, sinks=sinks)
+        problem = replace(problem, uses_mixer=ctx.uses_mixer)
         sums = driver.new_term_sums(1, product, 0 if biases is None else biases.shape[2], k.device)
         *dqkv, dsinks = _attend_backward(dout, (scaled, k, v, stats), problem, product, select_layer(sums, 0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, weights.bias_weight[None], sums, ctx.dtypes)
@@ -174,12 +176,13 @@ class _AttendWithTerms(torch.autograd.Function):
         output, kept = _attend(q, k, v, replace(terms.problem, sinks=sinks), scale, chunk)
         ctx.save_for_backward(*kept, sinks)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
+        ctx.uses_mixer = mixer.is_enabled()
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *kept, sinks = ctx.saved_tensors
-        problem, product = replace(ctx.terms.problem, sinks=sinks), ctx.terms.product
+        problem, product = replace(ctx.terms.problem, sinks=sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
         if ctx.node is None:  # neither table nor weights want a gradient
             sums = select_layer(driver.new_term_sums(1, product, problem.bias_table.shape[1], dout.device), 0)
         else:

@@ -4,6 +4,7 @@ B batch, H heads, T sequence, d head dimension, W processor width, k kernel size
 gives the attention output of the same shape; all peers of a problem share one encoding and one processor.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kernels.runtime import is_interpreted
+from kernels.cdape_attention import mixer
+from kernels.cdape_attention.weights import get_weight_shape
+from kernels.runtime import get_arch, is_interpreted
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
@@ -139,6 +142,8 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
     if here and problem.dtype != torch.float64 and ours.unsupported_reason(*problem.methods) is None:
         found["triton"] = _wrap_backend(problem, ours)
     if problem.op == "cdape":
+        if problem.device != "cpu":
+            found["mixer"] = _wrap_with_mixer(problem, ours)
         found["appendix"] = _build_appendix(problem)
     else:
         found["sdpa mask"] = _build_masked_sdpa(problem)
@@ -183,6 +188,26 @@ def _wrap_backend(problem: AttentionProblem, backend: AttentionBackend) -> Atten
         return backend(AttentionInputs(q, k, v, span, span, encoding, processor))
 
     return attention
+
+
+def _wrap_with_mixer(problem: AttentionProblem, backend: TritonBackend) -> Attention:
+    """The Triton backend whose backward pass has the mixer's CUDA kernels; it raises where they do not apply."""
+    attention = _wrap_backend(problem, backend)
+
+    def with_mixer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shape = get_weight_shape(problem.heads, problem.width, problem.kernel_size, True)
+        if get_arch(q) != mixer.ARCH or not mixer.is_supported(shape, q.dtype, problem.dim, problem.length):
+            raise RuntimeError("the mixer's CUDA kernels do not compute this problem on this card")
+        before = os.environ.get(mixer.VARIABLE)
+        os.environ[mixer.VARIABLE] = "1"
+        try:
+            return attention(q, k, v)
+        finally:
+            del os.environ[mixer.VARIABLE]
+            if before is not None:
+                os.environ[mixer.VARIABLE] = before
+
+    return with_mixer
 
 
 def _build_biasless_peers(problem: AttentionProblem) -> dict[str, Attention]:

@@ -1,0 +1,494 @@
+// Backward pass of CDAPE's processor for 32 query rows: from the gradient of the logits to those of the scores, of the
+// table U and the edge E, of the bias table (its part in the logits), and of both convolutions' weights.
+//
+//   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
+//   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
+//   dhidden[j] = LeakyReLU'(hidden[j]) · Σ_t W2[t]ᵀ·dL[j - t + p]
+//   dS[j] = dL[j] + Σ_t W1[t]ᵀ·dhidden[j - t + p]
+//
+// (DAPE V2, equation 5; b1 is part of U and E.) Scores and hidden values are computed again. The gradients of weights
+// take as many registers as a kernel has, so they have a launch of their own: SCORES says that a kernel returns dS and
+// the gradients of tables, WEIGHTS that it returns those of weights.
+#pragma once
+#include "scores.h"
+
+struct MixerBackwardArgs {
+  ScoreInputs scores;
+  const void* dlogits;  // bfloat16 [R, C, 16]; what a row does not see is not read
+  const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see load_table; its entry 0 is distance -front
+  const void* edge;     // E, float32 [R, p, 32]
+  const void* w1;       // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
+  const void* w2;       // B fragments of W2ᵀ, bfloat16, the same
+  const void* w1_back;  // B fragments of W1ᵀ, bfloat16 [k][2 k-steps][2 n-tiles][32 lanes][2]
+  void* dscores;        // bfloat16 [H, R, C], written where a row sees a column
+  void* dtables;        // float32 [programs, N', 48], zero: row i has dU[i - p] by 32 widths and dbias[i] by 16 heads
+  void* dedge;          // float32 [R, p, 32]
+  void* dweights;       // float32 [programs, 2, k, 4 n-tiles, 32 lanes, 4]: of W1 and W2
+  int table_front, dtable_rows;
+  long long q_batch, k_batch, map_batch, edge_batch,
+      dscores_batch;  // bytes from one sequence to the next; of both maps
+};
+
+template <int PADDING, bool SCORES, bool WEIGHTS>
+struct MixerBackward {
+  typedef Geometry<PADDING> G;
+  typedef Scores<G> S;
+  static constexpr int TAPS = G::TAPS, CARRY = PADDING > 0 ? 2 * PADDING : 1;
+  static constexpr int NUM_THREADS = 32 * G::WARPS;
+  static constexpr float SLOPE = 0.01f;
+
+  // Each warp's sums along diagonals of its 16 × 8 pixels, by 24 distances (a group is 8) and 32 + 16 channels.
+  static constexpr int DISTANCE_BYTES = (G::WIDTH + G::HEADS) * 4, GROUP_BYTES = 8 * DISTANCE_BYTES;
+  static constexpr int DIAGONAL_BYTES = 3 * GROUP_BYTES;
+  static constexpr int MEMORY_BYTES =
+      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? G::SUM_BYTES + G::WARPS * DIAGONAL_BYTES : 0);
+
+  struct State {
+    u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][2][2][2];
+    u32 carry[CARRY][4];  // what the last run has for the next tile's columns
+    f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
+    f32 diagonals[SCORES ? 3 : 1][4];  // of the group of distances that the warp adds up
+  };
+  struct Context {
+    MixerBackwardArgs args;
+    SharedMemory queries, scores, dlogits, sums, diagonals;
+    int warp, first_row;
+    long long program;
+    KERNEL_CODE int position() const { return args.scores.position + first_row; }
+  };
+
+  static KERNEL_CODE void run(MixerBackwardArgs args, SharedMemory memory, int warp, int block, int num_blocks,
+                              int batch) {
+    args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
+    args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
+    args.dlogits = (const char*)args.dlogits + batch * args.map_batch;
+    args.dscores = (char*)args.dscores + batch * args.dscores_batch;
+    args.dedge = (char*)args.dedge + batch * args.edge_batch;
+    Context c{
+        args, memory, memory, memory, memory, memory, warp, block * G::ROWS, (long long)batch * num_blocks + block};
+    c.scores = advance(memory, G::QUERY_BYTES);
+    c.dlogits = advance(c.scores, G::WINDOW_BYTES);
+    c.sums = advance(c.dlogits, G::WINDOW_BYTES);
+    c.diagonals = advance(c.sums, G::SUM_BYTES);
+    State st;
+    begin(st, c);
+
+    load_tile<true>(c, 2 * PADDING - G::COLUMNS);
+    barrier(memory);
+    mix<true>(st, c, -G::COLUMNS);
+    barrier(memory);
+    const int num_tiles = (c.position() + G::ROWS + G::COLUMNS - 1) / G::COLUMNS;
+    // Plain tiles: every row sees all of their scores.
+    const bool is_ragged = c.first_row + G::ROWS > args.scores.rows;
+    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / G::COLUMNS;
+    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile, false);
+    NO_UNROLL_FOR (int tile = num_plain; tile < num_tiles; tile++)
+      take_tile<true>(st, c, memory, tile, tile + 1 == num_tiles);
+    if constexpr (WEIGHTS) store_weights(st, c, memory);
+  }
+
+ private:
+  template <bool MASKED>
+  static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, bool is_last) {
+    const int first = tile * G::COLUMNS;
+    keep_columns(c);
+    load_tile<MASKED>(c, first + 2 * PADDING);
+    barrier(memory);
+    mix<false>(st, c, first);
+    barrier(memory);
+    if constexpr (SCORES) {
+      store_scores<MASKED>(c, first);
+      add_diagonals(st, c, first, tile, is_last);
+    }
+  }
+
+  static KERNEL_CODE void begin(State& st, Context& c) {
+    i32 lane = lane_id();
+    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+      UNROLL_FOR (int n = 0; n < 4; n++) {
+        Words<2> w1 = load_global<2>(address(c.args.w1, lane * 8), (tap * 4 + n) * 256);
+        Words<2> w2 = load_global<2>(address(c.args.w2, lane * 8), (tap * 4 + n) * 256);
+        UNROLL_FOR (int x = 0; x < 2; x++) {
+          st.w1[tap][n][x] = w1.x[x];
+          st.w2[tap][n][x] = w2.x[x];
+        }
+        if constexpr (SCORES) {
+          Words<2> back = load_global<2>(address(c.args.w1_back, lane * 8), (tap * 4 + n) * 256);
+          UNROLL_FOR (int x = 0; x < 2; x++) st.w1_back[tap][n / 2][n % 2][x] = back.x[x];
+        }
+        if constexpr (WEIGHTS)
+          UNROLL_FOR (int x = 0; x < 4; x++) {
+            st.dw1[tap][n][x] = f32(0.0f);
+            st.dw2[tap][n][x] = f32(0.0f);
+          }
+      }
+    if constexpr (SCORES)
+      UNROLL_FOR (int v = 0; v < 3; v++)
+        UNROLL_FOR (int x = 0; x < 4; x++) st.diagonals[v][x] = f32(0.0f);
+    S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
+  }
+
+  // Scores and dL of the columns [first, first + 32). A warp brings dL of 4 rows, all heads.
+  template <bool MASKED>
+  static KERNEL_CODE void load_tile(Context& c, int first) {
+    S::template compute<MASKED>(c.args.scores, c.queries, c.scores, c.warp, c.first_row, first);
+    const int columns = c.args.scores.columns;
+    i32 lane = lane_id(), column = lane % 16, half = lane / 16;  // half of the pairs
+    UNROLL_FOR (int r = 0; r < 4; r++) {
+      const int row = 4 * c.warp + r, in_map = c.first_row + row;
+      UNROLL_FOR (int part = 0; part < 2; part++) {
+        i32 j = column + (first + 16 * part);
+        Words<4> v;
+        if (MASKED) {
+          const int bounded = in_map < c.args.scores.rows ? in_map : c.args.scores.rows - 1;
+          const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
+          i32 inside = minimum(maximum(j, i32(0)), i32(columns - 1));
+          v = load_global<4>(
+              advance(address(c.args.dlogits, inside * 32 + half * 16), (long long)bounded * columns * 32), 0);
+          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = select(j >= 0 && j <= last, v.x[x], u32(0u));
+        } else {
+          v = load_global<4>(
+              advance(address(c.args.dlogits, column * 32 + half * 16), ((long long)in_map * columns + first) * 32),
+              part * 512);
+        }
+        UNROLL_FOR (int x = 0; x < 4; x++) {
+          Words<1> word;
+          word.x[0] = v.x[x];
+          i32 to = column * 4 + half * ((4 * G::PAIR_STRIDE + 16) * 4);
+          store_shared<1>(c.dlogits, to + (G::row_offset(row) + x * G::PAIR_STRIDE * 4 + (G::FIRST + 16 * part) * 4),
+                          word);
+        }
+      }
+    }
+  }
+
+  // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
+  static KERNEL_CODE void keep_columns(Context& c) {
+    S::keep_last_columns(c.scores, c.warp);
+    i32 lane = lane_id(), pair = lane % 8;
+    i32 at = G::row_offset(lane / 8 + 4 * c.warp) + G::pair_offset(pair);
+    UNROLL_FOR (int x = 0; x < 2 * PADDING; x += 2) {
+      Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + G::FIRST - 2 * PADDING + x) * 4);
+      store_shared<2>(c.dlogits, at + (G::FIRST - 2 * PADDING + x) * 4, v);
+    }
+  }
+
+  // U, or E in the edge's columns, of rows g and g + 8 at a column: half of the width, in the order of accumulators.
+  static KERNEL_CODE void load_table(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
+    // An entry has for each n-tile and t the widths of distances n and n + 8. n-tiles 2x and 2x + 1 of odd entries are
+    // swapped, which spreads a warp's loads over banks.
+    UNROLL_FOR (int n = 0; n < 2; n++) {
+      Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * 256);
+      UNROLL_FOR (int x = 0; x < 4; x++) hidden[n][x] = as_f32(v.x[x]);
+    }
+  }
+  static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], Context& c, int row_tile, int column, int step) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      i32 row = minimum(g + (c.first_row + 16 * row_tile + 8 * r), i32(c.args.scores.rows - 1));
+      Words<4> v = load_global<4>(address(c.args.edge, row * (PADDING * 128) + t * 16), column * 128 + step * 64);
+      UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
+    }
+  }
+
+  // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
+  static KERNEL_CODE void transpose(u32 (&a)[4], const u32 (&x)[4]) {
+    a[0] = transpose_8x8(x[0]);
+    a[1] = transpose_8x8(x[2]);
+    a[2] = transpose_8x8(x[1]);
+    a[3] = transpose_8x8(x[3]);
+  }
+  static KERNEL_CODE void transpose_scores(u32 (&a)[4], const u32 (&x)[4]) {
+    u32 y[4];
+    UNROLL_FOR (int q = 0; q < 4; q++) y[q] = pack_bf16(low_exchange(x[q]), high_exchange(x[q]));
+    transpose(a, y);
+  }
+
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
+  template <bool EDGE>
+  static KERNEL_CODE void mix(State& st, Context& c, int first) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
+    UNROLL_FOR (int y = 0; y < CARRY && EDGE; y++)
+      UNROLL_FOR (int q = 0; q < 4; q++) st.carry[y][q] = u32(0u);
+    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
+    constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
+    Window<G> s, l;
+    i32 at = Window<G>::locate(row_tile, run);
+    s.template load<0, KEPT>(c.scores, at);
+    l.template load<0, KEPT>(c.dlogits, at);
+    u32 s_rows[TAPS][4], l_rows[TAPS][4];  // transposed, of the columns that a hidden value reads
+    if constexpr (EDGE) {
+      s.template load<KEPT, 8 + KEPT>(c.scores, at);
+      l.template load<KEPT, 8 + KEPT>(c.dlogits, at);
+    }
+    if constexpr (WEIGHTS)
+      UNROLL_FOR (int x = 0; x < KEPT; x++) {
+        transpose_scores(s_rows[(BEGIN + x) % TAPS], s.column[BEGIN + x]);
+        transpose(l_rows[(BEGIN + x) % TAPS], l.column[BEGIN + x]);
+      }
+    f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][4][4], db[SCORES ? 2 : 1][2][4];
+    if constexpr (SCORES) {
+      UNROLL_FOR (int y = 0; y < TAPS; y++)
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int x = 0; x < 4; x++) ds[y][n][x] = f32(0.0f);
+      UNROLL_FOR (int m = 0; m < 2; m++)
+        UNROLL_FOR (int n = 0; n < 4; n++)
+          UNROLL_FOR (int x = 0; x < 4; x++) {
+            du[m][n][x] = f32(0.0f);
+            if (n < 2) db[m][n][x] = f32(0.0f);
+          }
+    }
+    i32 sums = (g + 16 * row_tile) * (G::SUM_ROW_STRIDE * 4) + t * (G::SUM_PAIR_STRIDE * 4);
+    i32 entry = g + (c.position() + 16 * row_tile - (first + PADDING + 8 * run) + c.args.table_front);
+    Address entries[2];
+    UNROLL_FOR (int n = 0; n < 2; n++)
+      entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
+    u32 done[4][4];
+    u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3f80u), u32(0x3f800000u)), u32(0u));
+    UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
+      if (!EDGE && jj == 0) {
+        s.template load<KEPT, 4 + KEPT>(c.scores, at);
+        l.template load<KEPT, 4 + KEPT>(c.dlogits, at);
+      }
+      if (!EDGE && jj == 4) {
+        s.template load<4 + KEPT, 8 + KEPT>(c.scores, at);
+        l.template load<4 + KEPT, 8 + KEPT>(c.dlogits, at);
+      }
+      if constexpr (WEIGHTS) {
+        transpose_scores(s_rows[(jj + KEPT) % TAPS], s.column[jj + KEPT]);
+        transpose(l_rows[(jj + KEPT) % TAPS], l.column[jj + KEPT]);
+      }
+      u32 shift[2];  // nonzero words of the matrix that moves row r to row r + 7 - jj: of distances below 8, and others
+      if constexpr (SCORES && !EDGE) {
+        i32 from = g - t * 2 + (jj - 7);
+        UNROLL_FOR (int x = 0; x < 2; x++)
+          shift[x] = select(from == -8 * x, u32(0x3f80u), select(from == 1 - 8 * x, u32(0x3f800000u), u32(0u)));
+        u32 dl[4];
+        UNROLL_FOR (int q = 0; q < 4; q++) dl[q] = transpose_8x8(l.column[jj][q]);
+        UNROLL_FOR (int n = 0; n < 2; n++) add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
+      }
+      UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
+        f32 hidden[2][4], gradient[2][4];
+        if constexpr (EDGE) load_edge(hidden, c, row_tile, jj - BEGIN, step);
+        else load_table(hidden, entries, jj, step);
+        UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+          UNROLL_FOR (int n = 0; n < 2; n++) {
+            const int w = 2 * step + n;
+            mma_exchange(hidden[n], s.column[jj + tap], st.w1[tap][w][0], st.w1[tap][w][1]);
+            if (tap == 0) mma_bf16_from_zero(gradient[n], l.column[jj + KEPT], st.w2[0][w][0], st.w2[0][w][1]);
+            else mma_bf16(gradient[n], l.column[jj + KEPT - tap], st.w2[tap][w][0], st.w2[tap][w][1]);
+          }
+        u32 active[2][2], before[2][2];
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int r = 0; r < 2; r++) {
+            UNROLL_FOR (int x = 2 * r; x < 2 * r + 2; x++) {
+              f32 h = hidden[n][x], d = gradient[n][x];
+              gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
+              hidden[n][x] = maximum(h, h * SLOPE);
+            }
+            before[n][r] = pack_bf16(gradient[n][2 * r], gradient[n][2 * r + 1]);
+            if constexpr (WEIGHTS) active[n][r] = pack_bf16(hidden[n][2 * r], hidden[n][2 * r + 1]);
+          }
+        if constexpr (SCORES) {
+          if constexpr (EDGE) store_edge(gradient, c, row_tile, jj - BEGIN, step);
+          u32 a[4] = {before[0][0], before[0][1], before[1][0], before[1][1]};
+          UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+            UNROLL_FOR (int n = 0; n < 2; n++) {
+              const u32(&w)[2] = st.w1_back[tap][step][n];
+              f32(&sum)[4] = ds[(jj + tap) % TAPS][n];
+              if (step == 0 && tap == KEPT) mma_bf16_from_zero(sum, a, w[0], w[1]);
+              else mma_bf16(sum, a, w[0], w[1]);
+            }
+        }
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
+        if constexpr (WEIGHTS) {
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            UNROLL_FOR (int r = 0; r < 2; r++) active[n][r] = transpose_8x8(active[n][r]);
+          UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+            UNROLL_FOR (int n = 0; n < 2; n++) {
+              mma_bf16(st.dw1[tap][2 * step + n], s_rows[(jj + tap) % TAPS], before[n][0], before[n][1]);
+              mma_bf16(st.dw2[tap][2 * step + n], l_rows[(jj + KEPT - tap) % TAPS], active[n][0], active[n][1]);
+            }
+        }
+        if constexpr (SCORES && !EDGE)
+          UNROLL_FOR (int n = 0; n < 2; n++) {
+            add_shifted(du[0][2 * step + n], du[1][2 * step + n], shift, before[n][0], before[n][1], jj);
+          }
+      }
+      if constexpr (SCORES) {
+        f32(&sum)[2][4] = ds[jj % TAPS];
+        // dL itself, exactly, by a product with the identity.
+        mma_bf16(sum[0], l.column[jj], unit, u32(0u));
+        mma_bf16(sum[1], l.column[jj], u32(0u), unit);
+        UNROLL_FOR (int q = 0; q < 4; q++)
+          done[jj % 4][q] = pack_bf16(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
+        if (!EDGE && jj % 4 == 3)
+          UNROLL_FOR (int q = 0; q < 4; q++) {
+            Words<4> v;
+            UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = done[y][q];
+            store_shared<4>(c.sums, sums + sum_offset(q, 8 * run + jj - 3), v);
+          }
+      }
+    }
+    if constexpr (SCORES) {
+      if constexpr (PADDING > 0) pass_on(st, c, ds, sums, run, EDGE);
+      if constexpr (!EDGE) store_diagonals(c, du, db);
+    }
+  }
+
+  // Adds a product with the matrix that moves row r to row r + 7 - jj, of 32 rows: those below 16, and the others.
+  static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const u32 (&shift)[2], u32 b0, u32 b1, int jj) {
+    mma_bf16_k8(low, shift[0], shift[1], b0);
+    mma_bf16_k8(low, u32(0u), shift[0], b1);
+    if (jj < 7) mma_bf16_k8(high, shift[1], u32(0u), b1);
+  }
+  static KERNEL_CODE int sum_offset(int part, int column) {
+    return ((part % 2) * 8 * G::SUM_ROW_STRIDE + (part / 2) * 4 * G::SUM_PAIR_STRIDE + column) * 4;
+  }
+
+  // Leaves what reaches into the next run's first 2p columns; the last run keeps it for the next tile.
+  static KERNEL_CODE void pass_on(State& st, Context& c, f32 (&ds)[TAPS][2][4], i32 sums, int run, bool is_edge) {
+    const bool is_last = run == G::RUNS - 1;
+    const int next = is_last ? 0 : run + 1;
+    UNROLL_FOR (int q = 0; q < 4; q++)
+      UNROLL_FOR (int y = 0; y < CARRY; y += 2) {
+        Words<2> v;
+        UNROLL_FOR (int z = 0; z < 2; z++) {
+          f32(&sum)[2][4] = ds[(8 + y + z) % TAPS];
+          u32 part = pack_bf16(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
+          v.x[z] = is_last ? st.carry[y + z][q] : part;
+          st.carry[y + z][q] = part;
+        }
+        if (!is_edge) store_shared<2>(c.sums, sums + sum_offset(q, G::COLUMNS + 2 * PADDING * next + y), v);
+      }
+  }
+
+  static KERNEL_CODE void store_edge(const f32 (&gradient)[2][4], Context& c, int row_tile, int column, int step) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    UNROLL_FOR (int r = 0; r < 2; r++) {
+      i32 row = g + (c.first_row + 16 * row_tile + 8 * r);
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
+      store_global<4>(address(c.args.dedge, row * (PADDING * 128) + t * 16), column * 128 + step * 64, v,
+                      row < c.args.scores.rows);
+    }
+  }
+
+  // Row x of the warp's diagonals is of distance position + 16·row tile - first - p - 8·run - 7 + x (of dL: without p).
+  static KERNEL_CODE void store_diagonals(Context& c, const f32 (&du)[2][4][4], const f32 (&db)[2][2][4]) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    i32 to = g * DISTANCE_BYTES + t * 16;
+    UNROLL_FOR (int group = 0; group < 3; group++) {
+      const int m = group / 2, r = group % 2, at = c.warp * DIAGONAL_BYTES + group * GROUP_BYTES;
+      Words<4> v;
+      UNROLL_FOR (int step = 0; step < 2; step++) {
+        UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(du[m][2 * step + x / 2][2 * r + x % 2]);
+        store_shared<4>(c.diagonals, to + (at + step * 64), v);
+      }
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(db[m][x / 2][2 * r + x % 2]);
+      store_shared<4>(c.diagonals, to + (at + 128), v);
+    }
+  }
+
+  // Adds up the warps' diagonals. A tile has 8 groups of distances; the lower four are the next tile's upper four, so a
+  // warp adds to the same one in two tiles, lower and then upper, and stores it.
+  static KERNEL_CODE void add_diagonals(State& st, Context& c, int first, int tile, bool is_last) {
+    i32 lane = lane_id();
+    const int group = (c.warp + 4 * (tile & 1)) & 7;
+    UNROLL_FOR (int row_tile = 0; row_tile < 2; row_tile++)
+      UNROLL_FOR (int part = 0; part < 3; part++) {
+        const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
+        if (run >= 0 && run < G::RUNS)
+          UNROLL_FOR (int v = 0; v < 3; v++) {
+            const int from = (row_tile * G::RUNS + run) * DIAGONAL_BYTES + part * GROUP_BYTES + v * 512;
+            Words<4> x = load_shared<4>(c.diagonals, lane * 16 + from);
+            UNROLL_FOR (int y = 0; y < 4; y++) st.diagonals[v][y] += as_f32(x.x[y]);
+          }
+      }
+    if (group >= 4 || is_last) {
+      const int row = c.position() - first - (G::COLUMNS - 1) + 8 * group;
+      UNROLL_FOR (int v = 0; v < 3; v++) {
+        Words<4> x;
+        UNROLL_FOR (int y = 0; y < 4; y++) {
+          x.x[y] = as_u32(st.diagonals[v][y]);
+          st.diagonals[v][y] = f32(0.0f);
+        }
+        i32 distance = (lane + v * 32) / 12 + row;
+        Address to =
+            advance(address(c.args.dtables, lane * 16), (c.program * c.args.dtable_rows + row) * DISTANCE_BYTES);
+        store_global<4>(to, v * 512, x, distance >= 0 && distance < c.args.dtable_rows);
+      }
+    }
+  }
+
+  // Stores dS of the columns [first, first + 32). A warp takes 4 rows, a lane 4 columns of a pair.
+  template <bool MASKED>
+  static KERNEL_CODE void store_scores(Context& c, int first) {
+    i32 lane = lane_id(), chunk = lane % 8, pair = lane / 8;
+    const int rows = c.args.scores.rows, columns = c.args.scores.columns;
+    const long long head_bytes = (long long)rows * columns * 2;
+    Address lanes = advance_heads(address(c.args.dscores, chunk * 8), pair * 2, head_bytes);
+    UNROLL_FOR (int r = 0; r < 4; r++) {
+      const int row = 4 * c.warp + r, in_map = c.first_row + row;
+      UNROLL_FOR (int upper = 0; upper < 2; upper++) {  // pairs 0 … 3, then 4 … 7
+        i32 at = pair * (G::SUM_PAIR_STRIDE * 4) + (row * G::SUM_ROW_STRIDE + 4 * upper * G::SUM_PAIR_STRIDE) * 4;
+        Words<4> sum = load_shared<4>(c.sums, at + chunk * 16);
+        if constexpr (PADDING > 0)
+          UNROLL_FOR (int y = 0; y < 4; y += 2)
+            if (y < 2 * PADDING) {
+              i32 column = (chunk % 2) * 4 + y;  // in its run
+              i32 passed = (chunk / 2) * (2 * PADDING) + minimum(column, i32(2 * PADDING - 2)) + G::COLUMNS;
+              Words<2> v = load_shared<2>(c.sums, at + passed * 4);
+              UNROLL_FOR (int z = 0; z < 2; z++) {
+                u32 part = select(column < 2 * PADDING, v.x[z], u32(0u));
+                u32& word = sum.x[y + z];
+                word = pack_bf16(low_bf16(word) + low_bf16(part), high_bf16(word) + high_bf16(part));
+              }
+            }
+        i32 j = chunk * 4 + first;
+        if (MASKED)
+          UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y <= c.position() + row, sum.x[y], u32(0u));
+        Words<2> v[2];
+        UNROLL_FOR (int z = 0; z < 2; z++) {
+          v[0].x[z] = low_halves(sum.x[2 * z], sum.x[2 * z + 1]);
+          v[1].x[z] = high_halves(sum.x[2 * z], sum.x[2 * z + 1]);
+        }
+        UNROLL_FOR (int h = 0; h < 2; h++) {
+          pred is_stored = pair * 2 + (8 * upper + h) < c.args.scores.heads;
+          if (MASKED) is_stored = is_stored && j < columns && in_map < rows;
+          store_global<2>(advance(lanes, ((long long)in_map * columns + first) * 2 + (8 * upper + h) * head_bytes), 0,
+                          v[h], is_stored);
+        }
+      }
+    }
+  }
+
+  // Adds up the warps' gradients of the weights, in the order of the warps, and stores them. Nothing else is needed of
+  // shared memory then.
+  static KERNEL_CODE void store_weights(State& st, Context& c, SharedMemory memory) {
+    constexpr int WARP_BYTES = 2 * TAPS * 4 * 512;
+    i32 lane = lane_id();
+    barrier(memory);
+    UNROLL_FOR (int which = 0; which < 2; which++)
+      UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+        UNROLL_FOR (int n = 0; n < 4; n++) {
+          Words<4> v;
+          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(which ? st.dw2[tap][n][x] : st.dw1[tap][n][x]);
+          store_shared<4>(memory, lane * 16 + (c.warp * WARP_BYTES + ((which * TAPS + tap) * 4 + n) * 512), v);
+        }
+    barrier(memory);
+    UNROLL_FOR (int part = 0; part < TAPS; part++) {  // a warp takes an eighth
+      i32 at = lane * 16 + (c.warp * TAPS + part) * 512;
+      f32 sum[4] = {f32(0.0f), f32(0.0f), f32(0.0f), f32(0.0f)};
+      UNROLL_FOR (int warp = 0; warp < G::WARPS; warp++) {
+        Words<4> v = load_shared<4>(memory, at + warp * WARP_BYTES);
+        UNROLL_FOR (int x = 0; x < 4; x++) sum[x] += as_f32(v.x[x]);
+      }
+      Words<4> v;
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(sum[x]);
+      store_global<4>(advance(address(c.args.dweights, at), c.program * WARP_BYTES), 0, v, lane >= 0);
+    }
+  }
+};

@@ -1,0 +1,224 @@
+"""The processor's backward pass by CUDA kernels (`cuda/mixer_backward.h`): what they read, how they are launched, and
+what is made of their sums.
+
+B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
+p = k//2. The kernels pad H to 16 and D to 32.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cuda.kernel import CudaKernel
+from kernels.runtime import cdiv
+
+FOLDER = Path(__file__).with_name("cuda")
+VARIABLE = "FARFIELD_CUDA_MIXER"
+"""Environment variable that turns the kernels on: 1. They have run in the emulator, and on no GPU yet."""
+ARCH = 90
+"""Compute capability whose shared memory holds a block of the kernels."""
+BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
+TABLE_FRONT = 64
+"""Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
+LARGEST_EXCHANGED = torch.finfo(torch.float16).max
+TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false>", "MixerBackwardArgs", 256, 230912)
+TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
+
+
+class _ScoreInputs(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k")),
+        *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
+    )
+
+
+class MixerBackwardArgs(ctypes.Structure):
+    """The kernels' arguments, as `cuda/mixer_backward.h` declares them."""
+
+    _fields_ = (
+        ("scores", _ScoreInputs),
+        *((name, ctypes.c_void_p) for name in ("dlogits", "table", "edge", "w1", "w2", "w1_back")),
+        *((name, ctypes.c_void_p) for name in ("dscores", "dtables", "dedge", "dweights")),
+        *((name, ctypes.c_int) for name in ("table_front", "dtable_rows")),
+        *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "map_batch", "edge_batch", "dscores_batch")),
+    )
+
+
+class MixerInputs(NamedTuple):
+    """What both kernels read of a chunk."""
+
+    queries: Tensor
+    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    keys: Tensor
+    """bfloat16 [B, H, C or more, 64], alike."""
+    dlogits: Tensor
+    """bfloat16 [B, R, C, 16]; undefined where a row does not see the column."""
+    contributions: Tensor
+    """float32 [p + N + …, D]: U from distance −p on (`bias_product.py`)."""
+    edge: Tensor
+    """float32 [R, p, D]: E of the chunk's rows."""
+    weights: PackedWeights
+    shape: WeightShape
+    position: int
+    """Of the first row."""
+
+
+class MixerGradients(NamedTuple):
+    """Gradients of a chunk, summed over sequences and rows."""
+
+    contributions: Tensor
+    """Of U, float32 [n, D] from distance −p on."""
+    bias_table: Tensor
+    """Of the table in the logits, float32 [n, H] by distance."""
+    edge: Tensor
+    """Of E, float32 [B, R, p, D]."""
+    patches: Tensor
+    """Of both weights, as `PackedWeights` has them: float32 [2, KC, DP]."""
+
+
+def is_enabled() -> bool:
+    """True if the environment asks for these kernels."""
+    return os.environ.get(VARIABLE) == "1"
+
+
+def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int) -> bool:
+    """True if the kernels compute these shapes: three taps, 9 to 16 heads of 64, widths of 17 to 32."""
+    return (
+        dtype == torch.bfloat16
+        and dim == 64
+        and shape.kernel_size == 3
+        and HEADS // 2 < shape.heads <= HEADS
+        and WIDTH // 2 < shape.width <= WIDTH
+        and columns % 8 == 0
+    )
+
+
+def differentiate_mixer(
+    inputs: MixerInputs, dscores: Tensor, launch: Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
+) -> MixerGradients:
+    """Run both kernels for a chunk.
+
+    Args:
+        dscores: bfloat16 [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
+        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+    """
+    shape, padding = inputs.shape, inputs.shape.padding
+    batch, rows, columns, _ = inputs.dlogits.shape
+    blocks = cdiv(rows, BLOCK_ROWS)
+    table = build_table(inputs.contributions, padding, inputs.position + blocks * BLOCK_ROWS)
+    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
+    fragments = build_fragments(inputs.weights)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": table.device}
+    dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
+    dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
+    dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
+    scores = _ScoreInputs(
+        *(inputs.queries.data_ptr(), inputs.keys.data_ptr()),
+        *(x.stride(1) * x.element_size() for x in (inputs.queries, inputs.keys)),
+        *(shape.heads, rows, columns, inputs.position),
+    )
+    args = MixerBackwardArgs(
+        scores,
+        *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
+        *(TABLE_FRONT, dtables.shape[1]),
+        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
+    )
+    launch(TO_SCORES, (blocks, batch), args)
+    launch(TO_WEIGHTS, (blocks, batch), args)
+    sums = dtables.sum(0)
+    return MixerGradients(
+        sums[:, : shape.width],
+        sums.index_select(1, _list_head_columns(sums.device))[:, : shape.heads],
+        dedge[..., : shape.width],
+        unpack_weights(dweights.sum(0), shape),
+    )
+
+
+def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
+    """U in the order of accumulators, float32 [entries, 64]: entry e has distances e − front and e − front + 8."""
+    width = contributions.shape[1]
+    entries = TABLE_FRONT + distances
+    entries += entries % 2
+    covered = min(contributions.shape[0], distances + padding + 8)
+    room = entries + 8 - (TABLE_FRONT - padding) - covered
+    padded = F.pad(contributions[:covered], (0, WIDTH - width, TABLE_FRONT - padding, room))
+    halves = padded.index_select(1, _list_table_columns(padded.device))  # [rows, entry's parity, step, n, t, 2]
+    row = halves.shape[1]
+    sizes = (entries // 2, 2, 2, 2, 4, 2, 2)  # entry, its parity, step, n, t, distance, width
+    strides = (2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
+    return halves.as_strided(sizes, strides).contiguous().view(entries, 2 * WIDTH)
+
+
+def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
+    to_w1, to_w2, to_w1_back = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
+    w1 = weights.w1.flatten()
+    exchanged = w1.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
+    w2 = weights.w2.flatten().index_select(0, to_w2)
+    return exchanged.index_select(0, to_w1), w2, w1.index_select(0, to_w1_back)
+
+
+def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
+    """The weights' gradients in the order of `PackedWeights.patches1` and `patches2`: [2, KC, DP]."""
+    index = _build_patch_index(shape, sums.device)
+    return F.pad(sums, (0, 1)).index_select(0, index).view(2, shape.patch_rows, WIDTH)
+
+
+def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
+    """The width that stands in a column of an n-tile, so that a lane has four neighbors."""
+    return 16 * (tile // 2) + 4 * (column // 2) + 2 * (tile % 2) + column % 2
+
+
+@cache
+def _list_table_columns(device: torch.device) -> Tensor:
+    """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""
+    columns = [
+        _width(2 * step + (n ^ parity), 2 * t + x)
+        for parity in range(2)
+        for step in range(2)
+        for n in range(2)
+        for t in range(4)
+        for x in range(2)
+    ]
+    return torch.tensor(columns, device=device)
+
+
+@cache
+def _list_head_columns(device: torch.device) -> Tensor:
+    """Where the sums of heads 0 … 15 stand in a row of the sums along diagonals."""
+    columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
+    return torch.tensor(columns, device=device)
+
+
+@cache
+def _build_fragment_indices(taps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Into W1 [k, 16, 32], W2 [k, 32, 16] and W1 again."""
+    tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
+    g, t = lane // 4, lane % 4
+    head, width = 2 * t + 8 * word + half, _width(tile, g)
+    w1 = (tap * HEADS + head) * WIDTH + width
+    w2 = (tap * WIDTH + width) * HEADS + head
+    step, n = tile // 2, tile % 2
+    back = (tap * HEADS + 8 * n + g) * WIDTH + _width(2 * step + word, 2 * t + half)
+    return w1.flatten().to(device), w2.flatten().to(device), back.flatten().to(device)
+
+
+@cache
+def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
+    """Into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
+    taps = shape.kernel_size
+    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
+    head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
+    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
+    place = (which * shape.patch_rows + mirrored * HEADS + head) * WIDTH + width
+    index = torch.full((2 * shape.patch_rows * WIDTH,), place.numel())
+    index[place.flatten()] = torch.arange(place.numel())
+    return index.to(device)

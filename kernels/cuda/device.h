@@ -1,0 +1,141 @@
+// The language of warp.h on a GPU. PTX ISA 7.0, compute capability 8.0 and later. NVRTC needs no header for it.
+#pragma once
+
+#define KERNEL_CODE __device__ __forceinline__
+#define UNROLL_FOR _Pragma("unroll") for
+#define NO_UNROLL_FOR _Pragma("unroll 1") for
+
+typedef unsigned int uint32_t;
+typedef float f32;
+typedef uint32_t u32;
+typedef int i32;
+typedef bool pred;
+
+template <int N>
+struct Words {
+  u32 x[N];
+};
+template <int N>
+struct VectorOf;
+template <>
+struct VectorOf<1> {
+  typedef unsigned int type;
+};
+template <>
+struct VectorOf<2> {
+  typedef uint2 type;
+};
+template <>
+struct VectorOf<4> {
+  typedef uint4 type;
+};
+
+KERNEL_CODE i32 lane_id() { return threadIdx.x & 31; }
+KERNEL_CODE f32 select(pred p, f32 a, f32 b) { return p ? a : b; }
+KERNEL_CODE u32 select(pred p, u32 a, u32 b) { return p ? a : b; }
+KERNEL_CODE i32 select(pred p, i32 a, i32 b) { return p ? a : b; }
+KERNEL_CODE f32 maximum(f32 a, f32 b) { return fmaxf(a, b); }
+KERNEL_CODE i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
+KERNEL_CODE i32 minimum(i32 a, i32 b) { return a < b ? a : b; }
+KERNEL_CODE f32 as_f32(u32 a) { return __uint_as_float(a); }
+KERNEL_CODE u32 as_u32(f32 a) { return __float_as_uint(a); }
+
+// Pairs of 16-bit numbers.
+KERNEL_CODE u32 pack_bf16(f32 low, f32 high) {
+  u32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+KERNEL_CODE f32 low_bf16(u32 word) { return __uint_as_float(word << 16); }
+KERNEL_CODE f32 high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+KERNEL_CODE u32 pack_exchange(f32 low, f32 high) {
+  u32 word;
+  asm("{.reg .b32 t; cvt.rn.f16x2.f32 t, %1, %2; min.f16x2 t, t, %3; max.f16x2 %0, t, %4;}"
+      : "=r"(word)
+      : "f"(high), "f"(low), "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+  return word;
+}
+KERNEL_CODE f32 low_exchange(u32 word) {
+  f32 value;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(word));
+  return value;
+}
+KERNEL_CODE f32 high_exchange(u32 word) {
+  f32 value;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(word));
+  return value;
+}
+KERNEL_CODE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+KERNEL_CODE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Matrix products of a warp, m16n8k16: d += a·b, or d = a·b. The layouts are those of the PTX manual for mma.sync.
+#define MMA(NAME, TYPE)                                                                      \
+  KERNEL_CODE void NAME(f32(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                      \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                      \
+                 ".f32 "                                                                     \
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                     \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));            \
+  }                                                                                          \
+  KERNEL_CODE void NAME##_from_zero(f32(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {          \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                      \
+                 ".f32 "                                                                     \
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"                 \
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f)); \
+  }
+MMA(mma_bf16, "bf16")
+MMA(mma_exchange, "f16")
+#undef MMA
+// The same with K = 8.
+KERNEL_CODE void mma_bf16_k8(f32 (&d)[4], u32 a0, u32 a1, u32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+
+// The transpose of an 8 × 8 matrix of 16-bit numbers: lane 4g + t holds columns 2t and 2t + 1 of row g.
+KERNEL_CODE u32 transpose_8x8(u32 a) {
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+  return d;
+}
+
+// Shared memory: a base that all lanes have, and each lane's offset in bytes, a multiple of what is read or written.
+struct SharedMemory {
+  char* base;
+};
+KERNEL_CODE void barrier(SharedMemory) { __syncthreads(); }
+KERNEL_CODE SharedMemory advance(SharedMemory s, int bytes) { return SharedMemory{s.base + bytes}; }
+template <int N>
+KERNEL_CODE Words<N> load_shared(SharedMemory s, i32 offset) {
+  typedef typename VectorOf<N>::type Vector;
+  Words<N> v;
+  *(Vector*)v.x = *(const Vector*)(s.base + offset);
+  return v;
+}
+template <int N>
+KERNEL_CODE void store_shared(SharedMemory s, i32 offset, Words<N> v) {
+  typedef typename VectorOf<N>::type Vector;
+  *(Vector*)(s.base + offset) = *(Vector*)v.x;
+}
+
+// Global memory: a lane's address, to which loads and stores add a constant. What is loaded is not written meanwhile.
+struct Address {
+  const char* p;
+};
+KERNEL_CODE Address address(const void* base, i32 offset) { return Address{(const char*)base + offset}; }
+KERNEL_CODE Address advance(Address a, long long bytes) { return Address{a.p + bytes}; }
+KERNEL_CODE Address advance_heads(Address a, i32 head, long long stride) { return Address{a.p + head * stride}; }
+template <int N>
+KERNEL_CODE Words<N> load_global(Address a, int constant) {
+  typedef typename VectorOf<N>::type Vector;
+  Words<N> v;
+  *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
+  return v;
+}
+template <int N>
+KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_stored) {
+  typedef typename VectorOf<N>::type Vector;
+  if (is_stored) *(Vector*)(a.p + constant) = *(Vector*)v.x;
+}

@@ -1,0 +1,406 @@
+// The language of warp.h on a CPU: a register holds the values of 32 lanes, and a thread block runs one warp after the
+// other in every phase. Faults are counted in `faults()`, so that a test sees them even where the result is right.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define KERNEL_CODE inline
+#define UNROLL_FOR for
+#define NO_UNROLL_FOR for
+#define EACH_LANE for (int lane = 0; lane < 32; lane++)
+
+// What a test asserts to be zero, and the bank conflicts of shared memory.
+struct Faults {
+  long long races = 0;       // a word written by one warp and read or written by another, with no barrier between
+  long long unwritten = 0;   // a word of shared memory read before it was written
+  long long outside = 0;     // an access outside of shared memory or of the registered arrays
+  long long misaligned = 0;  // an address that is no multiple of the access's size
+  long long stuck = 0;       // barriers at which some warps wait and others have ended
+  long long accesses = 0;    // phases of shared-memory accesses without conflicts
+  long long clocks = 0;      // the clocks that they take with conflicts
+};
+inline Faults& faults() {
+  static Faults counted;
+  return counted;
+}
+
+template <class T>
+struct Lanes {
+  T v[32];
+  Lanes() {}
+  Lanes(T x) {
+    for (auto& y : v) y = x;
+  }
+  template <class S>
+  explicit Lanes(const Lanes<S>& x) {
+    EACH_LANE v[lane] = (T)x.v[lane];
+  }
+};
+typedef Lanes<float> f32;
+typedef Lanes<uint32_t> u32;
+typedef Lanes<int> i32;
+typedef Lanes<bool> pred;
+
+#define OPERATOR(R, op)                                        \
+  template <class T>                                           \
+  Lanes<R> operator op(const Lanes<T>& a, const Lanes<T>& b) { \
+    Lanes<R> r;                                                \
+    EACH_LANE r.v[lane] = a.v[lane] op b.v[lane];              \
+    return r;                                                  \
+  }                                                            \
+  template <class T>                                           \
+  Lanes<R> operator op(const Lanes<T>& a, T b) {               \
+    return a op Lanes<T>(b);                                   \
+  }                                                            \
+  template <class T>                                           \
+  Lanes<R> operator op(T a, const Lanes<T>& b) {               \
+    return Lanes<T>(a) op b;                                   \
+  }
+OPERATOR(T, +)
+OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>)
+    OPERATOR(T, %) OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=)
+        OPERATOR(bool, ==) OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
+#undef OPERATOR
+            template <class T>
+            Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
+  return a = a + b;
+}
+
+inline i32 lane_id() {
+  i32 r;
+  EACH_LANE r.v[lane] = lane;
+  return r;
+}
+template <class T>
+Lanes<T> select(const pred& p, const Lanes<T>& a, const Lanes<T>& b) {
+  Lanes<T> r;
+  EACH_LANE r.v[lane] = p.v[lane] ? a.v[lane] : b.v[lane];
+  return r;
+}
+template <class T>
+Lanes<T> maximum(const Lanes<T>& a, const Lanes<T>& b) {
+  return select(a < b, b, a);
+}
+template <class T>
+Lanes<T> minimum(const Lanes<T>& a, const Lanes<T>& b) {
+  return select(b < a, b, a);
+}
+
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+inline f32 as_f32(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = float_of_bits(a.v[lane]);
+  return r;
+}
+inline u32 as_u32(const f32& a) {
+  u32 r;
+  EACH_LANE r.v[lane] = bits_of_float(a.v[lane]);
+  return r;
+}
+
+// Numbers of 16 bits, rounded to nearest, ties to even.
+inline uint32_t to_bf16(float x) {
+  uint32_t bits = bits_of_float(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+inline float of_bf16(uint32_t bits) { return float_of_bits(bits << 16); }
+inline uint32_t to_exchange(float x) {
+  _Float16 half = (_Float16)std::fmax(-65504.0f, std::fmin(65504.0f, x));
+  uint16_t bits;
+  memcpy(&bits, &half, 2);
+  return bits;
+}
+inline float of_exchange(uint32_t bits) {
+  uint16_t narrow = (uint16_t)bits;
+  _Float16 half;
+  memcpy(&half, &narrow, 2);
+  return (float)half;
+}
+inline u32 pack_bf16(const f32& low, const f32& high) {
+  u32 r;
+  EACH_LANE r.v[lane] = to_bf16(low.v[lane]) | to_bf16(high.v[lane]) << 16;
+  return r;
+}
+inline u32 pack_exchange(const f32& low, const f32& high) {
+  u32 r;
+  EACH_LANE r.v[lane] = to_exchange(low.v[lane]) | to_exchange(high.v[lane]) << 16;
+  return r;
+}
+inline f32 low_bf16(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_bf16(a.v[lane] & 0xffff);
+  return r;
+}
+inline f32 high_bf16(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_bf16(a.v[lane] >> 16);
+  return r;
+}
+inline f32 low_exchange(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_exchange(a.v[lane] & 0xffff);
+  return r;
+}
+inline f32 high_exchange(const u32& a) {
+  f32 r;
+  EACH_LANE r.v[lane] = of_exchange(a.v[lane] >> 16);
+  return r;
+}
+inline u32 low_halves(const u32& a, const u32& b) {
+  u32 r;
+  EACH_LANE r.v[lane] = (a.v[lane] & 0xffff) | b.v[lane] << 16;
+  return r;
+}
+inline u32 high_halves(const u32& a, const u32& b) {
+  u32 r;
+  EACH_LANE r.v[lane] = a.v[lane] >> 16 | (b.v[lane] & 0xffff0000u);
+  return r;
+}
+
+template <float (*CONVERT)(uint32_t)>
+inline void multiply(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
+  float left[16][16], right[16][8];
+  EACH_LANE {
+    int g = lane / 4, t = lane % 4;
+    for (int half = 0; half < 2; half++) {
+      auto number = [&](const u32& word) { return CONVERT(half ? word.v[lane] >> 16 : word.v[lane] & 0xffff); };
+      for (int x = 0; x < 4; x++) left[g + 8 * (x % 2)][2 * t + 8 * (x / 2) + half] = number(a[x]);
+      right[2 * t + half][g] = number(b0);
+      right[2 * t + 8 + half][g] = number(b1);
+    }
+  }
+  EACH_LANE {
+    int g = lane / 4, t = lane % 4;
+    for (int x = 0; x < 4; x++) {
+      double sum = d[x].v[lane];
+      for (int k = 0; k < 16; k++) sum += (double)left[g + 8 * (x / 2)][k] * right[k][2 * t + x % 2];
+      d[x].v[lane] = (float)sum;
+    }
+  }
+}
+inline void clear(f32 (&d)[4]) {
+  for (auto& x : d) x = f32(0.0f);
+}
+inline void mma_bf16(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) { multiply<of_bf16>(d, a, b0, b1); }
+inline void mma_bf16_from_zero(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
+  clear(d);
+  multiply<of_bf16>(d, a, b0, b1);
+}
+inline void mma_exchange(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
+  multiply<of_exchange>(d, a, b0, b1);
+}
+inline void mma_exchange_from_zero(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
+  clear(d);
+  multiply<of_exchange>(d, a, b0, b1);
+}
+inline void mma_bf16_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
+  const u32 a[4] = {a0, a1, u32(0u), u32(0u)};
+  multiply<of_bf16>(d, a, b, u32(0u));
+}
+inline u32 transpose_8x8(const u32& a) {
+  uint32_t matrix[8][8];
+  EACH_LANE for (int half = 0; half < 2; half++) {
+    matrix[lane / 4][2 * (lane % 4) + half] = half ? a.v[lane] >> 16 : a.v[lane] & 0xffff;
+  }
+  u32 r;
+  EACH_LANE r.v[lane] = matrix[2 * (lane % 4)][lane / 4] | matrix[2 * (lane % 4) + 1][lane / 4] << 16;
+  return r;
+}
+
+template <int N>
+struct Words {
+  u32 x[N];
+};
+
+// A thread block: its shared memory, which begins as NaN and knows which warp wrote and read each word since the last
+// barrier, and its warps, each of which runs until it waits at a barrier.
+class Block {
+ public:
+  explicit Block(size_t bytes)
+      : words_(bytes / 4, 0x7fc07fc0u), writer_(bytes / 4, NEVER), reader_(bytes / 4, NOBODY) {}
+
+  // Runs body(warp) for every warp, in the given order between two barriers.
+  void run(int num_warps, const std::function<void(int)>& body, bool backwards = false) {
+    std::vector<std::unique_ptr<char[]>> stacks;
+    warps_.assign(num_warps, ucontext_t{});
+    is_done_.assign(num_warps, false);
+    current() = this;
+    body_ = &body;
+    for (int i = 0; i < num_warps; i++) {
+      stacks.emplace_back(new char[STACK_BYTES]);
+      getcontext(&warps_[i]);
+      warps_[i].uc_stack.ss_sp = stacks.back().get();
+      warps_[i].uc_stack.ss_size = STACK_BYTES;
+      warps_[i].uc_link = &scheduler_;
+      makecontext(&warps_[i], &Block::enter, 0);
+    }
+    for (int done = 0; done < num_warps;) {
+      done = 0;
+      int waiting = 0;
+      for (int i = 0; i < num_warps; i++) {
+        warp_ = backwards ? num_warps - 1 - i : i;
+        if (!is_done_[warp_]) swapcontext(&scheduler_, &warps_[warp_]);
+        done += is_done_[warp_];
+        waiting += !is_done_[warp_];
+      }
+      faults().stuck += done > 0 && waiting > 0;
+      for (int& writer : writer_)
+        if (writer >= 0) writer = NOBODY;
+      for (int& reader : reader_) reader = NOBODY;
+    }
+  }
+  void wait() { swapcontext(&warps_[warp_], &scheduler_); }
+
+  uint32_t read(int at) {
+    if (!is_inside(at)) return 0;
+    faults().unwritten += writer_[at] == NEVER;
+    faults().races += writer_[at] >= 0 && writer_[at] != warp_;
+    reader_[at] = reader_[at] == NOBODY || reader_[at] == warp_ ? warp_ : SEVERAL;
+    return words_[at];
+  }
+  void write(int at, uint32_t word) {
+    if (!is_inside(at)) return;
+    faults().races += (writer_[at] >= 0 && writer_[at] != warp_) || (reader_[at] != NOBODY && reader_[at] != warp_);
+    writer_[at] = warp_;
+    words_[at] = word;
+  }
+  // Lanes access memory in groups that ask for 32 words. A group takes a clock for each distinct word of its worst
+  // bank.
+  void count_clocks(const i32& offset, int num_words) {
+    int lanes = 32 / num_words;
+    for (int start = 0; start < 32; start += lanes) {
+      std::vector<int> asked;
+      for (int lane = start; lane < start + lanes; lane++)
+        for (int k = 0; k < num_words; k++) asked.push_back(offset.v[lane] / 4 + k);
+      std::sort(asked.begin(), asked.end());
+      asked.erase(std::unique(asked.begin(), asked.end()), asked.end());
+      int banks[32] = {0};
+      for (int word : asked) banks[((word % 32) + 32) % 32]++;
+      faults().accesses++;
+      faults().clocks += *std::max_element(banks, banks + 32);
+    }
+  }
+
+ private:
+  enum { NOBODY = -1, NEVER = -2, SEVERAL = -3, STACK_BYTES = 4 << 20 };
+  static Block*& current() {
+    static Block* block;
+    return block;
+  }
+  static void enter() {
+    Block* block = current();
+    (*block->body_)(block->warp_);
+    block->is_done_[block->warp_] = true;
+  }
+  bool is_inside(int at) {
+    bool inside = at >= 0 && at < (int)words_.size();
+    faults().outside += !inside;
+    return inside;
+  }
+  std::vector<uint32_t> words_;
+  std::vector<int> writer_, reader_;
+  std::vector<ucontext_t> warps_;
+  std::vector<bool> is_done_;
+  ucontext_t scheduler_;
+  const std::function<void(int)>* body_ = nullptr;
+  int warp_ = 0;  // the one that runs
+};
+
+struct SharedMemory {
+  Block* block;
+  int base;
+};
+inline void barrier(SharedMemory s) { s.block->wait(); }
+inline SharedMemory advance(SharedMemory s, int bytes) { return SharedMemory{s.block, s.base + bytes}; }
+template <int N>
+Words<N> load_shared(SharedMemory s, i32 offset) {
+  Words<N> v;
+  EACH_LANE {
+    offset.v[lane] += s.base;
+    faults().misaligned += offset.v[lane] % (4 * N) != 0;
+  }
+  s.block->count_clocks(offset, N);
+  for (int k = 0; k < N; k++) EACH_LANE v.x[k].v[lane] = s.block->read(offset.v[lane] / 4 + k);
+  return v;
+}
+template <int N>
+void store_shared(SharedMemory s, i32 offset, const Words<N>& v) {
+  EACH_LANE {
+    offset.v[lane] += s.base;
+    faults().misaligned += offset.v[lane] % (4 * N) != 0;
+  }
+  s.block->count_clocks(offset, N);
+  for (int k = 0; k < N; k++) EACH_LANE s.block->write(offset.v[lane] / 4 + k, v.x[k].v[lane]);
+}
+
+// Global memory: arrays that a test has registered. Other addresses are outside.
+struct Array {
+  const char* begin;
+  long long bytes;
+};
+inline std::vector<Array>& arrays() {
+  static std::vector<Array> registered;
+  return registered;
+}
+struct Address {
+  const char* p;
+  long long offset[32];
+};
+inline Address address(const void* base, const i32& offset) {
+  Address a{(const char*)base, {}};
+  EACH_LANE a.offset[lane] = offset.v[lane];
+  return a;
+}
+inline Address advance(Address a, long long bytes) {
+  EACH_LANE a.offset[lane] += bytes;
+  return a;
+}
+inline Address advance_heads(Address a, const i32& head, long long stride) {
+  EACH_LANE a.offset[lane] += head.v[lane] * stride;
+  return a;
+}
+inline char* find_memory(const Address& a, int lane, int constant, int bytes) {
+  const char* at = a.p + a.offset[lane] + constant;
+  faults().misaligned += (uintptr_t)at % bytes != 0;
+  for (const Array& array : arrays())
+    if (at >= array.begin && at + bytes <= array.begin + array.bytes) return const_cast<char*>(at);
+  faults().outside++;
+  return nullptr;
+}
+template <int N>
+Words<N> load_global(const Address& a, int constant) {
+  Words<N> v;
+  EACH_LANE {
+    const char* at = find_memory(a, lane, constant, 4 * N);
+    for (int k = 0; k < N; k++) {
+      v.x[k].v[lane] = 0x7fc07fc0u;
+      if (at != nullptr) memcpy(&v.x[k].v[lane], at + 4 * k, 4);
+    }
+  }
+  return v;
+}
+template <int N>
+void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {
+  EACH_LANE if (is_stored.v[lane]) {
+    char* at = find_memory(a, lane, constant, 4 * N);
+    if (at != nullptr)
+      for (int k = 0; k < N; k++) memcpy(at + 4 * k, &v.x[k].v[lane], 4);
+  }
+}

@@ -1,0 +1,290 @@
+"""The mixer's CUDA kernels, run on the CPU from the source that a GPU runs, against float64.
+
+Bounds are elementwise: half a unit in the last place for each value that the kernels round, and where the sign of a
+hidden value is a matter of rounding, the difference that the other sign makes.
+"""
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.cdape_attention import mixer
+from kernels.cdape_attention.bias_product import get_bias_product
+from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
+from kernels.cuda.emulate import Emulator, Faults, find_compiler
+from kernels.cuda.kernel import CudaKernel
+
+BF16_ROUNDING = 2.0**-9
+UNCERTAIN = 1e-5
+"""Hidden values so small have a sign that depends on the order of a sum."""
+TAPS, PADDING = 3, 1
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    width: int
+    rows: int
+    position: int
+
+    @property
+    def columns(self) -> int:
+        return self.position + self.rows
+
+
+class Launcher:
+    """Runs kernels in the emulator."""
+
+    def __init__(self, folder: Path, *, backwards: bool = False) -> None:
+        self.emulator, self.backwards = Emulator(folder), backwards
+
+    def __call__(self, kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+        weights = kernel is mixer.TO_WEIGHTS
+        assert self.emulator.library.get_memory_bytes(int(weights)) == kernel.shared_bytes
+        self.emulator.library.mixer_backward(ctypes.byref(arguments), int(weights), *grid, int(self.backwards))
+
+
+def build_inputs(shape: Shape, seed: int = 0) -> tuple[MixerInputs, Tensor]:
+    """Random inputs whose dL is NaN where a row does not see a column, and the bias table."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*sizes, generator=generator) * scale
+
+    batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
+    weight_shape = get_weight_shape(heads, shape.width, TAPS, True)
+    weights = (
+        draw(shape.width, 2 * heads, 1, TAPS, scale=0.1),
+        draw(shape.width, scale=0.1),
+        draw(heads, shape.width, 1, TAPS, scale=0.1),
+        draw(heads),
+    )
+    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
+    product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
+    bias = draw(heads, columns)
+    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
+    edge_start = columns + PADDING
+    dlogits = draw(batch, rows, columns, 16).bfloat16()
+    dlogits[..., heads:] = 0
+    dlogits[:, ~find_seen(shape)] = torch.nan
+    inputs = MixerInputs(
+        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
+        draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
+        dlogits,
+        contributions[:edge_start].clone(),
+        contributions[edge_start:].view(rows, PADDING, -1).clone(),
+        PackedWeights(*(x[0] for x in packed)),
+        weight_shape,
+        shape.position,
+    )
+    return inputs, bias
+
+
+def find_seen(shape: Shape) -> Tensor:
+    return torch.arange(shape.columns) <= torch.arange(shape.rows)[:, None] + shape.position
+
+
+def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
+    """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
+    batch, rows, columns, _ = inputs.dlogits.shape
+    dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
+    emulator = launcher.emulator
+    emulator.begin([inputs.queries, inputs.keys, inputs.dlogits, dscores])
+    with pytest.MonkeyPatch.context() as patch:
+        kept = []
+
+        def registered(build: Callable[..., Tensor], fill: float | None = None) -> Callable[..., Tensor]:
+            def make(*args: object, **options: object) -> Tensor:
+                made = build(*args, **options)
+                if fill is not None:
+                    made.fill_(fill)
+                kept.append(made)
+                emulator.register(made)
+                return made
+
+            return make
+
+        def fragments(weights: PackedWeights) -> list[Tensor]:
+            return [registered(lambda x: x)(x) for x in build_fragments(weights)]
+
+        build_fragments = mixer.build_fragments
+        patch.setattr(mixer, "build_fragments", fragments)
+        patch.setattr(mixer, "build_table", registered(mixer.build_table))
+        patch.setattr(mixer.F, "pad", registered(mixer.F.pad))
+        patch.setattr(torch, "zeros", registered(torch.zeros))
+        patch.setattr(torch, "empty", registered(torch.empty, torch.nan))
+        gradients = differentiate_mixer(inputs, dscores, launcher)
+    return name_gradients(gradients, dscores, inputs), emulator.get_faults()
+
+
+def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
+    heads, width, columns = inputs.shape.heads, inputs.shape.width, inputs.dlogits.shape[2]
+    by_tap = gradients.patches[:, : TAPS * 16].view(2, TAPS, 16, -1)[:, :, :heads, :width]
+    return {
+        "scores": dscores,
+        "table": gradients.contributions[: columns + PADDING],
+        "bias": gradients.bias_table[:columns],
+        "edge": gradients.edge,
+        "w1": by_tap[0],
+        "w2": by_tap[1].flip(0),
+    }
+
+
+def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
+    """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
+    seen = find_seen(shape)
+    heads, width, columns = shape.heads, shape.width, shape.columns
+    hidden_columns = columns + PADDING
+    scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), inputs.keys[:, :, :columns].double())
+    scores = torch.where(seen, scores.float().half().double(), 0.0)
+    dlogits = torch.where(seen[..., None], inputs.dlogits[..., :heads].double(), 0.0).permute(0, 3, 1, 2)
+    w1, w2 = inputs.weights.w1[:, :heads, :width].double(), inputs.weights.w2[:, :width, :heads].double()
+
+    distance = torch.arange(shape.rows)[:, None] + shape.position - torch.arange(hidden_columns)
+    alive, inner = distance >= -PADDING, torch.arange(hidden_columns) >= PADDING
+    hidden = inputs.contributions.double()[(distance + PADDING).clamp(min=0)]
+    hidden[:, :PADDING] = inputs.edge.double()
+    hidden = hidden.expand(shape.batch, -1, -1, -1).clone()
+    wide_scores, wide_dlogits = pad(scores, (PADDING, 2 * PADDING)), pad(dlogits, (PADDING, 2 * PADDING))
+    for tap in range(TAPS):
+        hidden += torch.einsum("bhij,hd->bijd", wide_scores[..., tap : tap + hidden_columns], w1[tap])
+
+    def reversed_tap(x: Tensor, tap: int, size: int) -> Tensor:
+        return x[..., 2 * PADDING - tap : 2 * PADDING - tap + size]
+
+    before = sum(
+        torch.einsum("bhij,dh->bijd", reversed_tap(wide_dlogits, tap, hidden_columns), w2[tap]) for tap in range(TAPS)
+    )
+    assert isinstance(before, Tensor)
+    before = torch.where(alive[..., None], before, 0.0)
+    gradient = before * torch.where(hidden > 0, 1.0, 0.01)
+    active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, 0.01 * hidden), 0.0)
+    doubt = gradient.abs() * BF16_ROUNDING * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
+
+    def to_scores(x: Tensor, weight: Tensor) -> Tensor:
+        wide = pad(x.permute(0, 3, 1, 2), (PADDING, PADDING))
+        parts = [torch.einsum("bdij,hd->bhij", reversed_tap(wide, tap, columns), weight[tap]) for tap in range(TAPS)]
+        return torch.where(seen, torch.stack(parts).sum(0), 0.0)
+
+    def to_table(x: Tensor, at: Tensor, rows: int, kept: Tensor) -> Tensor:
+        total = torch.zeros(rows, x.shape[-1], dtype=torch.float64)
+        return total.index_add_(0, at[kept], x.sum(0)[kept])
+
+    def to_weight(left: Tensor, right: Tensor, shift: Callable[[Tensor, int, int], Tensor]) -> Tensor:
+        return torch.stack(
+            [torch.einsum("bhij,bijd->hd", shift(left, tap, hidden_columns), right) for tap in range(TAPS)]
+        )
+
+    def forward_tap(x: Tensor, tap: int, size: int) -> Tensor:
+        return x[..., tap : tap + size]
+
+    dscores = dlogits + to_scores(gradient, w1)
+    size = dlogits.abs() + to_scores(gradient.abs(), w1.abs())
+    kept = alive & inner
+    rows = columns + PADDING
+    dbias = to_table(dlogits.permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    tiny = 2.0**-20  # of sums in float32
+    bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen)
+    w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
+    w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
+    return {
+        "scores": (dscores, 3 * BF16_ROUNDING * size + to_scores(doubt, w1.abs())),
+        "table": (
+            to_table(gradient, distance + PADDING, rows, kept),
+            to_table(doubt, distance + PADDING, rows, kept) + tiny,
+        ),
+        "bias": (dbias, bias_size * tiny),
+        "edge": (gradient[:, :, :PADDING], doubt[:, :, :PADDING] + tiny),
+        "w1": (
+            to_weight(wide_scores, gradient, forward_tap),
+            to_weight(wide_scores.abs(), doubt, forward_tap) + 2 * BF16_ROUNDING * w1_size + tiny,
+        ),
+        "w2": (to_weight(wide_dlogits, active, reversed_tap), 2 * BF16_ROUNDING * w2_size + tiny),
+    }
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Launcher:
+    return Launcher(mixer.FOLDER)
+
+
+SHAPES = st.builds(
+    Shape, st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12)
+).map(lambda s: Shape(s.batch, s.heads, s.width, s.rows, s.position * 8 + -(s.rows + s.position * 8) % 8))
+
+
+@settings(max_examples=8, deadline=None)
+@given(shape=SHAPES, seed=st.integers(0, 1000))
+def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
+    inputs, _ = build_inputs(shape, seed)
+    found, faults = run(inputs, Launcher(mixer.FOLDER))
+    assert faults.errors == (0, 0, 0, 0, 0), faults
+    for name, (true, bound) in compute_truth(inputs, shape).items():
+        error = (found[name].double() - true).abs()
+        assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
+
+
+def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
+    inputs, _ = build_inputs(Shape(1, 12, 32, 72, 0))
+    found, _ = run(inputs, launcher)
+    again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
+    assert faults.errors == (0, 0, 0, 0, 0)
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
+    inputs, _ = build_inputs(Shape(1, 16, 32, 96, 0))
+    _, faults = run(inputs, launcher)
+    assert faults.clocks < 1.1 * faults.accesses
+
+
+FAULTS = {
+    "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
+    "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
+    "a wrong edge": ("j >= 0 && j <= last", "j >= 0 && j <= last + 1"),
+    "a wrong distance": ("(G::COLUMNS - 1) + 8 * group", "(G::COLUMNS - 1) + 8 * group + 1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "cuda"
+    shutil.copytree(mixer.FOLDER, folder)
+    header = folder / "mixer_backward.h"
+    source, (right, wrong) = header.read_text(encoding="utf-8"), FAULTS[name]
+    assert source.count(right) == 1
+    header.write_text(source.replace(right, wrong), encoding="utf-8")
+    shape = Shape(1, 16, 32, 64, 0)
+    inputs, _ = build_inputs(shape)
+    found, faults = run(inputs, Launcher(folder))
+    truth = compute_truth(inputs, shape)
+    is_wrong = any(not ((found[key].double() - true).abs() <= bound).all() for key, (true, bound) in truth.items())
+    assert is_wrong or faults.errors != (0, 0, 0, 0, 0)
+
+
+def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
+    shape = get_weight_shape(16, 32, 3, True)
+    assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
+    for other, dtype, dim, columns in (
+        (get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512),
+        (shape, torch.float16, 64, 512),
+        (shape, torch.bfloat16, 80, 512),
+        (shape, torch.bfloat16, 64, 511),
+    ):
+        assert not mixer.is_supported(other, dtype, dim, columns)
