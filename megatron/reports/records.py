@@ -98,6 +98,9 @@ class Record(BaseModel):
     parameters: int | None = Field(default=None, ge=0, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
     step: int | None = Field(default=None, ge=0, description="optimizer steps trained")
+    training_digest: str | None = Field(
+        default=None, description="hash of what was trained, seed aside: only equal ones are seeds of one another"
+    )
     train_tokens: int | None = Field(default=None, ge=0, description="tokens trained on")
     backend: str | None = Field(default=None, description="attention backend used for scoring")
     dtype: str | None = Field(default=None, description="compute type used for scoring")

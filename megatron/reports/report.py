@@ -32,6 +32,7 @@ from megatron.reports.html_page import (
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import build_cost_chart
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
@@ -91,6 +92,9 @@ class ReportSection:
     """Have methods seeds of their own (`Experiment.own_seeds`)?"""
     leaderboard: Leaderboard | None = None
     """Told at its head; pictures then show the best methods alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "records", disambiguate_methods(self.records))
 
 
 @dataclass(frozen=True)

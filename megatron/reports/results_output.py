@@ -20,6 +20,7 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
@@ -125,7 +126,7 @@ def write_results(
     plain_tables, depth_maps = split_depth_maps(comparison_tables)
     return [
         record_files.write_records(folder / RESULTS_FILE, records),
-        record_files.write_records_csv(folder / DERIVED_FILES[0], records),
+        record_files.write_records_csv(folder / DERIVED_FILES[0], disambiguate_methods(records)),
         write_text_atomically(
             folder / DERIVED_FILES[1],
             "\n".join(

@@ -170,12 +170,13 @@ def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> No
 
 
 def test_lengths_are_paired_within_a_run() -> None:
-    """Two runs of one seed by one name, each scored at both lengths."""
+    """Two runs of one seed by one name, each scored at both lengths, are two rows."""
     twice = [each.replace(run=place) for place, end in (("a", 6.0), ("b", 9.0)) for each in run("log", 1, 5.0, end)]
-    twice[2] = twice[2].replace(value=6.0)
-    change = layout_of(twice).compute_change("log", 64, 128)
-    assert change is not None
-    assert change.mean == pytest.approx(math.sqrt(6.0 / 5.0 * 9.0 / 6.0))
+    layout = layout_of(twice)
+    for name, expected in (("log [a]", 6.0 / 5.0), ("log [b]", 9.0 / 5.0)):
+        change = layout.compute_change(name, 64, 128)
+        assert change is not None
+        assert change.mean == pytest.approx(expected)
 
 
 def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
