@@ -69,11 +69,14 @@ def print_comparison_tables(
 
 
 def describe_changes(table: ComparisonTable) -> list[str]:
-    """What each method does from the first place of a table to the last, a sentence each, in the order of the table."""
+    """Describe what each method does from the first place of a table to the last, in the order of the table.
+
+    Methods without a number at one of the two have no sentence.
+    """
     first, last = table.x_values[0], table.x_values[-1]
     sentences = []
     for method, change in table.changes.items():
-        if change.verdict is None:
+        if change.verdict is None or any((method, x) not in table.cells for x in (first, last)):
             continue
         begin, end = (
             f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)

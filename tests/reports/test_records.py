@@ -29,7 +29,7 @@ def made(**more: object) -> Record:
     return records.record_from_row({**MINIMAL, **more})
 
 
-numbers = st.floats(min_value=1e-6, max_value=1e300)
+numbers = st.floats(min_value=1e-3, max_value=1e305)
 counts = st.integers(min_value=1, max_value=2**53)
 text = st.text(min_size=1, max_size=20)
 any_record = st.builds(
