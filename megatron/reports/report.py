@@ -220,7 +220,7 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
     board = build_leaderboard_report(section)
     tables, depth_maps = split_depth_maps(all_tables)
     shown_records = select_shown_records(section, board)
-    _, shown_maps = split_depth_maps(build_comparison_tables(shown_records))
+    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
     drawn_tables = select_curve_tables(tables)
     return {
@@ -249,7 +249,8 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
                 "is_higher_better": shown.metric.better == "higher",
                 "table": whole.build_html_table(),
             }
-            for shown, whole in zip(shown_maps, depth_maps, strict=True)
+            for whole in depth_maps
+            for shown in [shown_maps.get(whole.title, whole)]
         ],
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],

@@ -193,7 +193,25 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "no JSON", '{"title": "x", "against": null, "published": [{}], "differences": []}']
+    "text",
+    [
+        "{}",
+        "no JSON",
+        '{"title": "x", "against": null, "published": [{}], "differences": []}',
+        *(
+            '{"title": null, "against": null, "differences": [], "published": [{"source": "", "metric": "perplexity", '
+            f'"train_length": {train_length}, "lengths": [{length}], "rows": {{"a": [{values}]}}}}]}}'
+            for train_length, length, values in (
+                (0, 64, 5),
+                (64, 10**30, 5),
+                (64, 64, '"5"'),
+                (64, 64, 1e308),
+                (64, 64, "5, 6"),
+            )
+        ),
+        '{"title": null, "against": null, "published": [], "differences": [], '
+        '"leaderboard": {"baseline": "a", "ablations": [], "num_shown": "six"}}',
+    ],
 )
 def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
