@@ -109,7 +109,7 @@ class Metric:
         return value / base if self.comparison == "ratio" else value - base
 
     def classify_change(self, change: float, low: float, high: float) -> str:
-        """What a change and its interval say of the value: rises, falls, or holds, if that may be chance or is small.
+        """Return whether a value rises, falls or holds: it holds if the interval contains no change or it is small.
 
         Whether a rise is good is the metric's direction; the word says only what the number does.
         """

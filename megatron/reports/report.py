@@ -337,7 +337,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def _summarize_table(table: ComparisonTable) -> str:
-    """The result in words: the ranking at the last place, and how far each is from its own start: beyond chance?"""
+    """Describe the ranking at the last place, and how far each method is from its own start."""
     metric, axis, first_x, last_x = table.metric, table.axis, table.x_values[0], table.x_values[-1]
     last_cells = [(cell, method) for method in table.methods if (cell := table.cells.get((method, last_x))) is not None]
     parts = []
