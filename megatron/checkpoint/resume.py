@@ -86,6 +86,8 @@ class ResumePlan:
     superseded: tuple[Path, ...] = ()
     """Later checkpoints in the run's folder, damaged or gone back behind: `move_superseded_aside` moves them out of the
     way."""
+    origin: str | None = None
+    """What the weights come from, where that is another training (`TrainerState.origin`)."""
 
     @property
     def stage(self) -> Stage:
@@ -233,14 +235,15 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
         stages = build_stages(config)
         check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
         notes += (f"weights of {checkpoint}; optimizer, data and step begin anew",)
-        return ResumePlan(StoredCheckpoint(checkpoint, stored_config, state), notes=notes, stages=stages)
+        source = StoredCheckpoint(checkpoint, stored_config, state)
+        return ResumePlan(source, notes=notes, stages=stages, origin=_describe_origin(source))
     stages = build_stages(_keep_epoch_steps(config, stored_config))
     # What the checkpoint was written under is compared with what holds in that stage.
     config = find_writing_stage(stages, state.step).config
     check_architecture(config, checkpoint, stored_config)
     check_optimizer(config, checkpoint, stored_config)
     is_legacy = (checkpoint / DEEPSPEED_FOLDER).is_dir()
-    if not is_legacy and not (checkpoint / manifest.STATES).is_dir():
+    if not _has_training_states(checkpoint):
         raise UserError(
             f"load: {checkpoint} holds weights alone (it was imported), so there is no training to go on with; take "
             "the weights with finetune=true"
@@ -260,7 +263,25 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
     layout_now = f"{groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
     if layout_before != layout_now:
         notes += (f"layout: {layout_before} until here, {layout_now} from here on",)
-    return ResumePlan(source, reader, state, notes, stages, later)
+    # A run that continues in another folder with the same keys is the same training.
+    is_same_training = config.compute_training_digest() == stored_config.compute_training_digest()
+    is_own = index is not None or options.save is None
+    origin = state.origin if is_own or is_same_training else _describe_origin(source)
+    return ResumePlan(source, reader, state, notes, stages, later, origin)
+
+
+def _describe_origin(source: StoredCheckpoint) -> str:
+    """Return what identifies the weights of a checkpoint: how it was trained, or their checksum if it was imported."""
+    if not _has_training_states(source.path):
+        entries = manifest.read_manifest(source.path / manifest.MANIFEST) or {}
+        if layout.WEIGHTS in entries:
+            return f"weights {entries[layout.WEIGHTS].crc32}"
+    return f"{source.trainer_state.compute_training_digest(source.config)} at step {source.trainer_state.step}"
+
+
+def _has_training_states(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds the states of a training beside its weights."""
+    return (checkpoint / DEEPSPEED_FOLDER).is_dir() or (checkpoint / manifest.STATES).is_dir()
 
 
 def _find_origin(run: str) -> tuple[str, bool] | None:

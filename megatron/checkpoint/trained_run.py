@@ -34,6 +34,8 @@ class TrainedRun:
     checkpoint: Path
     config: Config  # with the paths of its data as they are found from here
     trainer_state: TrainerState
+    training_digest: str
+    """Hash of how it was trained, but for its seed and steps (`TrainerState.compute_training_digest`)."""
 
     @property
     def folder(self) -> Path:
@@ -61,9 +63,8 @@ def open_run(path: str | Path) -> TrainedRun:
     for file in trainer_state.find_changed_methods(config.position):
         text = f"{path}: the code of {file} has changed since the training, so numbers may be other ones"
         warnings.warn(text, FarfieldWarning, stacklevel=2)
-    return TrainedRun(
-        str(path), checkpoint, resolve_data_paths(config, checkpoint, trainer_state.directory), trainer_state
-    )
+    found = resolve_data_paths(config, checkpoint, trainer_state.directory)
+    return TrainedRun(str(path), checkpoint, found, trainer_state, trainer_state.compute_training_digest(config))
 
 
 def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:

@@ -1,13 +1,15 @@
 """`progress.json`: how far a run was at a checkpoint, and what resuming must agree with."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint.layout import PROGRESS
 from megatron.config.method_names import compute_own_method_digests
+from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.position import PositionOptions
 from megatron.utils.atomic_io import parse_json
@@ -59,6 +61,8 @@ class TrainerState:
     """Digests of the code of methods that lie outside the project (`catalog.compute_method_digests`)."""
     directory: str | None = None
     """Where it was trained: what relative paths of its configuration are relative to."""
+    origin: str | None = None
+    """What the weights come from, where that is another training: its digest and step. Resuming keeps it."""
     data_order: dict[str, Any] | None = None
     """How the stage that it was in reads the text (`megatron.data.stage_order.StageOrder`); None without stages."""
     rollbacks: int = 0
@@ -86,6 +90,24 @@ class TrainerState:
         """
         now = compute_own_method_digests(position)
         return [file for file, digest in (self.method_digests or {}).items() if now.get(file, digest) != digest]
+
+    def compute_training_digest(self, config: Config) -> str:
+        """Return a hash of how a checkpoint was trained, but for its seed and number of steps.
+
+        It covers the keys that decide what is trained, the code of methods from outside the project, the tokenizer, the
+        weights that training began with, and the folder that relative paths of the data start from.
+
+        config: the configuration stored in the checkpoint.
+        """
+        corpora = (config.data.data_path, config.data.train_data_paths)
+        has_relative_paths = any(not os.path.isabs(path) for path in _flatten(corpora))
+        digest = config.compute_training_digest(
+            origin=self.origin,
+            methods=sorted(self.method_digests.values()) if self.method_digests else None,
+            tokenizer=(self.vocabulary or {}).get("name"),
+            directory=self.directory if has_relative_paths else None,
+        )
+        return digest[:16]
 
     def collect(self, *parts: Stateful) -> "TrainerState":
         """This state with what the parts of a training have of it now. All ranks must call this."""
@@ -120,3 +142,12 @@ class TrainerState:
         except (ValueError, TypeError, AttributeError) as error:
             raise RunError(f"{path}: not the progress of a checkpoint ({error})") from None
         return progress
+
+
+def _flatten(paths: Any) -> Iterator[str]:
+    """Yield the paths of nested lists."""
+    if isinstance(paths, str):
+        yield paths
+    else:
+        for part in paths or ():
+            yield from _flatten(part)

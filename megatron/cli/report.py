@@ -36,10 +36,11 @@ def report(
     ] = None,
     **options: Any,
 ) -> None:
-    """Put results together: tables, who extrapolates, and who is better than another beyond chance.
+    """Put results together: tables, which methods extrapolate, and which differences are significant.
 
-    Nothing is measured: what evaluations and sweeps left is read, and other programs' results as well. Over several
-    seeds methods are compared by paired t-tests, over one by a paired bootstrap over blocks of the text.
+    Nothing is measured: what evaluations and sweeps left is read, and other programs' results as well. Methods are
+    compared over the seeds that both have, by paired t-tests with Holm's correction. Two models of one seed get an
+    interval over blocks of the text instead, which tests no claim about methods.
 
     [bold]Examples[/]
 

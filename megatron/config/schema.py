@@ -7,6 +7,8 @@ own.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -105,6 +107,17 @@ class Config(BaseModel):
             "architecture", "context", "initialization", "data", "numerics", "schedule"
         )  # fmt: skip
         return self.keys_by_policy(*policies, defaults=defaults)
+
+    def compute_training_digest(self, **circumstances: Any) -> str:
+        """Return a hash of what is trained, the seed left out: runs with equal digests are seeds of one another.
+
+        Defaults are left out, so that a key added tomorrow changes no digest of today.
+
+        circumstances: facts that decide what is trained and are no keys of the configuration; None is left out.
+        """
+        keys = {key: value for key, value in self.training_fingerprint(defaults=False).items() if key != "seed"}
+        decisive = keys | {name: fact for name, fact in circumstances.items() if fact is not None}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
     def to_yaml(self, *, only_set: bool = False) -> str:
         """The configuration as YAML with a heading for each section.

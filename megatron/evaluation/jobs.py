@@ -19,10 +19,16 @@ from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
-from megatron.evaluation.provenance import assign_distinct_names, describe_machine, list_software_versions
+from megatron.evaluation.provenance import (
+    assign_distinct_names,
+    describe_machine,
+    list_software_versions,
+    name_methods,
+)
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record, merge_records
 from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, write_results
 from megatron.utils.atomic_io import check_folder
@@ -82,7 +88,7 @@ class RunJob:
     """A run that is about to be loaded."""
 
     run: TrainedRun
-    name: str  # of its row in tables
+    name: str  # of its method
     device: torch.device
     dtype: torch.dtype
     work_item: WorkItem
@@ -223,11 +229,13 @@ def build_eval_jobs(
         names: as for `evaluate_runs`.
     """
     runs, options = request.runs, request.options
+    overrides = list_overrides(options)
+    distinct_names = names or name_runs(runs, **overrides)
     if names is None:
-        names = name_runs(runs, **list_overrides(options))
+        names = name_methods([run.config for run in runs], **overrides)
     work_items = [
         WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
-        for run, name, (work, _) in zip(runs, names, costs, strict=True)
+        for run, name, (work, _) in zip(runs, distinct_names, costs, strict=True)
     ]
     notes = [note for _, note in costs]
     return build_run_jobs(runs, names, work_items, device=options.device, precision=options.precision, notes=notes)
@@ -284,7 +292,7 @@ def run_eval_jobs(
         written = write_results(request.folder, _merge_saved_records(request, records))
         partial_records.remove()
         log(f"written: {', '.join(map(str, written))}")
-    return records
+    return disambiguate_methods(records)
 
 
 def _merge_saved_records(request: EvalRequest, records: Sequence[Record]) -> list[Record]:
@@ -305,6 +313,7 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
     return {
         "method": job.name,
         "run": run.name,
+        "training_digest": run.training_digest,
         "step": run.trainer_state.step,
         "train_tokens": run.trainer_state.consumed_tokens,
         "backend": options.backend or run.config.model.attention_backend,

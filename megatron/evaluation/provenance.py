@@ -19,8 +19,8 @@ A method is called by its position encoding, with whatever differs from the defa
                                         trained across documents; `evaluate --attention-mask document`
     3 × rotary(window=64) | none        layers that differ, a pattern of four that repeats
 
-Runs that differ in more than the seed but would share a name get their run folder added, so that no table ever
-averages two different things.
+A record keeps this name and a digest of what was trained. Where runs that differ in more than the seed share a name,
+tables add the folder of the run (`reports/method_rows.py`), so that no table ever averages two different things.
 """
 
 from __future__ import annotations
@@ -115,13 +115,23 @@ def _name_temperature(position: PositionOptions) -> str | None:
     return _format_name(name, options)
 
 
+def name_methods(configs: Sequence[Config], **overrides: Any) -> list[str]:
+    """Return the name of each run's method.
+
+    overrides: what the evaluation changes of their positions (`override_position`).
+    """
+    return [
+        format_method_name(config.position, override_position(config.model, config.position, **overrides))
+        for config in configs
+    ]
+
+
 def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **overrides: Any) -> list[str]:
     """A method's name per run: equal for runs that differ in their seed alone, different for all others.
 
     overrides: what the evaluation changes of their positions (`override_position`).
     """
-    evaluated = [override_position(config.model, config.position, **overrides) for config in configs]
-    names = [format_method_name(config.position, now) for config, now in zip(configs, evaluated, strict=True)]
+    names = name_methods(configs, **overrides)
     fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
     distinct_names = []
     for index, name in enumerate(names):

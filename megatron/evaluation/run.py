@@ -54,7 +54,7 @@ def evaluate_runs(
         progress: called as `evaluate` calls it, instead of showing a bar; for callers with a display of their own.
 
     Returns:
-        The records of all runs and lengths.
+        The records of all runs and lengths. Runs of one method that differ in more than the seed have distinct names.
 
     Raises:
         UserError: anything that would keep the runs from being compared, before any work.

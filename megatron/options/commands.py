@@ -3,16 +3,14 @@ report."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from megatron.options.evaluation import LENGTHS_METAVAR, LengthOptions
+from megatron.options.evaluation import LENGTHS_METAVAR, Length, LengthOptions
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
 class AnalysisOptions(LengthOptions):
     """How models are looked at, declared once for the command line and Python callers."""
 
-    lengths: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
+    lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
         "window lengths in tokens; on the command line also in training lengths, and 1x and 4x if absent",
         min_length=1,

@@ -17,6 +17,8 @@ Measure = Literal["perplexity", "delta_perplexity", "position", "long_perplexity
 
 
 MAX_EVALUATION_LENGTH = 2**40
+Length = Annotated[int, Field(ge=1, lt=MAX_EVALUATION_LENGTH)]
+"""A length of windows, in tokens."""
 
 
 def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
@@ -111,7 +113,7 @@ Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_p
 class EvaluationOptions(LengthOptions):
     """How models are scored, declared once: the command line, sweep files and Python callers all choose these."""
 
-    lengths: Annotated[list[int] | None, CommaSeparated] = config_field(
+    lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
         "context lengths in tokens; on the command line also in training lengths, and 1x to 32x if absent",
         min_length=1,

@@ -464,8 +464,8 @@ def _order_methods(
     curves: Mapping[str, tuple[list[float], list[float], list[tuple[float, float] | None]]],
     shown_methods: Sequence[str] | None,
 ) -> list[tuple[str, bool]]:
-    """Methods with whether they are drawn in colour, which come first."""
-    if shown_methods is not None:
+    """Methods with whether they are drawn in colour, which come first: at least one is."""
+    if shown_methods is not None and not {*shown_methods, *table.trivial_baselines}.isdisjoint(measured):
         drawn = [method for method in shown_methods if method in measured]
         drawn += [method for method in table.trivial_baselines if method in measured and method not in drawn]
     elif len(measured) > MAX_DRAWN_CURVES:

@@ -1,15 +1,12 @@
 """`./deepy.py report RESULTS…`: records of several files in one page, and what they say.
 
-Results of several files may call different runs by the same name. Seeds repeat a run, and a table's cell is their mean.
-Two runs of one seed repeat nothing, and neither do two that trained for different numbers of steps: each gets the
-folder of its run added to its name, so that no table ever averages them. What several files hold of one run is shown
-once, by the last of them.
+Results of several files may call different runs by the same name; `method_rows.py` tells their trainings apart. What
+several files hold of one model is shown once, by the last of them.
 """
 
-import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,6 +16,7 @@ from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.html_page import is_generated_page
+from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, build_leaderboard_report
@@ -29,8 +27,6 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
 MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
-SEED_FOLDER = re.compile(r"seed_\d+")
-"""The last part of a run's folder in a sweep."""
 
 
 def combine_results(
@@ -157,9 +153,7 @@ def _build_sections(
 ) -> list[ReportSection]:
     """What belongs to no experiment first, all together."""
     sections = []
-    other_records = disambiguate_methods(
-        [record for path in records_by_path if path not in experiments for record in records_by_path[path]]
-    )
+    other_records = [record for path in records_by_path if path not in experiments for record in records_by_path[path]]
     other_failures = [item for path in records_by_path if path not in experiments for item in failures_by_path[path]]
     if other_records:
         sections.append(
@@ -194,31 +188,14 @@ def _build_sections(
     return sections
 
 
-def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
-    """The records, where one name stands for several runs with these added: rotary [runs/a/rotary]."""
-    runs_by_row: dict[tuple[tuple[Hashable, str], int], set[str | None]] = {}
-    steps_by_row: dict[tuple[Hashable, str], set[int | None]] = {}
-    for record in records:
-        row_key = _cell_key(record), record.method
-        runs_by_row.setdefault((row_key, record.seed), set()).add(record.run)
-        steps_by_row.setdefault(row_key, set()).add(record.step)
-    ambiguous = {method for ((_, method), _), values in runs_by_row.items() if len(values) > 1}
-    ambiguous |= {method for (_, method), values in steps_by_row.items() if len(values) > 1}
-    return [
-        record.replace(method=f"{record.method} [{_run_folder_without_seed(record.run)}]")
-        if record.method in ambiguous and record.run is not None
-        else record
-        for record in records
-    ]
-
-
 def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
     """Lines about files that hold other values of the same run than a file before them."""
     latest: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
     for path, file_records in records_by_path.items():
         conflict_counts: dict[Path, int] = {}
         for record in file_records:
-            key = (*_cell_key(record), record.method, record.seed, record.run)
+            model = record.method, record.seed, record.run, record.step, record.training_digest
+            key = (get_table_key(record), record.x_value, *model)
             previous = latest.get(key)
             if previous is not None and previous[1] != record.value and previous[0] != path:
                 conflict_counts[previous[0]] = conflict_counts.get(previous[0], 0) + 1
@@ -226,15 +203,3 @@ def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Ite
         for other_path, count in conflict_counts.items():
             count_text = "1 number" if count == 1 else f"{count} numbers"
             yield f"{path}: has {count_text} of runs of which {other_path} has others; these here are shown"
-
-
-def _cell_key(record: Record) -> tuple[Hashable, ...]:
-    """Equal for records that stand in one column of one table."""
-    measurement = record.metric, record.axis, record.x_value, record.length
-    return *measurement, record.protocol, record.train_length, record.target_digest
-
-
-def _run_folder_without_seed(run: str) -> str:
-    """A run's folder without its seed."""
-    path = PurePath(run)
-    return str(path.parent if SEED_FOLDER.fullmatch(path.name) else path)

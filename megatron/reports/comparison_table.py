@@ -23,16 +23,19 @@ have no seeds, and never compete for the mark of the best.
 """
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.reports import x_axes
 from megatron.reports.failures import RunFailure
+from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unproven_methods
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 from megatron.reports.x_axes import XAxis, format_multiple
 
+MAX_NAMED_METHODS = 4
+"""Methods that a note names."""
 MAX_NAMED_PLACES = 10
 """Columns of a table over a dense axis."""
 
@@ -138,7 +141,7 @@ class ComparisonTable:
         """
         method_records = [record for record in self.records if record.method == method]
         last, first = ([record for record in method_records if record.x_value == record_x] for record_x in (x, base_x))
-        pairs = pair_by_seed(last, first, same_run=True)
+        pairs = pair_by_seed(last, first)
         changes = [
             (
                 self.metric.compute_change(last_record.value, first.value),
@@ -202,6 +205,12 @@ class ComparisonTable:
                 notes += [f"{change_note}{interval_note}", f"A change {metric.verdict_rule}."]
             else:
                 notes.append(f"{change_note}; how sure it is, is not known.")
+        if unproven := list_unproven_methods(self.records):
+            notes.append(
+                f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
+                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} do not record what was trained: runs of one "
+                "name and number of steps count as seeds of one method."
+            )
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def _format_best_seeds(self) -> list[str]:
@@ -245,23 +254,14 @@ def format_partial_seeds(partial_num_seeds: int | None) -> str:
     return "" if partial_num_seeds is None else f" (n {partial_num_seeds})"
 
 
-def pair_by_seed(
-    records: Iterable[Record], other_records: Iterable[Record], *, same_run: bool = False
-) -> list[tuple[Record, Record]]:
+def pair_by_seed(records: Iterable[Record], other_records: Iterable[Record]) -> list[tuple[Record, Record]]:
     """Records of the same seed, by seed: what only one side has is left out.
 
     Args:
-        records, other_records: of one method at one place each.
-        same_run: both are of the same method, and are paired only if they are of the same run.
+        records, other_records: of one method at one place each, of which each seed has one run.
     """
-
-    def identity(record: Record) -> tuple[int, str | None]:
-        return record.seed, record.run if same_run else None
-
-    others_by_identity = {identity(record): record for record in other_records}
-    pairs = [
-        (record, others_by_identity[identity(record)]) for record in records if identity(record) in others_by_identity
-    ]
+    others_by_seed = {record.seed: record for record in other_records}
+    pairs = [(record, others_by_seed[record.seed]) for record in records if record.seed in others_by_seed]
     return sorted(pairs, key=lambda pair: pair[0].seed)
 
 
@@ -273,11 +273,10 @@ def build_comparison_tables(records: Sequence[Record], failures: Sequence[RunFai
         records: of all tables. One that repeats an earlier one (same method, place, seed and run) replaces it.
         failures: runs that gave no records; a method that has none at all gets a row that says so.
     """
-    records_by_key: dict[tuple[str, str, int | None, str, int, str | None], list[Record]] = {}
+    records = disambiguate_methods(records)
+    records_by_key: dict[Hashable, list[Record]] = {}
     for record in records:
-        length = None if record.place is None else record.length
-        key = (record.metric, record.axis, length, record.protocol, record.train_length, record.target_digest)
-        records_by_key.setdefault(key, []).append(record)
+        records_by_key.setdefault(get_table_key(record), []).append(record)
     has_several_texts = len({record.dataset for record in records}) > 1
     targets_by_protocol: dict[str, set[int | None]] = {}
     for record in records:

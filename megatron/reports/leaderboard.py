@@ -3,19 +3,20 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.contests import build_contests, rank_methods
-from megatron.reports.method_comparison import (
-    TextComparison,
-    compare_texts,
-    find_text_table,
-    has_cpu_times,
-    measure_costs,
-)
+from megatron.reports.method_costs import find_text_table, has_cpu_times, measure_costs
 from megatron.reports.metrics import format_number, format_percent
+from megatron.reports.significance import SIGNIFICANCE_LEVEL, MethodComparison, compare_methods, format_p_value
 from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple
+
+_HOLM_NOTE = (
+    f"Significant: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}, corrected for all tests against one method at all "
+    "lengths, as `report --against` has them."
+)
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,26 @@ class LeaderboardReport:
         self.ranking, self.ranks = rank_methods(self.contests, methods)
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
-        self.ablations: dict[float, list[TextComparison]] = {}
-        self.against_best: dict[str, TextComparison] = {}
+        self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
+        """Length → the comparison of each ablation's methods there."""
+        self.against_best: dict[str, MethodComparison] = {}
+        """Comparisons with the best method at the largest length."""
         if self.text is None:
             return
-        pairs = [(ablation.method, ablation.base) for ablation in leaderboard.ablations]
-        for x in (self.text.train_length, self.text.x_values[-1]):
-            self.ablations[x] = compare_texts(self.text, pairs, x)
+        text = self.text
+
+        @cache
+        def compare_with(base: str) -> dict[tuple[str, float], MethodComparison]:
+            found = compare_methods(text, base) if base in text.methods else []
+            return {(comparison.method, comparison.x_value): comparison for comparison in found}
+
+        for x in (text.train_length, text.x_values[-1]):
+            pairs = {each: compare_with(each.base).get((each.method, x)) for each in leaderboard.ablations}
+            self.ablations[x] = {ablation: found for ablation, found in pairs.items() if found is not None}
         if (best := self.best_text_method) is not None:
-            others = [(method, best) for method in methods if method != best]
-            compared = compare_texts(self.text, others, self.text.x_values[-1])
-            self.against_best = {comparison.method: comparison for comparison in compared}
+            self.against_best = {
+                method: comparison for (method, x), comparison in compare_with(best).items() if x == text.x_values[-1]
+            }
 
     @property
     def largest(self) -> str:
@@ -136,7 +146,7 @@ class LeaderboardReport:
         if text is not None:
             notes.append(
                 f"From the best: perplexity over that of {self.best_text_method}, on the same text and seeds; in "
-                "brackets where it may be chance: Holm's p over all methods is not below 5%, or seeds disagree."
+                f"brackets if the difference is not significant over seeds, or rests on one seed. {_HOLM_NOTE}"
             )
         if any(contest.deviations for contest in self.contests):
             notes.append("± is the standard deviation over seeds, of methods that have several.")
@@ -153,15 +163,15 @@ class LeaderboardReport:
         if comparison is None:
             return "–"
         text = format_percent(comparison.change - 1, min_decimals=1)
-        return f"({text})" if comparison.verdict == "no difference" else text
+        return text if comparison.verdict in ("better", "worse") else f"({text})"
 
     def _build_ablations_table(self) -> TextTable:
         lengths = list(self.ablations)
         assert self.text is not None
-        found = {(length, c.method, c.base): c for length in lengths for c in self.ablations[length]}
         rows = []
         for ablation in self.leaderboard.ablations:
-            cells = [str(found.get((length, ablation.method, ablation.base), "–")) for length in lengths]
+            found = [self.ablations[length].get(ablation) for length in lengths]
+            cells = ["–" if comparison is None else _describe_ablation(comparison) for comparison in found]
             rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
             "What processors and temperatures change: perplexity over that of the method without",
@@ -169,10 +179,14 @@ class LeaderboardReport:
             tuple(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
             tuple(rows),
             (
-                "In brackets the 95% interval by a paired bootstrap over blocks of the same text; p of a paired t-test "
-                "over blocks, Holm-corrected for the ablations of a column.",
-                "How many seeds have the sign of the mean stands behind it; better and worse need p below 5% and all "
-                "seeds of one sign.",
+                f"p: paired two-sided t-test over the seeds that both methods have. {_HOLM_NOTE}",
+                'With few seeds only large and regular differences are significant: "not significant" does not mean '
+                "equal.",
+                *(
+                    ["Intervals: 95%, over blocks of the text, of the two models of one seed; they test no method."]
+                    if any(c.text_interval is not None for length in lengths for c in self.ablations[length].values())
+                    else []
+                ),
             ),
         )
 
@@ -215,3 +229,15 @@ class LeaderboardReport:
                 "Memory is the largest of a process, with Python and PyTorch in it.",
             ),
         )
+
+
+def _describe_ablation(comparison: MethodComparison) -> str:
+    """Format a comparison as a cell: -11.1%, p 0.027, Holm 1, 3 seeds: not significant."""
+    text = format_percent(comparison.change - 1, min_decimals=1)
+    if comparison.is_tested:
+        p_values = f"p {format_p_value(comparison.p)}, Holm {format_p_value(comparison.holm_p)}"
+        return f"{text}, {p_values}, {comparison.num_seeds} seeds: {comparison.verdict}"
+    if comparison.text_interval is not None:
+        bounds = [format_percent(bound - 1, min_decimals=1) for bound in comparison.text_interval]
+        text += f" [{', '.join(bounds)}]"
+    return f"{text}, one seed: {comparison.verdict}"

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from megatron.reports.contests import Contest
 from megatron.reports.leaderboard import Ablation, LeaderboardReport
 from megatron.reports.metrics import format_percent
+from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodComparison
 from megatron.reports.x_axes import format_multiple
 
 HOLDS_WITHIN = 1.05
 """Perplexity at the largest length over that at the training length, up to which a method is said to hold."""
+GOOD_WITHIN = 1.05
+"""Mean perplexity at the largest length over the lowest, up to which a method is considered for its costs."""
 VERDICT_WORDS = {
-    "better": "lowers perplexity",
-    "worse": "raises perplexity",
-    "no difference": "makes no difference beyond chance",
+    "better": "significantly lowers perplexity on",
+    "worse": "significantly raises perplexity on",
+    NOT_SIGNIFICANT: "makes no significant difference on",
+    NOT_TESTED: "is not tested, for want of a second seed, on",
 }
 """What the component of an ablation does, in a sentence."""
 MAX_NAMED = 8
@@ -57,7 +61,7 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
         return
     holding = [method for method in changes if changes[method] <= HOLDS_WITHIN]
     holding.sort(key=lambda method: text.cells[method, last].mean)
-    limit = format_percent(HOLDS_WITHIN - 1)
+    limit = f"{HOLDS_WITHIN - 1:.0%}"
     yield (
         f"Of {len(changes)} methods {len(holding)} hold: their perplexity at {board.largest} is at most {limit} "
         f"above that at the training length ({_name_methods(holding)})."
@@ -69,16 +73,9 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
             f"The others rise, least {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and most {worst} "
             f"({format_percent(changes[worst] - 1)})."
         )
-    equal = [method for method, c in board.against_best.items() if c.verdict == "no difference"]
-    equal.sort(key=lambda method: text.cells[method, last].mean)
     value = text.metric.format_value(text.cells[best, last].mean)
-    if not board.against_best:
-        told = "whether others are as good within chance is not known"
-    elif not equal:
-        told = "no other method is as good within chance"
-    else:
-        told = f"{len(equal)} {'is' if len(equal) == 1 else 'are'} not worse beyond chance ({_name_methods(equal)})"
-    yield f"The least perplexity at {board.largest} is that of {best}, {value}; {told}."
+    yield f"The lowest mean perplexity at {board.largest} is that of {best}, {value}."
+    yield _compare_with_best(board)
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
     for method in missing:
@@ -101,26 +98,44 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
             yield _tell_winner(contest)
 
 
+def _compare_with_best(board: LeaderboardReport) -> str:
+    """Return how many methods are significantly worse than the best over seeds, and how many are not."""
+    tested = {method: found for method, found in board.against_best.items() if found.is_tested}
+    if not tested:
+        return "No other method has two seeds in common with it, so no difference from it is tested."
+    worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
+    close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
+    named = _name_methods([f"{method} {_format_change(tested[method])}" for method in close])
+    if not worse:
+        return f"Tested over seeds, none of {len(tested)} other methods is significantly worse: {named}."
+    is_or_are = "is" if len(worse) == 1 else "are"
+    rest = f"; the others are not: {named}" if close else ""
+    return (
+        f"Tested over seeds, {len(worse)} of {len(tested)} other methods {is_or_are} significantly worse "
+        f"({_name_methods(worse)}){rest}."
+    )
+
+
+def _format_change(comparison: MethodComparison) -> str:
+    return format_percent(comparison.change - 1, min_decimals=1)
+
+
 def _tell_what_adds(board: LeaderboardReport, name: str) -> Iterator[str]:
     text = board.text
     assert text is not None
-    bases = {(a.method, a.base) for a in board.leaderboard.ablations if a.name == name}
     for length, comparisons in board.ablations.items():
-        own = [c for c in comparisons if (c.method, c.base) in bases]
+        own = [(ablation.base, found) for ablation, found in comparisons.items() if ablation.name == name]
         where = format_multiple(length / text.train_length)
         if not own:
             yield f"At {where} no pair of methods with {name} and without could be compared."
             continue
         parts = []
         for verdict, words in VERDICT_WORDS.items():
-            some = sorted((c for c in own if c.verdict == verdict), key=lambda c: c.change)
-            named = [f"{c.base} {format_percent(c.change - 1, min_decimals=1)}" for c in some]
+            some = sorted((pair for pair in own if pair[1].verdict == verdict), key=lambda pair: pair[1].change)
+            named = [f"{base} {_format_change(found)}" for base, found in some]
             if some:
-                parts.append(f"{words} on {len(some)} of {len(own)} ({_name_methods(named)})")
+                parts.append(f"{words} {len(some)} of {len(own)} ({_name_methods(named)})")
         yield f"At {where} {name} {', '.join(parts)}."
-    single = sum(len(c.seed_changes) == 1 for c in board.ablations[text.x_values[-1]] if (c.method, c.base) in bases)
-    if single:
-        yield f"{single} of these pairs rest on one seed, so another training may say otherwise."
 
 
 def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]:
@@ -138,18 +153,18 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
                 f"{name} makes a training step {_format_ratios(steps)} as long as the same method without it, and "
                 f"reading {board.largest} {_format_ratios(scoring)}."
             )
-    if best is None or not board.against_best or not board.costs[best].has_times:
+    if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
         return
-    cheap = _find_cheap(board)
+    cheap = _find_cheap(board, best)
+    good = f"whose mean perplexity at {board.largest} is within {GOOD_WITHIN - 1:.0%} of the lowest"
     if cheap:
         yield (
-            f"Not worse than the best beyond chance, and at most 10% slower than {baseline} in training and in "
-            f"reading {board.largest}: {_name_methods(cheap)}."
+            f"Methods {good} and that are at most 10% slower than {baseline}, in training and in reading "
+            f"{board.largest}: {_name_methods(cheap)}."
         )
     else:
         yield (
-            f"No method that is not worse than the best beyond chance is at most 10% slower than {baseline} in "
-            f"training and in reading {board.largest}."
+            f"Every method {good} is more than 10% slower than {baseline}, in training or in reading {board.largest}."
         )
 
 
@@ -159,12 +174,15 @@ def _format_ratios(ratios: Sequence[float]) -> str:
     return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def _find_cheap(board: LeaderboardReport) -> list[str]:
-    equal = [method for method, c in board.against_best.items() if c.verdict == "no difference"]
+def _find_cheap(board: LeaderboardReport, best: str) -> list[str]:
+    text = board.text
+    assert text is not None
+    last = text.x_values[-1]
+    means = {method: cell.mean for (method, x), cell in text.cells.items() if x == last}
     return [
         method
-        for method in (board.best_text_method, *equal)
-        if method is not None
+        for method in sorted(means, key=means.__getitem__)
+        if means[method] <= GOOD_WITHIN * means[best]
         and (cost := board.costs.get(method)) is not None
         and (cost.step or math.inf) <= 1.1
         and (cost.scoring or math.inf) <= 1.1

@@ -16,6 +16,9 @@ from megatron.utils.suggestions import format_choices
 MAX_NLL = 700.0
 """Nats per token that still have a perplexity: exp overflows at 709."""
 
+MIN_PERPLEXITY, MAX_PERPLEXITY = 1e-3, 1e305
+"""Bounds of the perplexity of a record: the ratio of any two is finite."""
+
 DEVIATIONS_PER_HALF_WIDTH = 2
 """Standard deviations in half of a 95% interval's width."""
 
@@ -49,8 +52,6 @@ class Metric:
     """A ratio that is this close to 1, or a difference that is this close to 0, is no change, however sure it is."""
     min_value: float = -math.inf
     max_value: float = math.inf
-    min_is_exclusive: bool = False
-    """Is `lowest` itself no possible value?"""
     display_factor: float = 1.0
     """What is shown is the value times this: 100 for shares that are shown in percent."""
     shows_best_seed: bool = False
@@ -92,8 +93,8 @@ class Metric:
 
     def invalid_reason(self, value: float) -> str | None:
         """Why this is no possible value, else None."""
-        if value < self.min_value or value > self.max_value or (self.min_is_exclusive and value == self.min_value):
-            lower_text = f"{'greater than' if self.min_is_exclusive else 'at least'} {self.min_value:g}"
+        if value < self.min_value or value > self.max_value:
+            lower_text = f"at least {self.min_value:g}"
             upper_text = f"at most {self.max_value:g}"
             bounds = [
                 text
@@ -108,7 +109,7 @@ class Metric:
         return value / base if self.comparison == "ratio" else value - base
 
     def classify_change(self, change: float, low: float, high: float) -> str:
-        """What a change and its interval say of the value: rises, falls, or holds, if that may be chance or is small.
+        """Return whether a value rises, falls or holds: it holds if the interval contains no change or it is small.
 
         Whether a rise is good is the metric's direction; the word says only what the number does.
         """
@@ -240,8 +241,8 @@ METRICS = {
                 better="lower",
                 comparison="ratio",
                 negligible_change=0.005,
-                min_value=0.0,
-                min_is_exclusive=True,
+                min_value=MIN_PERPLEXITY,
+                max_value=MAX_PERPLEXITY,
                 plot_scale="logarithmic",
             )
             for name, of, by, what in (

@@ -25,7 +25,8 @@ from megatron.reports.bootstrap import BOOTSTRAP_SEED, NUM_RESAMPLES, compute_pe
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard
-from megatron.reports.records import Record
+from megatron.reports.metrics import MAX_PERPLEXITY
+from megatron.reports.records import MAX_COUNT, Record
 from megatron.reports.table_formats import TextTable
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.reports.x_axes import format_multiple
@@ -119,6 +120,8 @@ def read_experiment(results_path: Path) -> Experiment | None:
             PublishedTable(**table_fields | {"lengths": tuple(table_fields["lengths"])})
             for table_fields in content["published"]
         )
+        for table in published_tables:
+            _check_numbers(table)
         return Experiment(
             content["title"],
             content["against"],
@@ -135,7 +138,25 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     if content is None:
         return None
     ablations = tuple(Ablation(**ablation) for ablation in content["ablations"])
+    names = [content["baseline"], *(name for each in ablations for name in (each.name, each.method, each.base))]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("leaderboard: a method's name should be text")
+    if type(content["num_shown"]) is not int or content["num_shown"] < 0:
+        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}, should be a whole number of at least 0")
     return Leaderboard(content["baseline"], ablations, content["num_shown"])
+
+
+def _check_numbers(table: PublishedTable) -> None:
+    """Raise ValueError if a number of a published table is none or out of range."""
+    for length in (table.train_length, *table.lengths):
+        if type(length) is not int or not 1 <= length <= MAX_COUNT:
+            raise ValueError(f"{length!r} is not a length of at most {MAX_COUNT:,} tokens")
+    for method, values in table.rows.items():
+        if len(values) != len(table.lengths):
+            raise ValueError(f"{method}: {len(values)} values at {len(table.lengths)} lengths")
+        for value in values:
+            if value is not None and (type(value) not in (int, float) or not abs(value) <= MAX_PERPLEXITY):
+                raise ValueError(f"{method}: {value!r} is not a number of at most {MAX_PERPLEXITY:g}")
 
 
 @dataclass(frozen=True)

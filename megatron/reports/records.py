@@ -22,7 +22,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -39,6 +39,12 @@ DEFAULT_AXIS_FIELD = ("axis", "length")
 TRIVIAL_BASELINE_PREFIX = "floor: "
 """How the names of methods begin that learned nothing: what a constant answer, or a guess, reaches."""
 
+MAX_COUNT = 2**53
+"""Largest count of a record: lengths, tokens and steps above it are not exact in floating point."""
+MAX_SEED = 2**64 - 1
+MAX_AMOUNT = 1e12
+"""Largest number of seconds or GiB of a record."""
+
 NON_TABULAR_FIELDS = ("block_sums", "block_tokens", "remark")
 """Fields that are lists or sentences, which tables of fields leave out."""
 
@@ -49,15 +55,15 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     method: str = Field(min_length=1, description="name of the row: position encoding or sweep variant")
-    train_length: int = Field(ge=1, description="tokens per training sequence")
-    length: int = Field(ge=1, description="tokens the model is given at once, the scored ones included")
+    train_length: int = Field(ge=1, le=MAX_COUNT, description="tokens per training sequence")
+    length: int = Field(ge=1, le=MAX_COUNT, description="tokens the model is given at once, the scored ones included")
     protocol: str = Field(
         min_length=1, description="how tokens were chosen and scored: last, nonoverlapping, strided, a probe, a task"
     )
     metric: str = Field(description="what was measured; in files this is the name that the value stands under")
     value: float = Field(description="the measured value")
-    tokens: int = Field(ge=1, description="tokens scored, each counted once")
-    seed: int = Field(ge=0, description="seed of the training run")
+    tokens: int = Field(ge=1, le=MAX_COUNT, description="tokens scored, each counted once")
+    seed: int = Field(ge=0, le=MAX_SEED, description="seed of the training run")
 
     axis: str = Field(default="length", description="what the value stands over: length, or a place inside windows")
     place: float | None = Field(default=None, description="where on that axis; the length is its own place")
@@ -68,22 +74,32 @@ class Record(BaseModel):
     change: float | None = Field(default=None, description="of the value from that at the length change_from")
     change_low: float | None = Field(default=None, description="its 95% bootstrap interval: lower end")
     change_high: float | None = Field(default=None, description="its upper end")
-    change_from: int | None = Field(default=None, ge=1, description="shortest length that was scored with this one")
+    change_from: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="shortest length that was scored with this one"
+    )
     bits_per_byte: float | None = Field(
         default=None, ge=0, description="for the bytes tokenizer: bits per byte of text"
     )
-    targets: int | None = Field(default=None, ge=1, description="tokens scored at the end of each window")
-    windows: int | None = Field(default=None, ge=1, description="windows the model was given")
+    targets: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="tokens scored at the end of each window")
+    windows: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="windows the model was given")
     smoothing: int | None = Field(
-        default=None, ge=1, description="neighbouring places that the value is the mean of, fewer near the ends"
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="neighbouring places that the value is the mean of, fewer near the ends",
     )
     blocks: int | None = Field(
-        default=None, ge=1, description="independent pieces of text that stderr and intervals were taken over"
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="independent pieces of text that stderr and intervals were taken over",
     )
     block_sums: list[float] | None = Field(
         default=None, description="summed nll of each block, to compare methods by that scored the same targets"
     )
-    block_tokens: list[int] | None = Field(default=None, description="tokens of each block, where they differ")
+    block_tokens: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] | None = Field(
+        default=None, description="tokens of each block, where they differ"
+    )
     target_digest: str | None = Field(
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
@@ -93,26 +109,38 @@ class Record(BaseModel):
     )
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
-    max_length: int | None = Field(default=None, ge=1, description="positions that the model knows, if they end")
+    max_length: int | None = Field(
+        default=None, ge=1, le=MAX_COUNT, description="positions that the model knows, if they end"
+    )
     remark: str | None = Field(default=None, description="sentences that belong under every table with this record")
-    parameters: int | None = Field(default=None, ge=0, description="parameters of the model")
+    parameters: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
-    step: int | None = Field(default=None, ge=0, description="optimizer steps trained")
-    train_tokens: int | None = Field(default=None, ge=0, description="tokens trained on")
+    step: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="optimizer steps trained")
+    training_digest: str | None = Field(
+        default=None, description="hash of what was trained, seed aside: only equal ones are seeds of one another"
+    )
+    train_tokens: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="tokens trained on")
     backend: str | None = Field(default=None, description="attention backend used for scoring")
     dtype: str | None = Field(default=None, description="compute type used for scoring")
     device: str | None = Field(default=None, description="device used for scoring")
     machine: str | None = Field(default=None, description="operating system, processor, threads")
     software: str | None = Field(default=None, description="versions")
     flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
-    seconds: float | None = Field(default=None, ge=0, description="seconds of scoring")
-    cpu_seconds: float | None = Field(default=None, ge=0, description="seconds of processors in scoring")
-    memory_gib: float | None = Field(default=None, ge=0, description="most memory while scoring, GiB")
-    step_seconds: float | None = Field(default=None, ge=0, description="median seconds of a training step")
-    step_cpu_seconds: float | None = Field(
-        default=None, ge=0, description="median seconds of processors in a training step, of the first process"
+    seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of scoring")
+    cpu_seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of processors in scoring")
+    memory_gib: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="most memory while scoring, GiB")
+    step_seconds: float | None = Field(
+        default=None, ge=0, le=MAX_AMOUNT, description="median seconds of a training step"
     )
-    train_memory_gib: float | None = Field(default=None, ge=0, description="most memory of training, GiB")
+    step_cpu_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_AMOUNT,
+        description="median seconds of processors in a training step, of the first process",
+    )
+    train_memory_gib: float | None = Field(
+        default=None, ge=0, le=MAX_AMOUNT, description="most memory of training, GiB"
+    )
     date: str | None = Field(default=None, description="when, ISO 8601, UTC")
 
     @model_validator(mode="after")

@@ -32,6 +32,7 @@ from megatron.reports.html_page import (
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import build_cost_chart
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import Record, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
@@ -91,6 +92,9 @@ class ReportSection:
     """Have methods seeds of their own (`Experiment.own_seeds`)?"""
     leaderboard: Leaderboard | None = None
     """Told at its head; pictures then show the best methods alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "records", disambiguate_methods(self.records))
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
     board = build_leaderboard_report(section)
     tables, depth_maps = split_depth_maps(all_tables)
     shown_records = select_shown_records(section, board)
-    _, shown_maps = split_depth_maps(build_comparison_tables(shown_records))
+    shown_maps = {shown.title: shown for shown in split_depth_maps(build_comparison_tables(shown_records))[1]}
     shown_methods = None if board is None else board.list_shown_methods()
     drawn_tables = select_curve_tables(tables)
     return {
@@ -245,7 +249,8 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
                 "is_higher_better": shown.metric.better == "higher",
                 "table": whole.build_html_table(),
             }
-            for shown, whole in zip(shown_maps, depth_maps, strict=True)
+            for whole in depth_maps
+            for shown in [shown_maps.get(whole.title, whole)]
         ],
         "missing_table": None if missing_table is None else missing_table.to_html(),
         "text_tables": [text_table.to_html() for text_table in section.text_tables],
@@ -332,7 +337,7 @@ def join_words(words: Sequence[str]) -> str:
 
 
 def _summarize_table(table: ComparisonTable) -> str:
-    """The result in words: the ranking at the last place, and how far each is from its own start: beyond chance?"""
+    """Describe the ranking at the last place, and how far each method is from its own start."""
     metric, axis, first_x, last_x = table.metric, table.axis, table.x_values[0], table.x_values[-1]
     last_cells = [(cell, method) for method in table.methods if (cell := table.cells.get((method, last_x))) is not None]
     parts = []

@@ -20,6 +20,7 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
@@ -68,11 +69,14 @@ def print_comparison_tables(
 
 
 def describe_changes(table: ComparisonTable) -> list[str]:
-    """What each method does from the first place of a table to the last, a sentence each, in the order of the table."""
+    """Describe what each method does from the first place of a table to the last, in the order of the table.
+
+    Methods without a number at one of the two have no sentence.
+    """
     first, last = table.x_values[0], table.x_values[-1]
     sentences = []
     for method, change in table.changes.items():
-        if change.verdict is None:
+        if change.verdict is None or any((method, x) not in table.cells for x in (first, last)):
             continue
         begin, end = (
             f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)
@@ -125,7 +129,7 @@ def write_results(
     plain_tables, depth_maps = split_depth_maps(comparison_tables)
     return [
         record_files.write_records(folder / RESULTS_FILE, records),
-        record_files.write_records_csv(folder / DERIVED_FILES[0], records),
+        record_files.write_records_csv(folder / DERIVED_FILES[0], disambiguate_methods(records)),
         write_text_atomically(
             folder / DERIVED_FILES[1],
             "\n".join(

@@ -1,20 +1,21 @@
-"""Is one method better than another, or may the difference be chance?
+"""Which differences between methods are significant: the one definition for tables, pages and sentences.
 
-Two methods are compared on the same targets, in pairs, so that what makes a text or a seed hard for both cancels:
+A claim about methods is a claim over seeds. Two methods are compared on the same targets by a paired two-sided t-test
+whose pairs are the runs of one seed that both have: on the values, as KERPLE's tables 3 and 9 (2205.09921), and on
+their logarithms where means are taken of those (a perplexity that explodes is skewed, its nll is not). The larger p of
+the two counts.
 
-    over seeds     a paired two-sided t-test, the pairs are the runs of a seed: on the values, as KERPLE's tables 3 and
-                   9 (2205.09921), and on their logarithms where those are the means (a perplexity that explodes is
-                   skewed, its nll is not)
-    one seed       a paired bootstrap over blocks of text, the same blocks drawn for both: says what another text might
-                   change, and nothing of another training
+Many tests find something by chance. A difference is significant if p is below 5% after Holm's correction (Holm 1979, A
+simple sequentially rejective multiple test procedure), which is over all tests of a table against one method.
 
-Many tests find something by chance. Holm's correction (Holm 1979, A simple sequentially rejective multiple test
-procedure) is over all tests of a table and metric's scale, and stands beside the raw value.
+Two models of one seed get an interval instead, by a paired bootstrap over blocks of the text. It says how sure their
+ratio is on another text, and nothing about the methods: another training may differ more.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from megatron.utils.suggestions import format_choices
 
 SIGNIFICANCE_LEVEL = 0.05
 WORSE_MARK = "†"
+NOT_SIGNIFICANT, NOT_TESTED = "not significant", "not tested"
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,44 @@ class MethodComparison:
     """How the method differs from the other: over seeds the geometric mean of ratios, or the mean of differences."""
     partial_num_seeds: int | None = None
     """`seeds`, where other comparisons of the table are over more."""
-    interval: tuple[float, float] | None = None
-    """Of the change, 95%, by bootstrap; for one seed."""
     value_test: TTest | None = None
     log_test: TTest | None = None
+    single_pair: tuple[Record, Record] | None = field(default=None, repr=False)
+    """Records of the only seed that both methods have."""
 
     @property
-    def is_significant(self) -> bool:
-        """Beyond chance at 5%, uncorrected: both tests agree, or the interval leaves no change out."""
-        if self.interval is not None:
-            return not self.interval[0] <= self.metric.neutral_change <= self.interval[1]
-        tests = [test for test in (self.value_test, self.log_test) if test is not None]
-        return bool(tests) and all(test.p < SIGNIFICANCE_LEVEL for test in tests)
+    def is_tested(self) -> bool:
+        """True if the methods share at least two seeds."""
+        return self.value_test is not None
+
+    @property
+    def p(self) -> float:
+        """The larger p of the tests, before correction; NaN without a test."""
+        return max((test.p for test in self._tests), default=math.nan)
+
+    @property
+    def holm_p(self) -> float:
+        """The larger p of the tests after Holm's correction; NaN without a test."""
+        return max((test.holm_p for test in self._tests), default=math.nan)
+
+    @property
+    def _tests(self) -> list[TTest]:
+        return [test for test in (self.value_test, self.log_test) if test is not None]
+
+    @cached_property
+    def text_interval(self) -> tuple[float, float] | None:
+        """95% interval of the change over blocks of the text, for the models of one seed; None if unknown."""
+        if self.single_pair is None or self.metric.comparison != "ratio":
+            return None
+        return bootstrap_ratio_interval(*self.single_pair)
 
     @property
     def verdict(self) -> str:
-        """better, worse, or not significant."""
-        if not self.is_significant:
-            return "not significant"
+        """better, worse, not significant, or not tested."""
+        if not self.is_tested:
+            return NOT_TESTED
+        if not self.holm_p < SIGNIFICANCE_LEVEL:
+            return NOT_SIGNIFICANT
         return (
             "better"
             if self.metric.get_sort_key(self.change) < self.metric.get_sort_key(self.metric.neutral_change)
@@ -79,16 +101,13 @@ class MethodComparison:
         )
 
     def __str__(self) -> str:
-        """A cell: the change, what is known of it, and KERPLE's † where the method is worse beyond chance."""
+        """Format a cell: the change, what is known of it, and † if the method is significantly worse."""
         uncertainty, half_width = "one seed", None
-        if self.interval is not None:
-            uncertainty, half_width = (
-                self.metric.format_change_interval(*self.interval),
-                (self.interval[1] - self.interval[0]) / 2,
-            )
-        test = self.log_test or self.value_test
-        if test is not None:
-            uncertainty = f"p {format_p_value(test.p)}, Holm {format_p_value(test.holm_p)}"
+        if self.text_interval is not None:
+            low, high = self.text_interval
+            uncertainty, half_width = self.metric.format_change_interval(low, high), (high - low) / 2
+        if self.is_tested:
+            uncertainty = f"p {format_p_value(self.p)}, Holm {format_p_value(self.holm_p)}"
         worse_mark = WORSE_MARK if self.verdict == "worse" else ""
         return (
             f"{self.metric.format_change(self.change, half_width)} "
@@ -106,8 +125,7 @@ def compare_methods(table: ComparisonTable, against: str) -> list[MethodComparis
         against: the method that the others are compared with.
 
     Returns:
-        By method, then place. Over one seed an interval, if the records keep the sums of their blocks; over more,
-        tests.
+        By method, then place. Tests are over two seeds or more.
 
     Raises:
         UserError: the table has no such method.
@@ -150,9 +168,7 @@ def _compare_pairs(
     )
     base = MethodComparison(metric, method_records[0].method, method_records[0].x_value, len(method_records), change)
     if len(method_records) == 1:
-        return replace(
-            base, interval=bootstrap_ratio_interval(method_records[0], against_records[0]) if is_ratio else None
-        )
+        return replace(base, single_pair=(method_records[0], against_records[0]))
     return replace(base, value_test=_run_t_test(a, b), log_test=_run_t_test(np.log(a), np.log(b)) if is_ratio else None)
 
 
@@ -230,25 +246,19 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     notes = [f"The {change_kind} {against}{mean_note}."]
     if any(comparison.partial_num_seeds is not None for comparison in comparisons.values()):
         notes.append(f"{max_seeds} seeds are paired, where there is no n.")
-    has_intervals = any(comparison.interval is not None for comparison in comparisons.values())
-    has_tests = any(comparison.value_test is not None for comparison in comparisons.values())
-    if has_intervals:
-        notes.append("Intervals: 95%, paired bootstrap over blocks of the text; another training may differ more.")
-    if has_tests:
-        scale = "logarithms" if table.metric.comparison == "ratio" else "values"
+    if any(comparison.text_interval is not None for comparison in comparisons.values()):
         notes.append(
-            f"p: paired two-sided t-test over {max_seeds} seeds, of {scale}; Holm: corrected for all tests of this "
-            f"table."
+            "Intervals: 95%, paired bootstrap over blocks of the text, of the two models of one seed; another training "
+            "may differ more."
         )
-    test_scales = " of values and of logarithms" if table.metric.comparison == "ratio" and max_seeds > 1 else ""
-    if has_intervals or has_tests:
-        notes.append(
-            f"{WORSE_MARK} worse than {against} beyond chance: 5%{test_scales}, uncorrected as in KERPLE's tables."
-        )
+    if any(comparison.is_tested for comparison in comparisons.values()):
+        scales = ", the larger of values and of logarithms" if table.metric.comparison == "ratio" else ""
+        notes += [
+            f"p: paired two-sided t-test over {max_seeds} seeds{scales}; Holm: corrected for all tests of this table.",
+            f"{WORSE_MARK} significantly worse than {against}: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}.",
+        ]
     else:
-        notes.append(
-            "What could be chance is not known: it takes several seeds in common, or sums of blocks beside one."
-        )
+        notes.append("No significance is known: a test needs two seeds that both methods have.")
     return TextTable(
         title=f"{table.title}: compared with {against}",
         corner_header="method",

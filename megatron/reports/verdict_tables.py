@@ -1,4 +1,4 @@
-"""What tables say together: training lengths side by side, who extrapolates, who is better beyond chance.
+"""What tables say together: training lengths side by side, which methods extrapolate, which differ significantly.
 
 **Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Tables keep them apart, because a
 column usually is a multiple of the training length. Where all lengths score the same targets, their numbers can be
@@ -64,15 +64,12 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
     ordered = sorted(tables, key=lambda table: table.train_length)
     metric, axis = ordered[0].metric, ordered[0].axis
     x_values = sorted({x for table in ordered for x in table.x_values})
-    best = {
-        x: metric.select_best(
-            cell.mean
-            for table in ordered
-            for (method, cell_x), cell in table.cells.items()
-            if cell_x == x and method not in table.trivial_baselines
-        )
-        for x in x_values
-    }
+    means: dict[float, list[float]] = {}
+    for table in ordered:
+        for (method, x), cell in table.cells.items():
+            if method not in table.trivial_baselines:
+                means.setdefault(x, []).append(cell.mean)
+    best = {x: metric.select_best(values) for x, values in means.items()}
     max_seeds = max(table.max_seeds for table in ordered)
 
     def format_cell(table: ComparisonTable, method: str, x: float) -> str:
@@ -82,7 +79,9 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         is_trivial_baseline = method in table.trivial_baselines
         partial_num_seeds = cell.num_seeds if cell.num_seeds < max_seeds and not is_trivial_baseline else None
         return str(
-            replace(cell, is_best=cell.mean == best[x] and not is_trivial_baseline, partial_num_seeds=partial_num_seeds)
+            replace(
+                cell, is_best=cell.mean == best.get(x) and not is_trivial_baseline, partial_num_seeds=partial_num_seeds
+            )
         )
 
     rows = tuple(

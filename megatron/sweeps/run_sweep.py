@@ -326,15 +326,17 @@ def _print_results(sweep: Sweep, records: Sequence[Record], failures: Sequence[R
 
 
 def _suggest_comparison(sweep: Sweep, records: Sequence[Record], failures: Sequence[RunFailure]) -> str | None:
-    """The command that says which differences from the first method are beyond chance; None if the page does, or there
-    is nothing to compare."""
+    """Return the command that compares the others with the first method, or None if the page does that or there is
+    nothing to compare."""
     if failures or sweep.options.against is not None or sweep.options.leaderboard is not None:
         return None
     methods = list(dict.fromkeys(record.method for record in records if not record.is_trivial_baseline))
     if len(methods) < 2:
         return None
     command = shlex.join(["./deepy.py", "report", str(sweep.output_folder), "--against", methods[0]])
-    return f"next: {command} says which differences from {methods[0]} are beyond chance"
+    has_seeds = len({record.seed for record in records if record.method == methods[0]}) > 1
+    says = f"says which differences from {methods[0]} are significant" if has_seeds else f"compares with {methods[0]}"
+    return f"next: {command} {says}"
 
 
 def _describe_failures(failures: Sequence[RunFailure], num_diverged: int, num_members: int) -> str:

@@ -23,7 +23,6 @@ A benchmark is a further training of every variant, whose `keys` stand where the
 torch is not imported: a mistake in the file is reported at once.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -340,13 +339,9 @@ def get_output_folder(options: SweepOptions) -> Path:
 def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) -> str:
     """A folder's name for all runs that train the same but for their seed: the method, and a hash of what decides.
 
-    `origin` is the identity of the run that it branches from, and the step. Defaults are left out, so that a key that
-    is new tomorrow gives the runs of today no other name.
+    `origin` is the identity of the run that it branches from, and the step.
     """
-    decisive_keys = {key: value for key, value in config.training_fingerprint(defaults=False).items() if key != "seed"}
-    if origin is not None:
-        decisive_keys["origin"] = origin
-    digest = hashlib.sha256(json.dumps(decisive_keys, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    digest = config.compute_training_digest(origin=origin)[:8]
     position = config.position
     processors = "_".join(name for name in position.processors if name != "none")
     return f"{processors}{'+' if processors else ''}{'_'.join(position.encodings)}-{digest}"

@@ -219,6 +219,7 @@ class TrainingRun:
             precision=training.compute_dtype,
             method_digests=compute_own_method_digests(self.config.position) or None,
             directory=os.getcwd(),
+            origin=self.resume.origin,
         )
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 

@@ -16,8 +16,11 @@ from tiny_runs import losses, records, tiny_config, write_corpora, write_corpus
 from megatron.checkpoint import layout, stored_config
 from megatron.checkpoint.engine_state import MOMENTS, EngineCounters, list_optimizer_shards
 from megatron.checkpoint.load_model import load_model
+from megatron.checkpoint.resume import plan_resume
+from megatron.checkpoint.trained_run import open_run
 from megatron.config.yaml_files import format_value
 from megatron.data import load_tokenizer
+from megatron.distributed.process_groups import single_process
 from megatron.training.trainer import train
 from megatron.utils.errors import UserError
 
@@ -227,6 +230,8 @@ def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpu
     assert losses(tmp_path / "branch") == losses(trained)[2:]
     assert steps(tmp_path / "branch") == [4]
     assert steps(trained) == [2, 4]
+    branch, whole = open_run(tmp_path / "branch"), open_run(trained)
+    assert (branch.trainer_state.origin, branch.training_digest) == (None, whole.training_digest)
 
 
 def steps(run: Path) -> list[int | None]:
@@ -265,6 +270,12 @@ def test_finetuning_takes_the_weights_and_nothing_else(trained: Path, corpus: Pa
     assert result.loss is not None
     assert scratch.loss is not None
     assert result.loss < scratch.loss - 0.02
+    # Seeds of one another begin with the same weights; resuming does not change what a run began with.
+    origin = f"{open_run(trained).training_digest} at step 4"
+    assert open_run(tuned).trainer_state.origin == origin
+    assert open_run(tuned).training_digest != open_run(tmp_path / "scratch").training_digest
+    resumed = tiny_config(corpus, tuned, load=str(tuned), train_iters=2, log_interval=1, **keys)
+    assert plan_resume(resumed, single_process()).origin == origin
     with pytest.raises(UserError, match="hidden_size"):
         train(tiny_config(corpus, tmp_path / "no", load=str(trained), finetune=True, hidden_size=64))
 

@@ -1,12 +1,14 @@
 """The gathered configuration: one owner per key, saving and reloading, the architecture."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
+from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config, read_config
 from megatron.config.parallelism import resolve_batch_size
 from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners
@@ -153,6 +155,7 @@ def test_every_leaf_has_one_role():
 @pytest.mark.parametrize("change", ["hidden_dropout=0.5", "fp16.loss_scale=8", "lr=1", "seq_length=32", "split='9,1'"])
 def test_what_is_trained_changes_with_what_decides_it(change):
     assert small(change).training_fingerprint() != small().training_fingerprint()
+    assert small(change).compute_training_digest() != small().compute_training_digest()
 
 
 @pytest.mark.parametrize("change", ["attention_backend=eager", "num_gpus=2", "log_interval=7", "save=x"])
@@ -160,3 +163,23 @@ def test_what_is_trained_is_the_same_wherever_it_runs(change):
     assert (
         small(change, "train_batch_size=8").training_fingerprint() == small("train_batch_size=8").training_fingerprint()
     )
+
+
+def test_the_digest_of_a_training_is_that_of_all_its_seeds():
+    assert small("seed=7", "save=x").compute_training_digest() == small("seed=8").compute_training_digest()
+    assert small().compute_training_digest(origin=None) == small().compute_training_digest()
+    assert small().compute_training_digest(origin="a") != small().compute_training_digest(origin="b")
+
+
+def test_the_digest_of_a_checkpoint_knows_what_the_keys_do_not_say():
+    relative, absolute = small("train_data_paths=[text/train]"), small("train_data_paths=[/text/train]")
+    state = TrainerState(directory="/here", vocabulary={"size": 9, "name": "bytes"})
+    for change in (
+        {"directory": "/there"},  # another text of that name
+        {"vocabulary": {"size": 9, "name": "HFTokenizer-0123456789ab"}},
+        {"method_digests": {"encodings/mine.py": "0123"}},
+        {"origin": "0123 at step 5"},
+    ):
+        assert replace(state, **change).compute_training_digest(relative) != state.compute_training_digest(relative)
+    for same in ({"directory": "/there"}, {"step": 7, "world": 2, "zero_stage": 1}):
+        assert replace(state, **same).compute_training_digest(absolute) == state.compute_training_digest(absolute)

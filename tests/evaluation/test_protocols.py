@@ -7,7 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron.config.validation_errors import parse_section
 from megatron.evaluation.protocols import build_scoring_plan
+from megatron.options.commands import AnalysisOptions
+from megatron.options.evaluation import EvaluationOptions, LengthOptions
 from megatron.utils.errors import UserError
 
 lengths = st.lists(st.integers(min_value=1, max_value=40), min_size=1, max_size=4)
@@ -123,3 +126,11 @@ def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> No
     with pytest.raises(UserError, match=message) as caught:
         build_scoring_plan(**{"targets": [64], **arguments})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [EvaluationOptions, AnalysisOptions])
+@pytest.mark.parametrize("length", [0, -8, 2**40, 10**30])
+def test_lengths_are_bounded_however_they_are_given(options: type[LengthOptions], length: int) -> None:
+    for value in ([length], str(length)):
+        with pytest.raises(UserError, match=rf"lengths.*{length}"):
+            parse_section(options, {"lengths": value})

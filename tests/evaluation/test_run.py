@@ -282,8 +282,19 @@ def test_seeds_are_one_method_and_other_differences_are_not(place: Path) -> None
     make_run("runs/wide", "pos_emb=rotary", "intermediate_size=8")
     found = evaluated(["runs/1", "runs/2"], [8])
     assert [(r.method, r.seed) for r in found] == [("rotary", 1), ("rotary", 2)]
-    found = evaluated(["runs/1", "runs/wide"], [8])
+    found = evaluated(["runs/1", "runs/wide"], [8], output="out")
     assert [r.method for r in found] == ["rotary [runs/1]", "rotary [runs/wide]"]
+    assert "rotary [runs/wide]" in Path("out/results.csv").read_text()
+    # A command for each run says the same as one for all.
+    make_run("runs/rate", "pos_emb=rotary", "seed=3", "optimizer.params.lr=1e-2")
+    for run in ("2", "rate"):
+        evaluated([f"runs/{run}"], [8], output="out")
+    rows = [line for line in Path("out/results.md").read_text().splitlines() if line.startswith("| rotary")]
+    assert list(dict.fromkeys(row.split("|")[1].strip() for row in rows)) == [
+        "rotary [runs/1, runs/2]", "rotary [runs/wide]", "rotary [runs/rate]"
+    ]  # fmt: skip
+    first, second = (records.read_records("out/results.json")[index] for index in (0, 2))
+    assert first.training_digest == second.training_digest
 
 
 def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -> None:

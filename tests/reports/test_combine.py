@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.reports import paper_experiment, records
-from megatron.reports.combine import combine_results, disambiguate_methods, find_contradictions
+from megatron.reports import paper_experiment, plots, records
+from megatron.reports.combine import combine_results, find_contradictions
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.method_rows import disambiguate_methods
 from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import Record
+from megatron.reports.results_output import print_comparison_tables, write_results
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -45,6 +47,67 @@ def test_runs_of_different_numbers_of_steps_are_too() -> None:
 def test_other_tables_do_not_mix() -> None:
     found = [record("a", 64, 5.0, seed=1, run=f"runs/{length}", train_length=length) for length in (32, 64)]
     assert disambiguate_methods(found) == found
+
+
+def trained(digest: str | None, seed: int, run: str, length: int = 64, **more: object) -> Record:
+    return record("a", length, 5.0 + seed, seed=seed, run=run, step=10, training_digest=digest, **more)
+
+
+def test_only_equal_trainings_are_seeds_of_one_another() -> None:
+    same = [trained("x", 1, "runs/a"), trained("x", 2, "runs/b")]
+    assert names(same) == ["a", "a"]
+    assert names([*same, trained("y", 3, "runs/c")]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]"]
+    # One folder above both, or one path on two machines, is no name for two trainings.
+    assert names([trained("x", 1, "s/seed_1"), trained("y", 7, "s/seed_7")]) == ["a [s/seed_1]", "a [s/seed_7]"]
+    assert names([trained("x", 1, "runs/a"), trained("y", 7, "runs/a")]) == [
+        "a [runs/a, training x]", "a [runs/a, training y]"
+    ]  # fmt: skip
+    # Scored at other lengths they would still share a row.
+    assert names([trained("x", 1, "runs/a"), trained("y", 7, "runs/b", 128)]) == ["a [runs/a]", "a [runs/b]"]
+    # Training lengths have tables of their own.
+    apart = [trained("x", 1, "runs/a"), trained("y", 7, "runs/b", train_length=32)]
+    assert disambiguate_methods(apart) == apart
+    # Repeated seeds split one training, and leave the others whole.
+    twice = [trained("y", 1, "runs/c"), trained("y", 1, "runs/d")]
+    assert names([*same, *twice]) == ["a [runs/a, runs/b]"] * 2 + ["a [runs/c]", "a [runs/d]"]
+    labelled = disambiguate_methods([*same, *twice])
+    assert disambiguate_methods(labelled) == labelled
+
+
+def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluated by a command of its own, then put together, or gathered in one folder."""
+    monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
+    both = [trained("x", 1234, "runs/a"), trained("y", 7, "runs/b")]
+    paths = [records.write_records(tmp_path / f"{each.seed}.json", [each]) for each in both]
+    console = Console(record=True, width=200)
+    combine_results(paths, console, output=tmp_path / "page.html")
+    write_results(tmp_path / "both", both)
+    print_comparison_tables(console, both)
+    told = console.export_text()
+    files = [(tmp_path / name).read_text() for name in ("page.html", "both/results.md", "both/results.csv")]
+    for text in (told, *files):
+        assert "a [runs/a]" in text
+        assert "a [runs/b]" in text
+    assert "±" not in told
+    assert records.read_records(tmp_path / "both" / "results.json") == both
+    choices = r"--against a: nothing to compare with it; choose from a \[runs/a\], a \[runs/b\]"
+    with pytest.raises(UserError, match=choices):
+        combine_results(paths, Console(quiet=True), against="a")
+
+
+def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -> None:
+    note = "The results of a do not record what was trained: runs of one name and number of steps count as seeds"
+    for digest, folders, is_said in (
+        (None, ("runs/a", "runs/b"), True),
+        ("x", ("runs/a", "runs/b"), True),  # one of the two is known
+        (None, ("runs/a/seed_1", "runs/a/seed_2"), False),  # a sweep's
+    ):
+        found = [trained(None, 1, folders[0]), trained(digest, 2, folders[1])]
+        assert names(found) == ["a", "a"]
+        (table,) = build_comparison_tables(found)
+        assert any(line.startswith(note) for line in table.notes) == is_said
+    (table,) = build_comparison_tables([trained("x", 1, "runs/a"), trained("x", 2, "runs/b")])
+    assert not any("record what was trained" in line for line in table.notes)
 
 
 def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.leaderboard_plot import find_frontier
-from megatron.reports.method_comparison import compare_texts
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
+from megatron.reports.significance import compare_methods
 from megatron.utils.errors import UserError
 
 BLOCKS, TOKENS = 40, 64
@@ -108,32 +108,38 @@ def test_an_effective_length_stands_for_its_task() -> None:
     assert [board.ranks[method]["needles"] for method in ("rotary", "alibi")] == [2, 1]
 
 
-def test_a_difference_is_the_paired_test_over_blocks() -> None:
+def test_the_leaderboard_has_the_comparisons_of_a_report() -> None:
+    """The same tests, corrected alike, so that no sentence contradicts `report --against`."""
     found = records()
-    (table, *_) = build_comparison_tables(found)
-    comparisons = compare_texts(table, [("cdape+alibi", "alibi"), ("cdape+fox", "fox"), ("gone", "fox")], 2048)
-    sums = {(r.method, r.seed): np.array(r.block_sums) for r in found if r.length == 2048 and r.metric == "perplexity"}
-    by_seed = np.stack([sums["cdape+alibi", seed] - sums["alibi", seed] for seed in (1, 2)])
-    helped, unchanged = comparisons
-    assert helped.change == pytest.approx(math.exp(by_seed.mean(axis=0).sum() / (BLOCKS * TOKENS)))
-    assert helped.p == pytest.approx(stats.ttest_1samp(by_seed.mean(axis=0) / TOKENS, 0).pvalue)
-    assert helped.seed_changes == pytest.approx([math.exp(d.sum() / (BLOCKS * TOKENS)) for d in by_seed])
-    one = sums["cdape+fox", 1] - sums["fox", 1]
-    assert unchanged.p == pytest.approx(stats.ttest_rel(sums["cdape+fox", 1], sums["fox", 1]).pvalue)
-    assert unchanged.change == pytest.approx(math.exp(one.sum() / (BLOCKS * TOKENS)))
-    assert (helped.holm_p, unchanged.holm_p) == (
-        pytest.approx(2 * helped.p),
-        pytest.approx(max(2 * helped.p, unchanged.p)),
-    )
-    assert (helped.verdict, unchanged.verdict) == ("better", "no difference")
+    board = board_of(found)
+    table = next(table for table in build_comparison_tables(found) if table.metric.name == "perplexity")
+    for base, shown in (("cdape+alibi", board.against_best.values()), ("alibi", board.ablations[2048].values())):
+        told = {(c.method, c.x_value): (str(c), c.holm_p, c.verdict) for c in compare_methods(table, base)}
+        own = [comparison for comparison in shown if comparison.is_tested]
+        assert own
+        assert all((str(c), c.holm_p, c.verdict) == told[c.method, c.x_value] for c in own)
 
 
-def test_seeds_that_disagree_are_no_difference() -> None:
-    found = [*text("a", (1, 1.0), 1), *text("a", (1, 1.3), 2), *text("b", (1, 1.1), 1), *text("b", (1, 1.15), 2)]
-    (comparison,) = compare_texts(build_comparison_tables(found)[0], [("a", "b")], 2048)
-    assert comparison.p < 1e-6
-    assert comparison.verdict == "no difference"
-    assert "1 of 2 seeds" in str(comparison)
+def test_blocks_of_text_make_no_difference_significant() -> None:
+    """Each seed's blocks differ far beyond their noise, in the same direction; over seeds that shows nothing yet."""
+    found = [
+        each
+        for seed, shift in enumerate((0.01, 0.02, 0.09))
+        for each in (*text("a", (1, 1.0), seed), *text("b", (1, 1.0 + shift), seed))
+    ]
+    board = board_of(found)
+    comparison = board.against_best["b"]
+    blocks = [
+        np.array(b.block_sums) - np.array(a.block_sums)
+        for a, b in zip(*([r for r in found if (r.method, r.length) == (m, 2048)] for m in "ab"), strict=True)
+    ]
+    assert stats.ttest_1samp(np.mean(blocks, axis=0), 0.0).pvalue < 1e-6
+    values = np.array([[r.value for r in found if (r.method, r.length) == (m, 2048)] for m in "ab"])
+    raw = max(stats.ttest_rel(*values).pvalue, stats.ttest_rel(*np.log(values)).pvalue)
+    assert (comparison.p, comparison.verdict) == (pytest.approx(raw), "not significant")
+    holds = " ".join(build_answers(board)[0].sentences)
+    assert "Tested over seeds, none of 1 other methods is significantly worse: b +" in holds
+    assert dict(board.build_tables()[0].rows)["b"][-1].startswith("(+")
 
 
 def test_words_follow_the_numbers() -> None:
@@ -142,23 +148,22 @@ def test_words_follow_the_numbers() -> None:
     assert "Of 5 methods 4 hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
     assert "least rotary (+447%" in holds.replace("+448%", "+447%")
-    assert "least perplexity at 32× is that of cdape+alibi, 4.5" in holds
-    assert "no other method is as good within chance" in holds
+    assert "The lowest mean perplexity at 32× is that of cdape+alibi, 4.5" in holds
+    assert "Tested over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
     assert "the best is cdape+alibi and fox with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
-    assert "At 32× cdape lowers perplexity on 1 of 2 (alibi -10." in adds
-    assert "makes no difference beyond chance on 1 of 2 (fox " in adds
-    assert "1 of these pairs rest on one seed" in adds
+    assert "At 32× cdape significantly lowers perplexity on 1 of 2 (alibi -10." in adds
+    assert "is not tested, for want of a second seed, on 1 of 2 (fox " in adds
     assert "Against rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
     assert "cdape makes a training step 1.75 times (1.50 to 2.00) as long as the same method without it, and " in costs
-    assert "No method that is not worse than the best beyond chance is at most 10% slower than rotary" in costs
+    assert "Every method whose mean perplexity at 32× is within 5% of the lowest is more than 10% slower than" in costs
     # The same methods with their numbers exchanged: every sentence turns round.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
-    assert "least perplexity at 32× is that of alibi" in holds
+    assert "The lowest mean perplexity at 32× is that of alibi" in holds
     assert "least fox (+44" in holds
-    assert "raises perplexity on 1 of 2 (alibi +11." in adds
-    assert "lowers perplexity on 1 of 2 (fox -" in adds
+    assert "significantly raises perplexity on 1 of 2 (alibi +11." in adds
+    assert "is not tested, for want of a second seed, on 1 of 2 (fox -" in adds
 
 
 def test_a_method_may_stand_in_two_ablations() -> None:
@@ -197,11 +202,11 @@ def test_what_is_not_known_is_not_claimed() -> None:
     known = {"block_sums", "step_seconds", "seconds", "step_cpu_seconds", "cpu_seconds"}
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
-    assert "whether others are as good within chance is not known" in holds
-    assert "no pair of methods with cdape and without could be compared" in adds
+    assert "1 of 1 other methods is significantly worse (alibi)." in holds  # seeds need no blocks
+    assert "is not tested, for want of a second seed, on 1 of 2 (fox " in adds
     assert costs == "Against rotary, cdape+alibi, the best at 32×, takes as many parameters."
     rank = dict(board_of(bare).build_tables()[0].rows)
-    assert rank["fox"][-1] == "–"
+    assert rank["fox"][-1] == "(+7.5%)"
 
 
 def test_one_method_alone_is_told_of() -> None:

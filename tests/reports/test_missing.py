@@ -10,6 +10,7 @@ from rich.console import Console
 from megatron.reports import (
     failures,
     paper_experiment,
+    plots,
     records,
     report,
     results_output,
@@ -20,7 +21,8 @@ from megatron.reports import (
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.failures import RunFailure
-from megatron.reports.paper_experiment import PublishedTable
+from megatron.reports.leaderboard import Ablation, Leaderboard
+from megatron.reports.paper_experiment import Experiment, PublishedTable
 from megatron.reports.records import Record
 from megatron.reports.report import ReportSection
 from megatron.reports.results_output import write_results
@@ -170,12 +172,13 @@ def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> No
 
 
 def test_lengths_are_paired_within_a_run() -> None:
-    """Two runs of one seed by one name, each scored at both lengths."""
+    """Two runs of one seed by one name, each scored at both lengths, are two rows."""
     twice = [each.replace(run=place) for place, end in (("a", 6.0), ("b", 9.0)) for each in run("log", 1, 5.0, end)]
-    twice[2] = twice[2].replace(value=6.0)
-    change = layout_of(twice).compute_change("log", 64, 128)
-    assert change is not None
-    assert change.mean == pytest.approx(math.sqrt(6.0 / 5.0 * 9.0 / 6.0))
+    layout = layout_of(twice)
+    for name, expected in (("log [a]", 6.0 / 5.0), ("log [b]", 9.0 / 5.0)):
+        change = layout.compute_change(name, 64, 128)
+        assert change is not None
+        assert change.mean == pytest.approx(expected)
 
 
 def test_a_failed_run_stands_in_table_page_picture_and_statistics(holes: list[Record]) -> None:
@@ -250,3 +253,23 @@ def test_what_learned_nothing_never_has_the_mark_of_the_best() -> None:
     other = [each.replace(train_length=20) for each in found]
     (grid,) = verdict_tables.build_train_length_tables(build_comparison_tables([*found, *other]))
     assert all("*" not in cell for name, cells in grid.rows if name.startswith("floor") for cell in cells)
+
+
+def test_a_page_is_made_of_whatever_records_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run under two methods that lack each other's lengths, tables without a shown method, and floors alone."""
+    monkeypatch.setattr(plots, "render_plots_png", lambda found, **_: b"")
+    change = {"change": 1.2, "change_low": 1.1, "change_high": 1.3, "change_from": 64}
+    same = {"run": "runs/a", "target_digest": "d"}
+    found = [
+        record("a", 64, 5.0, **same), record("a", 128, 6.0, **same, **change), record("b", 128, 6.5, **same, **change),
+        record("floor: guess", 64, 9.0, seed=0, run=None, train_length=32, target_digest="d"),
+        *(record(name, 64, 0.5, metric="accuracy", axis="depth", place=place)
+          for name in ("b", "c") for place in (0.0, 1.0)),
+    ]  # fmt: skip
+    (told, *_) = build_comparison_tables(found)
+    assert results_output.describe_changes(told) == ["a rises from 5.00 at 64 tokens to 6.00 at 128 tokens (+20.0%)."]
+    for leaderboard in (None, Leaderboard("a", (Ablation("b", "b", "a"),), 1)):
+        records.write_records(tmp_path / "results.json", found)
+        paper_experiment.write_experiment(tmp_path / "results.json", Experiment("All", leaderboard=leaderboard))
+        for name in ("page.html", "page.md", "page.tex"):
+            combine_results([tmp_path], Console(quiet=True), output=tmp_path / name)

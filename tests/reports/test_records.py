@@ -29,7 +29,7 @@ def made(**more: object) -> Record:
     return records.record_from_row({**MINIMAL, **more})
 
 
-numbers = st.floats(min_value=1e-6, max_value=1e300)
+numbers = st.floats(min_value=1e-3, max_value=1e305)
 counts = st.integers(min_value=1, max_value=2**53)
 text = st.text(min_size=1, max_size=20)
 any_record = st.builds(
@@ -126,6 +126,15 @@ def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, fl
         (json.dumps([{k: v for k, v in MINIMAL.items() if k != "seed"}]), "record 1: seed is missing"),
         (json.dumps([{**MINIMAL, "perplexity": "5"}]), "record 1: perplexity = '5'"),
         (json.dumps([{**MINIMAL, "length": 0}]), "record 1: length = 0"),
+        (
+            json.dumps([{**MINIMAL, "length": 10**30}]),
+            f"record 1: length = {10**30}: input should be less than or equal",
+        ),
+        (json.dumps([{**MINIMAL, "step": 10**30}]), f"record 1: step = {10**30}: input should be less than or equal"),
+        (json.dumps([{**MINIMAL, "seed": 2**64}]), f"record 1: seed = {2**64}: input should be less than or equal"),
+        (json.dumps([{**MINIMAL, "seconds": 1e308}]), "record 1: seconds = 1e+308: input should be less than or equal"),
+        (json.dumps([{**MINIMAL, "perplexity": 1e308}]), "perplexity must be at least 0.001 and at most 1e+305"),
+        (json.dumps([{**MINIMAL, "block_sums": [1.0], "block_tokens": [10**30]}]), "block_tokens"),
         (json.dumps([MINIMAL]).replace("5.5", "NaN"), "record 1: perplexity = nan"),
         (json.dumps([{**MINIMAL, "block_sums": [1.0, 2.0], "block_tokens": [9]}]), "block_tokens must be as many as"),
     ],

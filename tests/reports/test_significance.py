@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import Record
-from megatron.reports.significance import MethodComparison, apply_holm_correction, compare_methods
+from megatron.reports.significance import (
+    MethodComparison,
+    apply_holm_correction,
+    build_significance_table,
+    compare_methods,
+)
 from megatron.utils.errors import UserError
 
 from .conftest import record
@@ -93,6 +98,23 @@ def test_holm_is_over_the_whole_table() -> None:
     assert alibi.value_test.holm_p == pytest.approx(max(alibi.value_test.p, t5.value_test.holm_p))
 
 
+def test_verdicts_and_daggers_follow_the_corrected_test() -> None:
+    """A p of 0.03 is significant alone, and not among eight methods."""
+    worse = [5.0, 5.3, 5.2, 5.0, 5.3]
+    alone = one(runs("log", LOG) + runs("t5", worse))
+    assert alone.holm_p == alone.p < 0.05
+    assert (alone.verdict, str(alone)[-1]) == ("worse", "†")
+    others = [row for index in range(7) for row in runs(f"m{index}", [5.0, 5.1, 5.0, 4.9, 5.0 + index / 50])]
+    (layout,) = build_comparison_tables(runs("log", LOG) + runs("t5", worse) + others)
+    among = next(found for found in compare_methods(layout, "log") if found.method == "t5")
+    assert (among.p, among.verdict) == (alone.p, "not significant")
+    assert among.holm_p > 0.05
+    assert "†" not in str(among)
+    grid = build_significance_table(layout, "log")
+    assert "† significantly worse than log: Holm's p is below 5%." in grid.notes
+    assert not any("†" in cell for _, cells in grid.rows for cell in cells)
+
+
 def test_one_seed_is_compared_by_blocks() -> None:
     sums = {"log": [3.0, 9.0, 2.0, 5.5], "t5": [3.2, 9.9, 2.1, 6.0]}
     tokens = [2, 3, 1, 2]
@@ -105,18 +127,24 @@ def test_one_seed_is_compared_by_blocks() -> None:
     for chosen in itertools.product(range(4), repeat=4):
         drawn.append(sum(sums["t5"][b] - sums["log"][b] for b in chosen) / sum(tokens[b] for b in chosen))
     drawn.sort()
-    low, high = found.interval
+    low, high = found.text_interval
     # 256 equally likely resamples: the ends lie between neighbours of their 2.5% and 97.5%.
     assert math.exp(drawn[3]) - 1e-9 <= low <= math.exp(drawn[10]) + 1e-9
     assert math.exp(drawn[-11]) - 1e-9 <= high <= math.exp(drawn[-4]) + 1e-9
-    assert found.verdict == "worse"
+    # The interval leaves no change out, and is of two models: another seed may say otherwise.
+    assert low > 1
+    assert (found.verdict, math.isnan(found.holm_p)) == ("not tested", True)
+    assert "†" not in str(found)
+    grid = build_significance_table(build_comparison_tables(records)[0], "log")
+    assert any(note.startswith("Intervals: 95%, paired bootstrap over blocks of the text") for note in grid.notes)
+    assert "No significance is known: a test needs two seeds that both methods have." in grid.notes
     assert found.change == pytest.approx(math.exp((21.2 - 19.5) / 8))
 
 
 def test_without_pairs_nothing_is_claimed() -> None:
     (layout,) = build_comparison_tables([record("log", 64, 5.0), record("t5", 64, 6.0)])
     (found,) = compare_methods(layout, "log")
-    assert (found.interval, found.value_test, found.verdict) == (None, None, "not significant")
+    assert (found.text_interval, found.value_test, found.verdict) == (None, None, "not tested")
     (layout,) = build_comparison_tables([record("log", 64, 5.0, seed=1), record("t5", 64, 6.0, seed=2)])
     assert compare_methods(layout, "log") == []
     with pytest.raises(UserError, match=r"--against lag: no such method .* did you mean log"):

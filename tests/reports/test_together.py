@@ -158,7 +158,7 @@ def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
     for text in ("compared with cdape", "extrapolates (|r| &lt; 0.1)", "<title>All of it</title>", "What it says"):
         assert text in page
     assert "Extrapolation beyond 64 tokens" in printed
-    assert "p: paired two-sided t-test over 2 seeds, of logarithms" in printed
+    assert "p: paired two-sided t-test over 2 seeds, the larger of values and of logarithms" in printed
 
 
 def test_experiments_are_sections_with_their_papers_tables(story: list[Record], tmp_path: Path) -> None:
@@ -193,7 +193,25 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "no JSON", '{"title": "x", "against": null, "published": [{}], "differences": []}']
+    "text",
+    [
+        "{}",
+        "no JSON",
+        '{"title": "x", "against": null, "published": [{}], "differences": []}',
+        *(
+            '{"title": null, "against": null, "differences": [], "published": [{"source": "", "metric": "perplexity", '
+            f'"train_length": {train_length}, "lengths": [{length}], "rows": {{"a": [{values}]}}}}]}}'
+            for train_length, length, values in (
+                (0, 64, 5),
+                (64, 10**30, 5),
+                (64, 64, '"5"'),
+                (64, 64, 1e308),
+                (64, 64, "5, 6"),
+            )
+        ),
+        '{"title": null, "against": null, "published": [], "differences": [], '
+        '"leaderboard": {"baseline": "a", "ablations": [], "num_shown": "six"}}',
+    ],
 )
 def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)

@@ -108,8 +108,9 @@ Three papers are cited by name: KERPLE (Chi et al. 2022), Exploring Transformer 
 DAPE V2 (Process attention score as feature map for length extrapolation). Perplexities and times under "When" below
 are theirs, at their sizes and on their data. What this code measures at a small size, for every method that is here,
 is in [results/zoo.md](results/zoo.md): look there first if you mean to train a small model. There `cdape` on `fox` has
-the least perplexity at 32× the training length, and `cdape` on `kerple_log` the best mean rank over text, needles and
-tasks, because `fox` forgets needles. `kerple_power`, with one seed, stands before `kerple_log`, with three, which is
+the lowest mean perplexity at 32× the training length, which over three seeds is not significantly lower than that of
+`fox` or another method, and `cdape` on `kerple_log` the best mean rank over text, needles and tasks, because `fox`
+forgets needles. `kerple_power`, with one seed, stands before `kerple_log`, with three, which is
 the reverse of what KERPLE finds. It is one tiny model, trained for minutes.
 
 ## Compare some of them

@@ -1,0 +1,79 @@
+"""What methods cost: times and memory, over those of a baseline."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.reports.comparison_table import ComparisonTable
+
+MIN_SECONDS = 1e-9
+"""Times below it are not measured, and nothing is compared with them."""
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """What a method costs, over what the baseline costs; memory in GiB. None is not known."""
+
+    parameters: int | None
+    step: float | None
+    scoring: float | None
+    """Seconds of scoring at the largest length."""
+    train_memory: float | None
+    scoring_memory: float | None
+
+    @property
+    def has_times(self) -> bool:
+        return self.step is not None and self.scoring is not None
+
+
+def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
+    """The costs of the methods of a table of perplexities.
+
+    A model on CPUs is charged the seconds of its processors, which runs beside it hardly change; on a GPU, seconds.
+    """
+    last, prefix = table.x_values[-1], "cpu_" if has_cpu_times(table) else ""
+
+    def get_median(method: str, field: str, *, at_last: bool = False) -> float | None:
+        values = [
+            value
+            for record in table.records
+            if record.method == method and (not at_last or record.x_value == last)
+            and (value := getattr(record, field)) is not None
+        ]  # fmt: skip
+        return statistics.median(values) if values else None
+
+    def compare(method: str, field: str, *, at_last: bool = False) -> float | None:
+        value = get_median(method, field, at_last=at_last)
+        base = get_median(baseline, field, at_last=at_last)
+        return None if value is None or base is None or base < MIN_SECONDS else value / base
+
+    costs = {}
+    for method in table.methods:
+        parameters = get_median(method, "parameters")
+        costs[method] = MethodCost(
+            None if parameters is None else round(parameters),
+            compare(method, f"step_{prefix}seconds"),
+            compare(method, f"{prefix}seconds", at_last=True),
+            get_median(method, "train_memory_gib"),
+            get_median(method, "memory_gib", at_last=True),
+        )
+    return costs
+
+
+def has_cpu_times(table: ComparisonTable) -> bool:
+    """Do all its records tell the seconds of processors, of models that ran on nothing else?"""
+    records = [record for record in table.records if not record.is_trivial_baseline]
+    return all(
+        record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
+        for record in records
+    )
+
+
+def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None:
+    """The table of perplexities over lengths that has most methods."""
+    candidates = [
+        table
+        for table in tables
+        if table.metric.name == "perplexity" and table.axis.name == "length" and len(table.x_values) > 1
+    ]
+    return max(candidates, key=lambda table: len(table.methods), default=None)

@@ -1,0 +1,142 @@
+"""Which runs are seeds of one method, and the names of methods that several trainings share.
+
+A row of a table is the mean over the seeds of one method. Runs are seeds of one another if their records have equal
+training digests, took the same number of steps, and no two of them have the same seed. Wherever a name stands for more
+than that, each training gets a name of its own: the name with the folder of its runs. So no table averages two
+different models, however the runs were evaluated.
+
+Records without a digest, of earlier versions or of other programs, are judged by their steps and seeds alone.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import PurePath
+from typing import NamedTuple
+
+from megatron.reports.records import Record
+
+SEED_FOLDER = re.compile(r"seed_\d+")
+"""Last part of the folder of a sweep's run."""
+MAX_NAMED_FOLDERS = 2
+"""Folders that a name lists; of more it gives the number."""
+
+
+class _Model(NamedTuple):
+    """One trained model of a method."""
+
+    method: str
+    run: str | None
+    seed: int
+    step: int | None
+    training_digest: str | None
+
+    @classmethod
+    def of(cls, record: Record) -> "_Model":
+        return cls(record.method, record.run, record.seed, record.step, record.training_digest)
+
+    @property
+    def folder(self) -> str | None:
+        """Folder of the run, without the seed."""
+        return None if self.run is None else get_run_folder_without_seed(self.run)
+
+
+def get_table_key(record: Record) -> tuple[Hashable, ...]:
+    """Return a key that is equal for records of one table."""
+    length = None if record.place is None else record.length
+    return record.metric, record.axis, length, record.protocol, record.train_length, record.target_digest
+
+
+def get_run_folder_without_seed(run: str) -> str:
+    """Return the folder of a run, without the seed in which a sweep's runs differ."""
+    path = PurePath(run)
+    return str(path.parent if SEED_FOLDER.fullmatch(path.name) else path)
+
+
+def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
+    """Return the records with distinct names for distinct trainings: rotary [runs/a], rotary [runs/b]."""
+    rows: dict[str, dict[Hashable, set[_Model]]] = {}
+    for record in records:
+        rows.setdefault(record.method, {}).setdefault(get_table_key(record), set()).add(_Model.of(record))
+    labels: dict[_Model, str] = {}
+    for tables in rows.values():
+        if not all(map(_are_seeds_of_one_method, tables.values())):
+            labels |= _label_models(sorted(set().union(*tables.values()), key=repr))
+    return [
+        record.replace(method=f"{record.method} [{label}]") if (label := labels.get(_Model.of(record))) else record
+        for record in records
+    ]
+
+
+def list_unproven_methods(records: Iterable[Record]) -> list[str]:
+    """Return the methods of a table whose runs are taken for seeds of one another without a digest that says so.
+
+    Runs in one folder of a sweep, which differ in their seed_N, need none.
+    """
+    models: dict[str, set[_Model]] = {}
+    for record in records:
+        if record.run is not None:
+            models.setdefault(record.method, set()).add(_Model.of(record))
+    return [
+        method
+        for method, own in models.items()
+        if any(model.training_digest is None for model in own)
+        and len({model.seed for model in own}) > 1
+        and len({model.folder for model in own}) > 1
+    ]
+
+
+def _are_seeds_of_one_method(row: Iterable[_Model]) -> bool:
+    models = set(row)
+    digests = {model.training_digest for model in models} - {None}
+    return len({model.step for model in models}) <= 1 and len(digests) <= 1 and not _has_repeated_seeds(models)
+
+
+def _has_repeated_seeds(models: Iterable[_Model]) -> bool:
+    runs_by_seed: dict[int, set[str | None]] = {}
+    for model in models:
+        runs_by_seed.setdefault(model.seed, set()).add(model.run)
+    return any(len(runs) > 1 for runs in runs_by_seed.values())
+
+
+def _label_models(models: Sequence[_Model]) -> dict[_Model, str]:
+    """Return what distinguishes the trainings of one name, the same for seeds of one another."""
+    groups: list[list[_Model]] = []
+    for same_training in _group(models, lambda model: (model.step, model.training_digest)):
+        splits: tuple[Callable[[_Model], Hashable], ...] = (
+            lambda model: None, lambda model: model.folder, lambda model: model.run
+        )  # fmt: skip
+        candidates = [_group(same_training, split) for split in splits]
+        groups += next((found for found in candidates if not any(map(_has_repeated_seeds, found))), candidates[-1])
+    descriptions: tuple[Callable[[list[_Model]], str], ...] = (
+        lambda group: _join_folders(group),
+        lambda group: _describe_group(group),
+        lambda group: _describe_group(group, step=True),
+        lambda group: _describe_group(group, digest=True),
+        lambda group: _describe_group(group, step=True, digest=True),
+    )
+    for describe in descriptions:
+        labels = [describe(group) for group in groups]
+        if len(set(labels)) == len(labels):
+            break
+    return {model: label for group, label in zip(groups, labels, strict=True) for model in group}
+
+
+def _group(models: Iterable[_Model], key: Callable[[_Model], Hashable]) -> list[list[_Model]]:
+    groups: dict[Hashable, list[_Model]] = {}
+    for model in models:
+        groups.setdefault(key(model), []).append(model)
+    return list(groups.values())
+
+
+def _join_folders(group: Sequence[_Model]) -> str:
+    folders = sorted({model.folder for model in group if model.folder is not None})
+    left_out = len(folders) - MAX_NAMED_FOLDERS
+    return ", ".join(folders[:MAX_NAMED_FOLDERS]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def _describe_group(group: Sequence[_Model], *, step: bool = False, digest: bool = False) -> str:
+    first = group[0]
+    parts = sorted({model.run for model in group if model.run is not None})
+    parts += [f"step {first.step:,}"] if step and first.step is not None else []
+    parts += [f"training {first.training_digest}"] if digest and first.training_digest is not None else []
+    return ", ".join(parts)
