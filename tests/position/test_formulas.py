@@ -194,6 +194,22 @@ def test_biases(name: str) -> None:
     _close(encoding.table(arange_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
 
 
+RELEASED = {
+    "type1": lambda y: -np.log(1 + y**2),
+    "type2": lambda y: -(np.log(3 + y) ** 2),
+    "inverse": lambda y: -np.log(1 + y),
+    "inverse_nlogn": lambda y: -np.log((3 + y) * np.log(3 + y)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_series_as_their_authors_train_them(name: str) -> None:
+    """OpenNLPLab/fairseq-evo, transformer_rpe.py: rpe types 4, 11, 7 and 13 of ALiBi's slopes times the distance."""
+    slopes = np.array([2.0**-h for h in range(1, 9)])[:, None]
+    encoding = _build(name, heads=8, released=True)
+    _close(encoding.table(arange_distances(N)).bias, RELEASED[name](slopes * n), ulps=32)
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights(name: str) -> None:
     encoding = _build(name)
