@@ -99,11 +99,20 @@ METHOD_OPTION_ALIASES = (
     MethodOptionAlias("rotary_emb_base", (MethodOption("pos_emb", ("rotary",), "base"),)),
     MethodOptionAlias("rpe_num_buckets", (MethodOption("pos_emb", ("t5",), "num_buckets"),)),
     MethodOptionAlias("rpe_max_distance", (MethodOption("pos_emb", ("t5",), "max_distance"),)),
-    # DAPE's FIRE has a network of this width too, and a threshold of noise_seq_length / 2 where ours is half of
-    # seq_length times the multiplier.
+    # DAPE's FIRE has a network of this width too, a threshold of noise_seq_length / 2 where ours is half of seq_length
+    # times the multiplier, and parameters in each layer, which GPT-NeoX decays.
     MethodOptionAlias("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
     MethodOptionAlias(
-        "noise_seq_length", (MethodOption("pos_emb", ("fire",), "multiplier_start", divisor_key="seq_length"),)
+        "noise_seq_length",
+        (
+            MethodOption(
+                "pos_emb",
+                ("fire",),
+                "multiplier_start",
+                divisor_key="seq_length",
+                implied={"pos_emb_per_layer": True, "decay_positions": True},
+            ),
+        ),
     ),
     MethodOptionAlias("dapev2_kernel", (_KERNEL_SIZE,)),
     MethodOptionAlias("capev2_kernel", (_KERNEL_SIZE,)),
@@ -172,6 +181,9 @@ _FIRE_IN_DAPE = {"activation": "leaky_relu"}
 # GPT-NeoX multiplies the table by √d where the model is built and starts it from Xavier's normal distribution.
 _T5_OF_NEOX = {"root_scale": True, "xavier_init": True}
 
+# DAPE starts the projection of sinusoids as torch.nn.Linear does, and GPT-NeoX does not initialize modules again.
+_XL_OF_DAPE = {"linear_init": True}
+
 # DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
 POSITION_ALIASES: dict[str, PositionAlias] = {
     "rpe": PositionAlias("t5", None, None, _T5_OF_NEOX, decays=True),
@@ -195,8 +207,8 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
     "fire_c": PositionAlias("fire", "dape", True, _FIRE_IN_DAPE, decays=True),
     "fire_dapev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE, decays=True),
     "fire_capev2": PositionAlias("fire", "cdape", True, _FIRE_IN_DAPE, decays=True),
-    "xl_bias": PositionAlias("transformer_xl", None, True, decays=True),
-    "xl_bias_c": PositionAlias("transformer_xl", "dape", True, decays=True),
+    "xl_bias": PositionAlias("transformer_xl", None, True, _XL_OF_DAPE, decays=True),
+    "xl_bias_c": PositionAlias("transformer_xl", "dape", True, _XL_OF_DAPE, decays=True),
 }
 
 # Theirs profiles what follows on step profile_step_start, and takes snapshots of the memory at the same steps.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
@@ -133,11 +134,14 @@ class MethodOption(NamedTuple):
     option: str
     divisor_key: str | None = None
     """A key that the value is divided by."""
+    implied: Mapping[str, Any] = MappingProxyType({})
+    """Keys that are so in the code that has the key, set unless a file gives them."""
 
     def describe(self, code: str = "") -> str:
         """The option and its methods. code: what stands around a key's name."""
         scale = f" × {code}{self.divisor_key}{code}" if self.divisor_key else ""
-        return f"{code}{self.method_key}_options.{self.option}{code}{scale} of {' and '.join(self.methods)}"
+        implied = "".join(f", with {code}{key}: {format_value(value)}{code}" for key, value in self.implied.items())
+        return f"{code}{self.method_key}_options.{self.option}{code}{scale} of {' and '.join(self.methods)}{implied}"
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,10 @@ class MethodOptionAlias(DeferredRule):
         if is_newer:
             layers.values[path] = setting
             layers.notes.append(f"{setting.where}: {name} is {meaning} here")
+        for key, value in option.implied.items():
+            if (key,) not in layers.values:
+                layers.values[(key,)] = replace(setting, value=value)
+                layers.notes.append(f"{setting.where}: {name} means {key}: {format_value(value)} here")
 
     def describes_model(self) -> bool:
         return True

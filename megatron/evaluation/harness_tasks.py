@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from megatron.evaluation.harness import RequestCounts
 
 OPTIONS_UNUSED_BY_HARNESS = (
-    "data", "protocol", "windows", "targets", "stride", "measures", "depths", "effective_score",
+    "data", "protocol", "windows", "targets", "stride", "min_context", "measures", "depths", "effective_score",
     *LOSS_OPTIONS,
 )  # fmt: skip
 """Options that have no meaning for tasks."""

@@ -9,9 +9,11 @@ Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Model
 LongPPL is the perplexity of a model over the key tokens, with its long context. The key tokens are those of *one*
 reference model, so that all others are asked for the same: they are written to a file, and read by every evaluation
 after it. The paper's reference is Llama 3.1 8B, its short context the 4,096 to 5,119 tokens before a target
-(`trunc_len=4096`, `sliding_window=1024` of the published code, PKU-ML/LongPPL@1decd2a, which scores no target that has
-fewer); here the two contexts are the shortest and the largest length of the evaluation, whose targets are the same.
-Protocol `strided` with stride 1024 and lengths 5120 and more is theirs.
+(`trunc_len=4096`, `sliding_window=1024` of the published code, PKU-ML/LongPPL@1decd2a and longppl 0.3.0, which scores
+no target that has fewer), and its long context all of the text before the target. Here the two contexts are the
+shortest and the largest length of the evaluation, whose targets are the same. Protocol `overlapping` with
+`min_context` 4096, a short length of 5,119 and a long one of one token less than the text chooses the published
+function's tokens; in `last` and `strided` every target has nearly the whole long length before it.
 
 Files hold no text: positions in the stream, and digests by which another text, tokenizer or choice of windows is told.
 """
@@ -167,8 +169,8 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
         )
     if plan.protocol == "nonoverlapping" or len(plan.target_sets) > 1:
         raise UserError(
-            "measures: long_perplexity is over one set of targets with a long context each: protocol last, with one "
-            "number of targets, or strided"
+            "measures: long_perplexity is over one set of targets with a long context each: protocol overlapping, "
+            "strided, or last with one number of targets"
         )
     path = Path(options.key_tokens)
     if not options.find_key_tokens:

@@ -1,4 +1,4 @@
-"""Which tokens of a text are scored, with how much context: three protocols, as plain arithmetic on positions.
+"""Which tokens of a text are scored, with how much context: four protocols, as plain arithmetic on positions.
 
 A *window* of length L is L input tokens x[s … s+L−1]; the model predicts each one's successor, so its L targets are
 x[s+1 … s+L]. A protocol chooses the starts s and how many targets at the end of each window are scored. All keep one
@@ -16,6 +16,14 @@ differ in nothing but context.
     scored. The span is a multiple of every length. Targets early in a piece have little context, so a longer
     L helps by itself; a model that extrapolates shows a falling curve.
 
+`overlapping`
+    As `nonoverlapping`, without the targets that have little context: the first c − 1 targets of a window are not
+    scored, and the next window begins L − c + 1 tokens later, so that its first scored target follows the last one
+    of this window. A target has at least c tokens before it at every length, and everything from the start of its
+    window at most. These are the contexts of LongPPL (2410.23771): its short windows hold `trunc_len + sliding_window`
+    tokens with their last target, so L = trunc_len + sliding_window − 1 and c = trunc_len, and its long context is the
+    text from the start of the largest window. c = 1 is `nonoverlapping`.
+
 `strided`
     The last s targets of windows that begin s tokens after each other, so that a span of the stream is scored without
     a gap and each target has at least L − s tokens before it. s = 1 encodes a window anew for every token (the sliding
@@ -29,6 +37,10 @@ which is a length, has the same letters.
     L=2    ······[ab]  ······[cd]      [ab][cd][ef][gh]          ······[ab]  ········[cd]  ··········[ef]
     L=4    ····[··ab]  ····[··cd]      [abcd][efgh]              ····[··ab]  ······[··cd]  ········[··ef]
     L=8    [······ab]  [······cd]      [abcdefgh]                [······ab]  ··[······cd]  ····[······ef]
+
+           overlapping, c = 3: windows 1, 2, 3
+    L=4    [··ab]  ··[··cd]  ····[··ef]
+    L=8    [··abcdef]
 
 The stream is a split's documents in order, each with its end-of-document token: windows may cross documents, as
 training sequences do. No protocol depends on chance, so two runs are always scored on the same tokens.
@@ -116,7 +128,7 @@ def plan_from_options(options: EvaluationOptions, train_lengths: Sequence[int], 
     """The plan that options ask for.
 
     Args:
-        options: lengths, protocol, windows, targets and stride.
+        options: lengths, protocol, windows, targets, stride and min_context.
         train_lengths: training lengths of the models that are scored by it.
         stream_length: tokens in the stream.
 
@@ -124,12 +136,18 @@ def plan_from_options(options: EvaluationOptions, train_lengths: Sequence[int], 
         UserError: as `choose_lengths` and `build_scoring_plan`.
     """
     lengths = choose_lengths(options, train_lengths)
-    for name, protocol in (("targets", "last"), ("stride", "strided")):
+    for name, protocol in (("targets", "last"), ("stride", "strided"), ("min_context", "overlapping")):
         if getattr(options, name) is not None and options.protocol != protocol:
             raise UserError(f"{name} is for protocol {protocol}, and this is {options.protocol}; leave it out")
     targets = options.targets or [choose_default_targets(min(train_lengths), lengths)]
     return build_scoring_plan(
-        stream_length, lengths, options.protocol, targets=targets, windows=options.windows, stride=options.stride
+        stream_length,
+        lengths,
+        options.protocol,
+        targets=targets,
+        windows=options.windows,
+        stride=options.stride,
+        min_context=options.min_context,
     )
 
 
@@ -141,17 +159,19 @@ def build_scoring_plan(
     targets: Sequence[int] = (),
     windows: int | None = None,
     stride: int | None = None,
+    min_context: int | None = None,
 ) -> ScoringPlan:
     """Choose the windows of every length.
 
     Args:
         stream_length: tokens in the stream.
         lengths: window lengths, in tokens; sorted and freed of repetitions here.
-        protocol: `last`, `nonoverlapping` or `strided`.
+        protocol: `last`, `nonoverlapping`, `overlapping` or `strided`.
         targets: of `last`: tokens scored at the end of each window, one number or several.
         windows: windows per length (in `last` 64, or as many as fit, if None; in `strided` all that fit); in
-            `nonoverlapping` the windows of the largest length (all that fit if None).
+            `nonoverlapping` and `overlapping` the windows of the largest length (all that fit if None).
         stride: of `strided`: tokens scored at the end of each window, and from one window to the next.
+        min_context: of `overlapping`: tokens before each scored target, at least.
 
     Raises:
         UserError: a protocol or length that is none, a length shorter than the targets, a stream too short.
@@ -175,7 +195,14 @@ def build_scoring_plan(
         return _plan_last(stream_length, lengths, tuple(sorted(set(targets))), windows)
     if protocol == "strided":
         return _plan_strided(stream_length, lengths, stride, windows)
-    return _plan_nonoverlapping(stream_length, lengths, windows)
+    if protocol == "overlapping":
+        if min_context is None or min_context < 1:
+            raise UserError("min_context: protocol overlapping needs it, tokens before each scored token, at least 1")
+        if lengths[0] < min_context:
+            raise UserError(
+                f"lengths: {lengths[0]} is shorter than min_context, {min_context}; no token would be scored"
+            )
+    return _plan_span(stream_length, lengths, protocol, min_context or 1, windows)
 
 
 def _plan_last(
@@ -237,14 +264,24 @@ def _check_windows(
         )
 
 
-def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: int | None) -> ScoringPlan:
-    block = math.lcm(*lengths)
-    max_blocks = (stream_length - 1) // block
-    per_block = block // lengths[-1]
+def _plan_span(
+    stream_length: int, lengths: tuple[int, ...], protocol: str, min_context: int, windows: int | None
+) -> ScoringPlan:
+    """Cover one span of the stream by windows of each length, whose targets with at least `min_context` tokens before
+    them are scored; each window begins where its first such target follows the last one of the window before."""
+    num_scored = {length: length - min_context + 1 for length in lengths}
+    block, longest = math.lcm(*num_scored.values()), num_scored[lengths[-1]]
+    max_blocks = (stream_length - min_context) // block
+    per_block = block // longest
     if max_blocks == 0:
+        divisors = (
+            "lengths that divide each other"
+            if min_context == 1
+            else f"lengths that divide each other once {min_context - 1:,} is subtracted from each"
+        )
         raise UserError(
-            f"the text to score has {stream_length:,} tokens; nonoverlapping windows of {', '.join(map(str, lengths))} "
-            f"share the same targets only over multiples of {block:,}; use lengths that divide each other, or more text"
+            f"the text to score has {stream_length:,} tokens; {protocol} windows of {', '.join(map(str, lengths))} "
+            f"share the same targets only over multiples of {block:,}; use {divisors}, or more text"
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
@@ -257,7 +294,5 @@ def _plan_nonoverlapping(stream_length: int, lengths: tuple[int, ...], windows: 
             f"({block:,} tokens, the smallest common multiple)"
         )
     blocks = max_blocks if windows is None else windows // per_block
-    starts = {length: np.arange(0, blocks * block, length, dtype=np.int64) for length in lengths}
-    return ScoringPlan(
-        "nonoverlapping", starts, (TargetSet(lengths, blocks, block, {length: length for length in lengths}),)
-    )
+    starts = {length: np.arange(0, blocks * block, step, dtype=np.int64) for length, step in num_scored.items()}
+    return ScoringPlan(protocol, starts, (TargetSet(lengths, blocks, block, num_scored),))

@@ -164,7 +164,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
     Raises:
         UserError: an option that says which text is scored, or lengths that are too short.
     """
-    unused = ("data", "stride", "measures", "attention_mask", *LOSS_OPTIONS)
+    unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
     refuse_choices_of_text(options, unused, f"protocol {options.protocol} makes its own")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)

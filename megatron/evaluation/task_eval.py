@@ -58,7 +58,16 @@ MAX_FITTING_TOKENS = 1 << 26
 
 TASK_SEED = 20_230_609
 
-OPTIONS_UNUSED_BY_TASKS = ("data", "protocol", "targets", "stride", "measures", "attention_mask", *LOSS_OPTIONS)
+OPTIONS_UNUSED_BY_TASKS = (
+    "data",
+    "protocol",
+    "targets",
+    "stride",
+    "min_context",
+    "measures",
+    "attention_mask",
+    *LOSS_OPTIONS,
+)
 """Options that have no meaning for a task."""
 
 

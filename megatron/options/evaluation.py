@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
-Protocol = Literal["last", "nonoverlapping", "strided", "repeated", "passkey"]
+Protocol = Literal["last", "nonoverlapping", "overlapping", "strided", "repeated", "passkey"]
 PROBE_PROTOCOLS = ("repeated", "passkey")
 """Protocols that make up what they score."""
 
@@ -125,7 +125,8 @@ class EvaluationOptions(LengthOptions):
     protocol: Protocol = config_field(
         "last",
         "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way), "
-        "strided (the last of windows that follow each other); or a probe: repeated (random tokens, copied) or passkey",
+        "overlapping (all that have min_context tokens before them, LongPPL's way), strided (the last of windows that "
+        "follow each other); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = config_field(
         None, "windows per length; if absent 64 (last, probes), 512 (learned tasks) or all (the others)", ge=1
@@ -150,6 +151,9 @@ class EvaluationOptions(LengthOptions):
         le=1,
     )
     stride: int | None = config_field(None, "tokens from one window of strided to the next, all of them scored", ge=1)
+    min_context: int | None = config_field(
+        None, "tokens before each scored token of overlapping, at least; its windows overlap by as many", ge=1
+    )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
         "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "

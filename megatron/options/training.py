@@ -92,8 +92,8 @@ class OptimizerOptions(ConfigSection):
     )
     decay_positions: bool = config_field(
         False,
-        "decay encodings and temperatures too, except biases of their linear layers, as GPT-NeoX does; KERPLE and DAPE "
-        "were trained so",
+        "decay encodings and temperatures too, except biases of their linear layers, as GPT-NeoX does; DAPE was "
+        "trained so, KERPLE without any decay",
         policy="numerics",
     )
     gradient_clipping: float = config_field(

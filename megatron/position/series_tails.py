@@ -102,15 +102,17 @@ def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
     return SeriesTail(True, f"b = exp(−{rate:.4g}·{power}) falls faster than any power of n", log_integral, start)
 
 
-def squared_log_tail() -> SeriesTail:
-    """b = exp(−ln²(1 + t))."""
+def squared_log_tail(rate: float = 1.0, offset: float = 1.0) -> SeriesTail:
+    """b = exp(−ln²(offset + rate·t)) with an offset of at least 1."""
 
     def log_integral(x: float) -> float:
-        z = math.log1p(x) - 0.5
+        z = math.log(offset + rate * x) - 0.5
         scaled = torch.special.erfcx(torch.tensor(z, dtype=torch.float64))
-        return 0.25 + 0.5 * math.log(math.pi) - math.log(2) + math.log(scaled) - z * z
+        return 0.25 + 0.5 * math.log(math.pi) - math.log(2) + math.log(scaled) - z * z - math.log(rate)
 
-    return SeriesTail(True, "b = exp(−ln²(n + 1)) falls faster than any power of n", log_integral, math.exp(0.5) - 1)
+    b = "exp(−ln²(n + 1))" if (rate, offset) == (1, 1) else f"exp(−ln²({offset:g} + {rate:.4g}·n))"
+    start = max(0.0, (math.exp(0.5) - offset) / rate)
+    return SeriesTail(True, f"b = {b} falls faster than any power of n", log_integral, start)
 
 
 def _root(value: float, exponent: float) -> float:

@@ -58,7 +58,8 @@ class Record(BaseModel):
     train_length: int = Field(ge=1, le=MAX_COUNT, description="tokens per training sequence")
     length: int = Field(ge=1, le=MAX_COUNT, description="tokens the model is given at once, the scored ones included")
     protocol: str = Field(
-        min_length=1, description="how tokens were chosen and scored: last, nonoverlapping, strided, a probe, a task"
+        min_length=1,
+        description="how tokens were chosen and scored: last, nonoverlapping, overlapping, strided, a probe, a task",
     )
     metric: str = Field(description="what was measured; in files this is the name that the value stands under")
     value: float = Field(description="the measured value")
@@ -168,8 +169,8 @@ class Record(BaseModel):
 
     @property
     def targets_per_window(self) -> int | None:
-        """Tokens scored in each window, where that is a choice and not the window's length."""
-        return None if self.protocol == "nonoverlapping" else self.targets
+        """Tokens scored in each window, where that is a choice that does not follow from the window's length."""
+        return None if self.protocol in ("nonoverlapping", "overlapping") else self.targets
 
     @property
     def is_trivial_baseline(self) -> bool:

@@ -64,6 +64,11 @@ _PROTOCOL_DESCRIPTIONS = {
         "multiple of every length, so every length predicts the same $tokens tokens; early ones in a window have "
         "little context."
     ),
+    "overlapping": (
+        "One span of the text is cut into windows that overlap, and every token with at least $min_context tokens of "
+        "its window before it is scored. The span is a multiple of what every length scores, so every length predicts "
+        "the same $tokens tokens."
+    ),
     "depths": (
         "At each depth of each length all methods are asked the same ${windows}sequences of the task, whose answer "
         "stands at that depth. Intervals are percentile bootstraps over sequences; those of a length are of its mean "
@@ -384,6 +389,7 @@ def _describe_protocol(protocol: str, tables: Sequence[ComparisonTable]) -> str:
     facts = {
         "targets": _join_counts([record.targets for record in firsts]) or "few",
         "windows": windows and f"{windows} ",
+        "min_context": _join_counts([record.length - record.targets + 1 for record in firsts if record.targets]),
         # At a place inside windows fewer are scored than at a length.
         "tokens": _join_counts([record.tokens for record in firsts if record.place is None]),
     }

@@ -123,7 +123,9 @@ def test_dape_125m(read, name):
     loaded = read(values)
     position = loaded.config.position
     assert (position.pos_emb, position.score_processor) == (encoding, processor or "none")
-    assert position.pos_emb_per_layer == bool(per_layer)
+    # A file of DAPE's FIRE is told from one of ours by noise_seq_length alone.
+    assert position.pos_emb_per_layer == (bool(per_layer) or encoding == "fire")
+    assert loaded.config.optimizer.decay_positions == (alias.decays or encoding == "fire")
     width = {"width": 32} if processor else {}
     kernel = {"kernel_size": 3} if "capev2_kernel" in values else {}
     if encoding == "fire":  # its network has the processor's width, and its threshold comes from noise_seq_length
@@ -132,6 +134,13 @@ def test_dape_125m(read, name):
     assert position.score_processor_options == {**width, **kernel}
     if not processor and encoding != "fire":
         assert any("mlp_width has no effect: score_processor is none" in note for note in loaded.notes)
+
+
+def test_a_key_of_dapes_fire_implies_layers_of_its_own_unless_a_file_says_otherwise(read) -> None:
+    own = read(stock.DAPE["125M_fire"], {"pos_emb_per_layer": False}).config
+    assert (own.position.pos_emb_per_layer, own.optimizer.decay_positions) == (False, True)
+    kerple = read({**stock.DAPE["125M_fire"], "pos-emb": "kerple_log"}).config
+    assert (kerple.position.pos_emb_per_layer, kerple.optimizer.decay_positions) == (False, False)
 
 
 def test_options_of_methods_reach_the_method_chosen_in_the_end(read):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.position.registry import list_encodings, list_processors
 from tools.export.cases import (
+    ExportCase,
     list_architecture_cases,
     list_method_cases,
     list_position_cases,
@@ -15,7 +16,15 @@ from tools.export.cases import (
 from tools.export.compare import measure_differences, select_beyond_rounding
 
 EVERY_METHOD = list(list_method_cases())
-CHOSEN = [case for number, case in enumerate(EVERY_METHOD) if number % 2 == number // 2 % 2]
+_NAMES = [*list_encodings(), "none", *list_processors()]
+
+
+def _is_chosen(case: ExportCase) -> bool:
+    position = case.config().position
+    return (_NAMES.index(position.pos_emb) + _NAMES[::-1].index(position.score_processor)) % 2 == 0
+
+
+CHOSEN = [case for case in EVERY_METHOD if _is_chosen(case)]
 """Every second pair of an encoding and a processor (or none); `tools/export/compare.py` takes all."""
 
 

@@ -20,6 +20,7 @@ from megatron.reports.bootstrap import draw_bootstrap_curves, draw_bootstrap_mea
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
+from megatron.reports.report import ReportSection, describe_measurements
 from megatron.utils.errors import RunError, UserError
 
 from .conftest import BYTES, TRAIN_LENGTH, RunningMean, loaded, scored
@@ -89,6 +90,56 @@ def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
     masked = long_perplexity(other, read, eod_mask_loss=True)
     after_eod = sum(STREAM[key - 1] == BYTES.eod for key in keys)
     assert masked[0].tokens == len(keys) - after_eod
+
+
+def find_published_key_tokens(
+    model: RunningMean, text: np.ndarray, trunc_len: int, sliding_window: int, alpha: float, beta: float
+) -> list[int]:
+    """Choose key tokens of one text as the function of longppl 0.3.0 does: short windows begin at 0, S, 2S …, hold
+    trunc_len + S tokens and score the last S; the long context is all of the text before a token."""
+    keys = []
+    for start in range(0, len(text) - trunc_len, sliding_window):
+        for token in range(start + trunc_len, min(start + trunc_len + sliding_window, len(text))):
+            short = one_loss(model, text[start:token], int(text[token]))
+            full = one_loss(model, text[:token], int(text[token]))
+            if short - full > alpha and full < -beta:
+                keys.append(token)
+    return keys
+
+
+def test_overlapping_windows_choose_the_key_tokens_of_the_published_function(tmp_path: Path) -> None:
+    """Of texts of 19 tokens that lie one behind the other, each with the end of the one before as its first context."""
+    reference, trunc_len, sliding_window, num_short = RunningMean().eval(), 4, 3, 5
+    short_length, num_scored = trunc_len + sliding_window - 1, sliding_window * num_short
+    long_length = trunc_len + num_scored - 1
+    path, alpha, beta = tmp_path / "keys.json", 0.01, -3.1
+    options = Options(
+        lengths=[short_length, long_length], protocol="overlapping", min_context=trunc_len, windows=6,
+        measures=["long_perplexity"], key_tokens=str(path), find_key_tokens=True, key_alpha=alpha, key_beta=beta,
+    )  # fmt: skip
+    records = long_perplexity(reference, options)
+    expected, losses = [], []
+    for begin in range(0, 6 * num_scored, num_scored):
+        text = STREAM[begin : begin + long_length + 1]
+        keys = find_published_key_tokens(reference, text, trunc_len, sliding_window, alpha, beta)
+        expected += [begin + key for key in keys]
+        losses += [one_loss(reference, text[:key], int(text[key])) for key in keys]
+    content = json.loads(path.read_text())
+    assert 5 <= len(expected) < content["num_targets"] - 5, "the case says something"
+    assert content["positions"] == expected
+    assert content["num_targets"] == 6 * num_scored
+    assert records[-1].nll == pytest.approx(sum(losses) / len(losses), abs=ROUNDING)
+    assert (records[-1].length, records[-1].targets_per_window) == (long_length, None)
+    alone = Options(
+        lengths=[long_length], protocol="overlapping", min_context=trunc_len, windows=6,
+        measures=["long_perplexity"], key_tokens=str(path),
+    )  # fmt: skip
+    assert long_perplexity(reference, alone)[0].nll == records[-1].nll
+    assert f"at least {trunc_len} tokens of its window" in _describe_protocol(records)
+
+
+def _describe_protocol(records: list[Record]) -> str:
+    return describe_measurements([ReportSection(None, records)])[0]
 
 
 def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, running_mean: RunningMean) -> None:

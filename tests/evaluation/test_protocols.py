@@ -87,6 +87,26 @@ def test_nonoverlapping(lengths: list[int], stream: int) -> None:
         assert plan.target_positions(plan.target_sets[0], length).ravel().tolist() == list(range(1, scored + 1))
 
 
+@given(lengths=lengths, more=st.integers(0, 300), min_context=st.integers(1, 12))
+def test_overlapping(lengths: list[int], more: int, min_context: int) -> None:
+    assume(min_context <= min(lengths))
+    steps = {length: length - min_context + 1 for length in lengths}
+    block = math.lcm(*steps.values())
+    stream = block + min_context + more
+    plan = build_scoring_plan(stream, lengths, "overlapping", min_context=min_context)
+    (cut,) = plan.target_sets
+    scored = (stream - min_context) // block * block
+    assert cut.blocks * cut.targets == scored
+    for length in plan.lengths:
+        # Position p has p − start tokens of its window before it: at least min_context, and no target is left out.
+        assert plan.target_positions(cut, length).ravel().tolist() == list(range(min_context, min_context + scored))
+        assert plan.starts[length].tolist() == list(range(0, scored, steps[length]))
+        assert (plan.starts[length] + length).max() <= stream - 1
+    if min_context == 1:
+        plain = build_scoring_plan(stream, lengths, "nonoverlapping")
+        assert all(np.array_equal(plain.starts[length], plan.starts[length]) for length in plan.lengths)
+
+
 def test_windows_spread_over_the_whole_stream() -> None:
     plan = build_scoring_plan(1001, [10, 100], "last", targets=[10], windows=4)
     assert (plan.starts[100] + 100).tolist() == [100, 400, 700, 1000]
@@ -113,6 +133,15 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
         ({"stream_length": 999, "lengths": [64], "protocol": "nonoverlapping", "windows": 16}, "enough for 15 windows"),
         ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "groups of 2"),
         ({"stream_length": 999, "lengths": [64, 128], "targets": [64, 256]}, "128 is shorter than the 256 targets"),
+        (
+            {"stream_length": 99, "lengths": [6, 8], "protocol": "overlapping"},
+            "min_context: protocol overlapping needs",
+        ),
+        (
+            {"stream_length": 99, "lengths": [6], "protocol": "overlapping", "min_context": 7},
+            "6 is shorter than min_co",
+        ),
+        ({"stream_length": 14, "lengths": [6, 8], "protocol": "overlapping", "min_context": 3}, "once 2 is subtracted"),
         ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride: protocol strided needs it"),
         ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 65}, "shorter than the stride of 65"),
         (

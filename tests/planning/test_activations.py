@@ -34,6 +34,7 @@ WITH_MAPS = {
     "talking heads": {"pos_emb": "rotary", "score_processor": "talking_heads"},
     "mta": {"pos_emb": "kerple_log", "score_processor": "mta"},
     "selective": {"pos_emb": "rotary", "score_processor": "selective"},
+    "ssmax_logits": {"pos_emb": "rotary", "score_processor": "ssmax_logits"},
 }
 """Processors that make other maps than hidden values of convolutions."""
 

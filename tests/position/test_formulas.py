@@ -194,6 +194,22 @@ def test_biases(name: str) -> None:
     _close(encoding.table(arange_distances(N)).bias, formula(*_values(encoding, *names)), ulps=32)
 
 
+RELEASED = {
+    "type1": lambda y: -np.log(1 + y**2),
+    "type2": lambda y: -(np.log(3 + y) ** 2),
+    "inverse": lambda y: -np.log(1 + y),
+    "inverse_nlogn": lambda y: -np.log((3 + y) * np.log(3 + y)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_series_as_their_authors_train_them(name: str) -> None:
+    """OpenNLPLab/fairseq-evo, transformer_rpe.py: rpe types 4, 11, 7 and 13 of ALiBi's slopes times the distance."""
+    slopes = np.array([2.0**-h for h in range(1, 9)])[:, None]
+    encoding = _build(name, heads=8, released=True)
+    _close(encoding.table(arange_distances(N)).bias, RELEASED[name](slopes * n), ulps=32)
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights(name: str) -> None:
     encoding = _build(name)
@@ -219,11 +235,18 @@ def test_start_values_fill_their_interval(name: str, parameter: str, low: float,
     assert abs(values.mean() - (low if low == high else high / 2)) < high * 0.03
 
 
-def test_sandwich() -> None:
-    """k_h (Σ_{j=1}^{64} cos(n/10000^(2j/128)) − 64), k_h = H/(8h)"""
-    bias = _build("sandwich").table(arange_distances(N)).bias
-    total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1, 65)) - 64
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_sandwich(from_zero: bool) -> None:
+    """k_h (Σ_j cos(n/10000^(2j/128)) − 64), k_h = H/(8h): j from 1, or from 0 as in the products of sinusoids."""
+    bias = _build("sandwich", from_zero=from_zero).table(arange_distances(N)).bias
+    total = sum(np.cos(n / 10000.0 ** (2 * j / 128)) for j in range(1 - from_zero, 65 - from_zero)) - 64
     _close(bias, np.stack([5 / (8 * h) * total for h in range(1, 6)]))
+    if from_zero:  # its paper's appendix: products of sinusoidal vectors over 8h/H, less their value at distance 0
+        angles = np.arange(12)[:, None] / 10000.0 ** (2 * np.arange(64) / 128)
+        vectors = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
+        products = vectors[11] @ vectors[::-1].T
+        exact = np.stack([(products - products[0]) / (8 * h / 5) for h in range(1, 6)])
+        np.testing.assert_allclose(bias[:, :12].numpy(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("activation", "slope"), [("relu", 0.0), ("leaky_relu", 0.01)])
@@ -305,6 +328,20 @@ def test_cope_starts_without_effect() -> None:
         .max()
         == 0
     )
+
+
+def test_transformer_xl_starts_as_the_published_modules() -> None:
+    """W_R from N(0, 0.02²) as in its own code, or from torch.nn.Linear's interval ±1/√D as in DAPE's module."""
+    dims = AttentionDims(4, 64, 256, 16, 16)
+    own, linear = (
+        registry.build_encoding("transformer_xl", dims, options).project.weight
+        for options in ({}, {"linear_init": True})
+    )
+    assert float(own.std()) == pytest.approx(0.02, rel=0.02)
+    assert 0.999 / 16 < float(linear.abs().max()) <= 1 / 16
+    assert float(linear.std()) == pytest.approx(1 / 16 / math.sqrt(3), rel=0.02)
+    u = registry.build_encoding("transformer_xl", dims, {"linear_init": True}).u.value
+    assert float(u.std()) == pytest.approx(0.02, rel=0.2)
 
 
 def test_transformer_xl_against_a_loop() -> None:

@@ -37,27 +37,44 @@ def softmax(logits: Tensor) -> Tensor:
     return logits.masked_fill(~CAUSAL, -math.inf).softmax(-1)
 
 
-def test_talking_heads() -> None:
+@pytest.mark.parametrize("absolute", [False, True])
+def test_talking_heads(absolute: bool) -> None:
     """2003.02436, section 3: J = einsum(logits, P_l), U = einsum(softmax(J), P_w)."""
-    processor = build("talking_heads")
+    processor = build("talking_heads", absolute=absolute)
     ours, logits, v = attend(processor)
-    before, after = (each.weight[0] + torch.eye(SHAPE.num_heads) for each in (processor.logits, processor.weights))
+    identity = 0 if absolute else torch.eye(SHAPE.num_heads)
+    before, after = (each.weight[0] + identity for each in (processor.logits, processor.weights))
     weights = softmax(torch.einsum("bhij,gh->bgij", logits, before))
     torch.testing.assert_close(ours, torch.einsum("bhij,gh->bgij", weights, after) @ v)
 
 
-@pytest.mark.parametrize("has_second", [False, True])
-def test_multi_token_attention(has_second: bool) -> None:
+def test_ssmax_of_all_logits() -> None:
+    """BAM's released pair: (q·k/√d + prior)·s·log n, entry by entry."""
+    processor = build("ssmax_logits")
+    ours, logits, v = attend(processor)
+    counts = torch.arange(1, LENGTH + 1, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(ours, softmax(logits * processor.s.value.detach()[:, None, None] * counts.log()) @ v)
+    fixed = registry.build_processor("ssmax_logits", SHAPE, {"s": 0.5, "learned": False}, has_bias=True)
+    assert not list(fixed.parameters())
+    ours, logits, v = attend(fixed)
+    torch.testing.assert_close(ours, softmax(logits * 0.5 * counts.log()) @ v)
+    with pytest.raises(OptionError, match="s of ssmax_logits is 0"):
+        registry.build_processor("ssmax_logits", SHAPE, {"s": 0.0}, has_bias=True)
+
+
+@pytest.mark.parametrize(("has_second", "absolute"), [(False, False), (True, False), (True, True)])
+def test_multi_token_attention(has_second: bool, absolute: bool) -> None:
     """2504.00927, equations 3 and 4 entry by entry: what is not visible is zero before each convolution."""
     sizes = {"weights_query_kernel_size": 2, "weights_key_kernel_size": 3} if has_second else {}
     options = {"query_kernel_size": 3, "key_kernel_size": 5, "head_kernel_size": 1 if has_second else 3}
-    processor = build("mta", **options, **sizes, mixes_scores=has_second, gate=has_second)
+    processor = build("mta", **options, **sizes, mixes_scores=has_second, gate=has_second, absolute=absolute)
+    added = 0 if absolute else 1
     ours, logits, v = attend(processor)
 
     def convolve(maps: Tensor, kernel: Tensor) -> Tensor:
         rows, columns = kernel.shape[1:]
         kernel = kernel.clone()
-        kernel[:, -1, columns // 2] += 1
+        kernel[:, -1, columns // 2] += added
         result, maps = torch.zeros_like(maps), maps.masked_fill(~CAUSAL, 0)
         for i in range(LENGTH):
             for j in range(i + 1):
@@ -68,7 +85,7 @@ def test_multi_token_attention(has_second: bool) -> None:
         return result
 
     def mix(maps: Tensor, weight: Tensor) -> Tensor:
-        matrix = torch.block_diag(*weight) + torch.eye(SHAPE.num_heads)
+        matrix = torch.block_diag(*weight) + added * torch.eye(SHAPE.num_heads)
         return torch.einsum("bhij,gh->bgij", maps, matrix)
 
     maps = convolve(logits, processor.scores.weight)
@@ -94,7 +111,12 @@ def test_selective_attention() -> None:
 
 
 def test_what_starts_without_effect_says_so() -> None:
-    for name, options in (("talking_heads", {}), ("mta", {"group_norm": False})):
+    for name, options in (
+        ("talking_heads", {}),
+        ("talking_heads", {"absolute": True}),
+        ("mta", {"group_norm": False}),
+        ("mta", {"group_norm": False, "absolute": True, "mixes_scores": True}),
+    ):
         fresh = registry.build_processor(name, SHAPE, options, has_bias=True)
         assert not fresh.has_effect()
         ours, logits, v = attend(fresh.double())

@@ -1,6 +1,7 @@
 """Rotations that treat queries and keys differently, against float64 formulas of the scores, pair by pair of tokens."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -170,5 +171,25 @@ def test_fope_is_a_fourier_series_of_the_frequencies_that_turn() -> None:
     plain = registry.build_encoding("fope", dims, {"gain": 0.0})
     hope = registry.build_encoding("rotary", dims, {"scaling": "hope"})
     torch.testing.assert_close(_scores(plain, q, k), _scores(hope, q, k), rtol=0, atol=1e-13)
+    options = {"original_length": 4000, "gain": 0.5, "released": True}
+    released = [registry.build_encoding("fope", replace(dims, layer=layer), options) for layer in (0, 1)]
+    turned, kept = D // 4, int((theta >= 2 * math.pi / 4000).sum())
+    assert kept > turned, "the case says something"
+    by_cos, by_sin = (each.double().numpy() for each in released[1].coefficients())
+    assert by_cos.shape == (HEADS, kept, turned)
+    assert not np.array_equal(by_cos, released[0].coefficients()[0].numpy()), "layers draw their own"
+
+    def turn_released(x, place, h):
+        cos, sin = np.ones(half), np.ones(half)  # the other pairs are multiplied by [1, −1; 1, 1]
+        cos[:turned] = np.cos(place * theta[:kept]) @ by_cos[h]
+        sin[:turned] = np.sin(place * theta[:kept]) @ by_sin[h]
+        return np.concatenate([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
+
+    exact = _exact_scores(lambda a, b, i, j, h: turn_released(a, i, h) @ turn_released(b, j, h), q, k)
+    _assert_close(_scores(released[1], q, k), exact, atol=1e-12)
+    silent = registry.build_encoding("fope", dims, {**options, "gain": 0.0}).coefficients()[0][0]
+    step = -(-kept // turned)  # a pair's own frequency is the step-th after the last one's
+    own = [(pair * step, pair) for pair in range(turned) if pair * step < kept]
+    assert silent.nonzero().tolist() == [list(each) for each in own]
     with pytest.raises(ValueError, match="original_length of fope is 6; no pair would turn"):
         registry.build_encoding("fope", dims, {"original_length": 6})

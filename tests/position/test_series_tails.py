@@ -14,6 +14,7 @@ from megatron.position.facts import AttentionDims
 HEADS = SHAPE.num_heads
 CONVERGING = {"alibi", "bam", "kerple_power", "kerple_bias_weight", "type1", "type2"}
 BY_PARAMETERS = {"kerple_log", "kerple_log3"}
+TYPES = ("type1", "type2")
 BY_INPUT = {name for name in registry.list_encodings() if registry.load_encoding_class(name).overrides_hook("gate")}
 """The others diverge."""
 
@@ -30,11 +31,14 @@ def test_every_encoding_declares_the_end_of_each_head(name: str) -> None:
         assert {tail.converges for tail in found} == {None if name in BY_INPUT else name in CONVERGING}
 
 
-@pytest.mark.parametrize("name", sorted(CONVERGING | BY_PARAMETERS))
-def test_a_declared_form_is_that_of_the_table(name: str) -> None:
+FORMS = [*((name, {}) for name in sorted(CONVERGING | BY_PARAMETERS)), *((t, {"released": True}) for t in TYPES)]
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_a_declared_form_is_that_of_the_table(name: str, options: dict[str, bool]) -> None:
     """The bias itself is minus the derivative of the integral that the form declares."""
     shape = AttentionDims(num_heads=8, head_dim=8, hidden_size=64, train_length=16, max_length=16)
-    encoding = registry.build_encoding(name, shape).double()
+    encoding = registry.build_encoding(name, shape, options).double()
     with torch.no_grad():
         for place, parameter in enumerate(encoding.parameters()):
             parameter.copy_(torch.linspace((1.2, 0.3, 1.4, 0.5)[place], (2.5, 0.9, 1.9, 1.5)[place], 8))

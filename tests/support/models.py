@@ -44,9 +44,10 @@ def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GP
 
 
 def disturb(processor: Processor) -> Processor:
-    """Its parameters, those drawn at random that are one number where it starts: identities, which hide mistakes."""
+    """Its parameters, those drawn at random that start as one number or as zeros and ones: identities hide mistakes."""
     for parameter in processor.parameters():
-        if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
+        is_constant, is_binary = (parameter == parameter.flatten()[0]).all(), (parameter * (1 - parameter) == 0).all()
+        if parameter.numel() > 1 and bool(is_constant | is_binary):
             torch.nn.init.normal_(parameter, std=0.3)
     return processor
 

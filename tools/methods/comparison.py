@@ -132,7 +132,11 @@ def share_weights(ours: GPT, theirs: nn.Module, kind: str, *, adjacent_pairs: bo
         layer.input_layernorm.weight.copy_(first_norm)
         layer.pre_mlp_layernorm.weight.copy_(second_norm)
         scale = weights.get(f"{prefix.format(index)}attention.seq_scale")
-        for parameter in () if scale is None else attention.core_attention.temperature.parameters():
+        for parameter in (
+            ()
+            if scale is None
+            else (attention.core_attention.temperature or attention.core_attention.processor).parameters()
+        ):
             parameter.copy_(scale.flatten())
     embedding, norm, head = (weights[f"{name}.weight"] for name in ends.split())
     ours.embedding.word_embeddings.weight.copy_(embedding)

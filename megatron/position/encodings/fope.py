@@ -10,6 +10,9 @@ from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import rotary_frequencies, rotate_halves
 from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 
+_SEED_STEP = 1_000_003
+"""Between the seeds of neighboring layers."""
+
 
 class Fope(Encoding):
     formula = (
@@ -18,8 +21,9 @@ class Fope(Encoding):
     )
     source = (
         "Fourier Position Embedding: Hua et al. 2024 (2412.17739, ICML 2025); a, b = 1 for a pair's own ω and 0 else, "
-        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. That code "
-        "multiplies the pairs of smaller ω by [1, −1; 1, 1]; as the paper has it, ω = 0 turns nothing"
+        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. "
+        "With released: as that code has it, at most d/4 pairs turn, the others are multiplied by [1, −1; 1, 1], where "
+        "ω = 0 of the paper turns nothing, and every layer draws its own weights (pos_emb_per_layer: true)"
     )
     advice = (
         "In place of rotary, beyond the training length. Its authors explain RoPE's failure there by frequencies that "
@@ -40,6 +44,7 @@ class Fope(Encoding):
         original_length: int | None = None,
         gain: float = 0.3,
         seed: int = 0,
+        released: bool = False,
     ) -> None:
         """
         Args:
@@ -47,6 +52,8 @@ class Fope(Encoding):
             original_length: L; pairs that turn less than once within it stay as they are; the training length if null.
             gain: size of the random weights of the other frequencies.
             seed: of these weights, which are drawn once and not trained.
+            released: compute what the released code trains: at most d/4 pairs turn, by all frequencies, the others are
+                multiplied by [1, −1; 1, 1], and layers with an encoding of their own draw their own weights.
         """
         super().__init__(dims)
         if dims.head_dim % 2:
@@ -58,7 +65,10 @@ class Fope(Encoding):
             raise OptionError("gain" if gain < 0 else "seed", "must not be negative")
         self.base, self.num_pairs = base, dims.head_dim // 2
         slowest = 2 * math.pi / (dims.train_length if original_length is None else original_length)
-        self.num_turned = sum(base ** (-m / self.num_pairs) >= slowest for m in range(self.num_pairs))
+        self.num_frequencies = sum(base ** (-m / self.num_pairs) >= slowest for m in range(self.num_pairs))
+        self.num_turned = min(self.num_frequencies, dims.head_dim // 4) if released else self.num_frequencies
+        self.layer = dims.layer if released else 0
+        self.still_sine = 1.0 if released else 0.0
         if not self.num_turned:
             raise OptionError("original_length", f"is {original_length}; no pair would turn: that is pos_emb none")
         self.gain, self.seed = gain, seed
@@ -66,22 +76,26 @@ class Fope(Encoding):
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         with torch.no_grad():
-            frequencies = rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_turned]
+            frequencies = rotary_frequencies(self.num_pairs, self.base, x.device)[: self.num_frequencies]
             angle = tokens.positions(x.device).double()[:, None] * frequencies
             by_cos, by_sin = (select_heads(each, heads).to(x.device, dtype) for each in self.coefficients())
             cos, sin = angle.cos().to(dtype) @ by_cos, angle.sin().to(dtype) @ by_sin  # [H, T, M]
             still = (0, self.num_pairs - self.num_turned)
-            cos, sin = torch.nn.functional.pad(cos, still, value=1.0), torch.nn.functional.pad(sin, still)
+            cos = torch.nn.functional.pad(cos, still, value=1.0)
+            sin = torch.nn.functional.pad(sin, still, value=self.still_sine)
             turns = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
         return rotate_halves(x, *turns)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """a and b, float32 [H, M, M]: of which frequency (dim 1) each pair (dim 2) has how much. They follow from the
-        option seed, and no checkpoint holds them."""
-        heads, size = self.dims.num_heads, self.num_turned
-        generator = torch.Generator().manual_seed(self.seed)
-        deviation = self.gain * math.sqrt(2 / (size * (size + heads)))
+        """a and b, float32 [H, F, M]: of which frequency (dim 1) each pair (dim 2) has how much. They follow from the
+        option seed (and with released from the layer), and no checkpoint holds them."""
+        heads, size, pairs = self.dims.num_heads, self.num_frequencies, self.num_turned
+        generator = torch.Generator().manual_seed(self.seed + _SEED_STEP * self.layer)
+        deviation = self.gain * math.sqrt(2 / (pairs * (size + heads)))
+        step = -(-size // pairs)  # from one pair's own frequency to the next one's; pairs past the last have none
         with torch.device("cpu"):
-            noise = torch.randn((2, heads, size, size), generator=generator, dtype=torch.float32)
-            by_cos, by_sin = torch.eye(size) + deviation * noise
+            noise = torch.randn((2, heads, size, pairs), generator=generator, dtype=torch.float32)
+            own = torch.zeros(size, pairs)
+            own[::step, : -(-size // step)] = torch.eye(-(-size // step))
+            by_cos, by_sin = own + deviation * noise
         return by_cos, by_sin

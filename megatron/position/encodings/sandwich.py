@@ -11,8 +11,11 @@ from megatron.position.series_tails import SeriesTail
 
 
 class Sandwich(Encoding):
-    formula = "k_h·(Σ_{j=1}^{m/2} cos(n/base^(2j/m)) − m/2), k_h = H/(8h), m = dimension"
-    source = "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis"
+    formula = "k_h·(Σ_j cos(n/base^(2j/m)) − m/2), k_h = H/(8h), m = dimension, j = 1 … m/2 (from_zero: 0 … m/2 − 1)"
+    source = (
+        "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis; from_zero is its "
+        "appendix's reference construction, and j from 1 is how Exploring Transformer Extrapolation writes it"
+    )
     advice = (
         "A fixed bias that is stable past the training length; its perplexity is never below that of alibi, "
         "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5). That paper's proof that its "
@@ -21,22 +24,25 @@ class Sandwich(Encoding):
     adds_bias = True
     cost = EncodingCost()
 
-    def __init__(self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0) -> None:
+    def __init__(
+        self, dims: AttentionDims, *, dimension: int = 128, base: float = 10000.0, from_zero: bool = False
+    ) -> None:
         """
         Args:
             dimension: m, the numbers of the sinusoidal vectors whose products are the bias; even.
             base: frequencies are base^(−2j/m); the larger, the slower the slowest wave.
+            from_zero: sum over j = 0 … m/2 − 1, as sinusoidal embeddings have it, so that the fastest frequency is 1.
         """
         super().__init__(dims)
         if dimension < 2 or dimension % 2:
             raise OptionError("dimension", f"is {dimension}; it must be even and at least 2")
         if base <= 1:
             raise OptionError("base", f"is {base}; it must be greater than 1")
-        self.dimension, self.base = dimension, base
+        self.dimension, self.base, self.first = dimension, base, 0 if from_zero else 1
 
     def table(self, distances: Tensor) -> ScoreTerms:
         half = self.dimension // 2
-        j = torch.arange(1, half + 1, dtype=torch.float64, device=distances.device)
+        j = torch.arange(self.first, self.first + half, dtype=torch.float64, device=distances.device)
         angle = distances.double()[:, None] / self.base ** (2 * j / self.dimension)
         total = (angle.cos().sum(-1) - half).to(distances.dtype)  # float64 until here: the sum cancels at small n
         h = torch.arange(1, self.dims.num_heads + 1, device=distances.device)

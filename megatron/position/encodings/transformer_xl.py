@@ -4,13 +4,15 @@ Each of the two products has a learned vector (u, v) of its own, which is added 
 (q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
 """
 
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.position.bounded_parameter import BoundedParameter, init_normal
+from megatron.position.bounded_parameter import BoundedParameter, init_normal, init_uniform
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import sinusoidal_embeddings
@@ -18,15 +20,15 @@ from megatron.position.token_range import TokenRange, count_distances
 
 
 class Projection(nn.Module):
-    """W_R ~ N(0, std²), without a bias, applied to sinusoids or, transposed, to queries.
+    """W_R without a bias, applied to sinusoids or, transposed, to queries.
 
     It is no nn.Linear: what replaces all of those by layers that add to their outputs (peft's `all-linear`) would not
     know of the transposed use.
     """
 
-    def __init__(self, inputs: int, outputs: int, std: float) -> None:
+    def __init__(self, inputs: int, outputs: int, init: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.init = init_normal(std)
+        self.init = init
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.reset_parameters()
 
@@ -44,8 +46,11 @@ class Projection(nn.Module):
 
 class TransformerXL(Encoding):
     formula = "((q_i + u)·k_j + (q_i + v)·W_R R_n)/√d, R_n = [sin(n/base^(2m/D)); cos(n/base^(2m/D))]"
-    parameters_summary = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²)"
-    source = "Transformer-XL: Dai et al. 2019, section 3.3"
+    parameters_summary = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²), or U(−1/√D, 1/√D) with linear_init"
+    source = (
+        "Transformer-XL: Dai et al. 2019, section 3.3; start values of its released code, which shares u and v over "
+        "layers. linear_init is the start of W_R in DAPE's module"
+    )
     advice = (
         "For comparison with other encodings that look at the context: at 64 times the training length its perplexity "
         "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
@@ -59,11 +64,14 @@ class TransformerXL(Encoding):
         num_products=lambda options, num_keys: num_keys,  # (q + v)·W_R R; u·k is linear in T
     )
 
-    def __init__(self, dims: AttentionDims, *, base: float = 10000.0, std: float = 0.02) -> None:
+    def __init__(
+        self, dims: AttentionDims, *, base: float = 10000.0, std: float = 0.02, linear_init: bool = False
+    ) -> None:
         """
         Args:
             base: frequencies are base^(−2m/D) of the vectors R_n.
             std: standard deviation of the normal distribution of u, v and W_R at the start.
+            linear_init: start W_R as torch.nn.Linear starts its weight, uniformly between ±1/√D.
         """
         super().__init__(dims)
         if dims.hidden_size % 2:
@@ -73,7 +81,9 @@ class TransformerXL(Encoding):
         self.base = base
         self.u = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
         self.v = BoundedParameter((dims.num_heads, dims.head_dim), init_normal(std))
-        self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, std)
+        bound = 1 / math.sqrt(dims.hidden_size)
+        init = init_uniform(-bound, bound) if linear_init else init_normal(std)
+        self.project = Projection(dims.hidden_size, dims.num_heads * dims.head_dim, init)
         self._table: Tensor | None = None
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:

@@ -4,13 +4,17 @@ import torch
 from torch import Tensor
 
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.facts import EncodingCost
+from megatron.position.encodings.alibi import slopes
+from megatron.position.facts import AttentionDims, EncodingCost
 from megatron.position.series_tails import SeriesTail, power_tail
 
 
 class Type1(Encoding):
-    formula = "−2·ln(n + 1)"
-    source = "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1"
+    formula = "−2·ln(n + 1) (released: −ln(1 + (m·n)²), m ALiBi's slopes)"
+    source = (
+        "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1; released is what "
+        "its authors' fairseq trains"
+    )
     advice = (
         "A fixed bias that is sure to extrapolate and looks further than type2: about as good as alibi, close to "
         "kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
@@ -18,9 +22,22 @@ class Type1(Encoding):
     adds_bias = True
     cost = EncodingCost()
 
+    def __init__(self, dims: AttentionDims, *, released: bool = False) -> None:
+        """
+        Args:
+            released: the bias that the authors' fairseq trains, in which a head multiplies distances by ALiBi's slope.
+        """
+        super().__init__(dims)
+        self.released = released
+
     def table(self, distances: Tensor) -> ScoreTerms:
+        if self.released:
+            n = distances * torch.tensor(slopes(self.dims.num_heads), device=distances.device)[:, None]
+            return ScoreTerms(bias=-torch.log1p(n.square()))
         bias = -2 * torch.log1p(distances)
         return ScoreTerms(bias=bias.expand(self.dims.num_heads, -1))
 
     def bias_tails(self) -> list[SeriesTail]:
+        if self.released:
+            return [power_tail(1.0, m**2, 2.0) for m in slopes(self.dims.num_heads)]
         return [power_tail(2.0)] * self.dims.num_heads

@@ -7,7 +7,8 @@
 
 Both masks of the paper are here: what a row may not see is zero before a convolution and has no weight after it, so
 that no future key and no key of another document is read. Kernels and maps of heads are the identity plus what is
-learned, which starts at zero and is what weight decay draws to zero.
+learned, which starts at zero and is what weight decay draws to zero; with `absolute` they are learned themselves, start
+as the identity and are decayed to zero, as in the released training.
 """
 
 import math
@@ -26,21 +27,34 @@ from megatron.position.token_range import ALL_HEADS
 
 class MapConvolution(nn.Module):
     """float32 maps [B, H, R, C] and what a kernel of each head, c_q × c_k, makes of them: of the rows above and a row
-    itself, and of columns on both sides. Outside of the map is zero."""
+    itself, and of columns on both sides. Outside of the map is zero. What is added to the kernel is the identity; with
+    `absolute`, nothing."""
 
-    def __init__(self, num_heads: int, num_rows: int, num_columns: int) -> None:
+    def __init__(self, num_heads: int, num_rows: int, num_columns: int, *, absolute: bool = False) -> None:
         super().__init__()
+        self.absolute = absolute
         self.weight = nn.Parameter(torch.empty(num_heads, num_rows, num_columns))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The identity."""
-        nn.init.zeros_(self.weight)
+        with torch.no_grad():
+            self.weight.copy_(self._identity() if self.absolute else torch.zeros_like(self.weight))
+
+    def _identity(self) -> Tensor:
+        identity = torch.zeros_like(self.weight)
+        identity[:, -1, identity.shape[-1] // 2] = 1
+        return identity
+
+    def has_effect(self) -> bool:
+        """False while the convolution is exactly the identity."""
+        return bool((self.weight != self._identity()).any() if self.absolute else self.weight.any())
 
     def forward(self, maps: Tensor) -> Tensor:
         heads, num_rows, num_columns = self.weight.shape
         padded = F.pad(maps, (num_columns // 2, num_columns // 2, num_rows - 1, 0))
-        return maps + F.conv2d(padded, self.weight[:, None].to(maps.dtype), groups=heads)
+        convolved = F.conv2d(padded, self.weight[:, None].to(maps.dtype), groups=heads)
+        return convolved if self.absolute else maps + convolved
 
 
 class OutputNorm(nn.Module):
@@ -74,14 +88,16 @@ class OutputNorm(nn.Module):
 class Mta(Processor):
     formula = "M_w softmax(K ∗ (S + B)), K of c_q × c_k per head over queries and keys, M_w over groups of heads; norm"
     parameters_summary = (
-        "K [H, c_q, c_k] and M_w [H/c_h, c_h, c_h], stored as differences from the identity, start at 0; norm [d] "
-        "starts at 1"
+        "K [H, c_q, c_k] and M_w [H/c_h, c_h, c_h], stored as differences from the identity, start at 0 (absolute: "
+        "stored themselves, start as the identity); norm [d] starts at 1"
     )
     source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
     advice = (
-        "Finds what several words mark together (the paper, sections 4.1 and 4.4). Its authors convolve maps in the "
-        "third of every four layers, and mix heads in all; `score_processor: [none, none, mta, none]` does both in "
-        "those layers alone. c_h is all heads unless given. It is slow, because no kernel fuses it."
+        "Finds what several words mark together (the paper, sections 4.1 and 4.4). Its released configurations have "
+        "kernels before and after the softmax in the third of every four layers, mix heads before and after it in all "
+        "layers, and have a gate and no depth_scale; `[talking_heads, talking_heads, mta, talking_heads]` "
+        "with absolute is nearest to that, without their norm and gate in the other layers. c_h is all heads unless "
+        "given. It is slow, because no kernel fuses it."
     )
     other_names = ("multi-token attention",)
     cost = ProcessorCost(
@@ -123,6 +139,7 @@ class Mta(Processor):
         group_norm: bool = True,
         depth_scale: bool = True,
         gate: bool = False,
+        absolute: bool = False,
     ) -> None:
         """
         Args:
@@ -138,6 +155,8 @@ class Mta(Processor):
             group_norm: an RMS norm of each head's output, with a scale for each dimension that heads share.
             depth_scale: multiply that by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does.
             gate: multiply that by a number between 0 and 1 for each head and token, made of it.
+            absolute: learn kernels and maps themselves, which weight decay draws to zero, instead of their differences
+                from the identity.
         """
         super().__init__(dims, has_bias=has_bias)
         kernels = {"": (query_kernel_size, key_kernel_size)}
@@ -163,10 +182,11 @@ class Mta(Processor):
         self.mixes_bias = mixes_bias
         self.rows_above = sum(num_rows - 1 for num_rows, _ in kernels.values())
         self.left_context = sum(num_columns // 2 for _, num_columns in kernels.values())
-        self.scores = MapConvolution(heads, query_kernel_size, key_kernel_size)
-        self.score_heads = HeadMixing(heads, heads) if mixes_scores else None
-        self.weights = MapConvolution(heads, *kernels["weights_"]) if "weights_" in kernels else None
-        self.weight_heads = HeadMixing(heads, head_kernel_size)
+        self.absolute = absolute
+        self.scores = MapConvolution(heads, query_kernel_size, key_kernel_size, absolute=absolute)
+        self.score_heads = HeadMixing(heads, heads, absolute=absolute) if mixes_scores else None
+        self.weights = MapConvolution(heads, *kernels["weights_"], absolute=absolute) if "weights_" in kernels else None
+        self.weight_heads = HeadMixing(heads, head_kernel_size, absolute=absolute)
         factor = 0.2 + 0.6 * math.exp(-0.3 * dims.layer) if depth_scale else 1.0
         self.norm = OutputNorm(dims.head_dim, factor, has_gate=gate) if group_norm else None
 
@@ -179,9 +199,12 @@ class Mta(Processor):
         return self.rows_above == 0 and self.left_context == 0
 
     def has_effect(self) -> bool:
-        return self.norm is not None or any(bool(parameter.any()) for parameter in self.parameters())
+        maps = (self.scores, self.score_heads, self.weights, self.weight_heads)
+        return self.norm is not None or any(each.has_effect() for each in maps if each is not None)
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
+        if self.absolute:  # muP would scale an identity that a map starts as
+            return []
         mixings = [mixing for mixing in (self.score_heads, self.weight_heads) if mixing is not None]
         return [(each.weight, "heads") for each in mixings if each.weight.shape[0] == 1]
 

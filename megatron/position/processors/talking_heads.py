@@ -2,8 +2,9 @@
 
     weights = (I + W_w) softmax((I + W_l) (S + B))
 
-Both maps begin as the identity: what is learned, and what weight decay draws to zero, is the difference from it. (The
-paper starts with random maps; the published code of Multi-Token Attention, which compares with it, with the identity.)
+Both maps begin as the identity: what is learned, and what weight decay draws to zero, is the difference from it. The
+paper starts with random maps. The published code of Multi-Token Attention, which compares with it, starts with the
+identity and decays the maps themselves to zero (`absolute: true`).
 """
 
 from typing import Literal
@@ -23,21 +24,33 @@ class HeadMixing(nn.Module):
     Args:
         num_heads: H.
         group_size: consecutive heads that are mixed with each other, a divisor of H.
+        absolute: weight is the map itself and starts as the identity.
     """
 
-    def __init__(self, num_heads: int, group_size: int) -> None:
+    def __init__(self, num_heads: int, group_size: int, *, absolute: bool = False) -> None:
         super().__init__()
+        self.absolute = absolute
         self.weight = nn.Parameter(torch.empty(num_heads // group_size, group_size, group_size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """The identity."""
-        nn.init.zeros_(self.weight)
+        with torch.no_grad():
+            self.weight.copy_(self._identity() if self.absolute else torch.zeros_like(self.weight))
+
+    def _identity(self) -> Tensor:
+        return torch.eye(self.weight.shape[-1], dtype=self.weight.dtype, device=self.weight.device)
+
+    def has_effect(self) -> bool:
+        """False while the map is exactly the identity."""
+        return bool((self.weight != self._identity()).any() if self.absolute else self.weight.any())
 
     def forward(self, maps: Tensor, heads: slice = ALL_HEADS) -> Tensor:
         """float32 maps [B, H, R, C] of all heads to those [B, h, R, C] of some."""
         num_groups, size, _ = self.weight.shape
-        matrices = self.weight.to(maps.dtype) + torch.eye(size, dtype=maps.dtype, device=maps.device)
+        matrices = self.weight.to(maps.dtype)
+        if not self.absolute:
+            matrices = matrices + torch.eye(size, dtype=maps.dtype, device=maps.device)
         if num_groups == 1:
             # one product a sequence, whether or not gradients are kept: matmul of a matrix would fold for gradients
             batch = matrices[0, heads].expand(len(maps), -1, -1)
@@ -49,7 +62,7 @@ class HeadMixing(nn.Module):
 
 class TalkingHeads(Processor):
     formula = "weights = (I + W_w) softmax((I + W_l)(S + B)), maps of the heads to each other"
-    parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0"
+    parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0 (absolute: at the identity)"
     source = "Talking-heads attention: Shazeer et al. 2020 (arXiv:2003.02436), section 3"
     advice = (
         "Better than plain attention at the same number of heads in T5 and ALBERT, and the more heads the better "
@@ -75,23 +88,28 @@ class TalkingHeads(Processor):
         before_softmax: bool = True,
         after_softmax: bool = True,
         mixes_bias: bool = True,
+        absolute: bool = False,
     ) -> None:
         """
         Args:
             before_softmax: mix the logits.
             after_softmax: mix the weights.
             mixes_bias: what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards.
+            absolute: learn the maps themselves, which weight decay draws to zero, instead of their differences from
+                the identity.
         """
         super().__init__(dims, has_bias=has_bias)
         self.mixes_bias = mixes_bias
-        self.logits = HeadMixing(dims.num_heads, dims.num_heads) if before_softmax else None
-        self.weights = HeadMixing(dims.num_heads, dims.num_heads) if after_softmax else None
+        self.absolute = absolute
+        self.logits = HeadMixing(dims.num_heads, dims.num_heads, absolute=absolute) if before_softmax else None
+        self.weights = HeadMixing(dims.num_heads, dims.num_heads, absolute=absolute) if after_softmax else None
 
     def has_effect(self) -> bool:
-        return any(bool(parameter.any()) for parameter in self.parameters())
+        return any(each.has_effect() for each in (self.logits, self.weights) if each is not None)
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        return [(parameter, "heads") for parameter in self.parameters()]
+        # muP would scale an identity that a map starts as
+        return [] if self.absolute else [(parameter, "heads") for parameter in self.parameters()]
 
     def forward(
         self,

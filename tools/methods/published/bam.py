@@ -22,9 +22,9 @@ BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
 It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
 Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
 key is 1. So lengths begin at 2.
-With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is, so the row
-is with false.
-BAM's prior may have a location, which its authors keep at 0, and `bam` has none.
+With SSMax its prior is scaled too unless `ssmax_prior` is false: `ssmax_logits` scales both, and the temperature
+`ssmax` leaves a bias as it is, so its row is with false.
+BAM's training script learns a location of the prior from 0, as `bam` does with `location: true`.
 """
 
 
@@ -41,18 +41,25 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
             share_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
             title = f"ssmax, {encoding}{', documents' if documents else ''}: BAM's models/{stem}.py"
             yield ModelComparison(title, ours, theirs, documents)
-    for temperature, stem, name in (("none", "bam", "BA"), ("ssmax", "bam_ssmax", "SSMaxBA")):
+    for scale, stem, name in (
+        (None, "bam", "BA"),
+        ("attention_temperature: ssmax", "bam_ssmax", "SSMaxBA"),
+        ("score_processor: ssmax_logits", "bam_ssmax", "SSMaxBA"),
+    ):
         module = load_module(clone / "models" / f"{stem}.py")
-        keys = {"ssmax_prior": False} if temperature == "ssmax" else {}
+        keys = {} if scale is None else {"ssmax_prior": "ssmax_logits" in scale}
         theirs = getattr(module, f"{name}Transformer")(getattr(module, f"{name}TModelArgs")(**sizes, **keys)).eval()
-        ours = build_gpt(pos_emb="bam", attention_temperature=temperature)
+        ours = build_gpt(
+            pos_emb="bam", pos_emb_options={"location": True}, **dict([scale.split(": ")] if scale is not None else [])
+        )
         share_weights(ours, theirs, "bam")
         with torch.no_grad():
             # Exponents of either sign, and scales that leave far tokens visible.
-            theirs.prior.loc.zero_()
+            theirs.prior.loc.copy_(torch.linspace(-1.0, 1.0, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.shape.copy_(torch.linspace(-0.5, 1.5, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.scale.copy_(torch.linspace(-4.0, -1.0, HEADS).view(1, HEADS, 1, 1))
             ours.position.exponent.value.copy_(theirs.prior.shape.flatten())
             ours.position.log_scale.value.copy_(theirs.prior.scale.flatten())
-        title = f"bam{'' if temperature == 'none' else ', ' + temperature}: BAM's models/{stem}.py"
+            ours.position.location.value.copy_(theirs.prior.loc.flatten())
+        title = f"bam, location{'' if scale is None else ', ' + scale.split(': ')[1]}: BAM's models/{stem}.py"
         yield ModelComparison(title, ours, theirs)

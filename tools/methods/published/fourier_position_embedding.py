@@ -1,22 +1,24 @@
 """FoPE's repository: its rotation of queries and keys by sums of frequencies."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from megatron.model.gpt import GPT
 from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gpt, load_module, share_attention
 from tools.methods.published.x_transformers import build_attention, draw_projections
 
 REPOSITORY = "TsinghuaC3I/Fourier-Position-Embedding"
 NOTES = """\
-FoPE's coefficients are drawn for each head and layer, `fope`'s for each head from an option; the row has ours in its
+FoPE's coefficients are drawn for each head and layer, `fope`'s for each head from an option; the rows have ours in its
 code.
 It multiplies the pairs that do not turn by [1, −1; 1, 1], since it fills cosines and sines with ones, which doubles
-their products; ours are left as they are, as ω = 0 has it. The row has our projections of these pairs times √2.
-It gives a fourth of the head's dimension such sums at most; in the row no more pairs turn.
+their products, and gives a fourth of the head's dimension such sums at most: `released: true` does both.
+Without it these pairs are left as they are, as ω = 0 has it; the row has our projections of them times √2, and no more
+than a fourth of the dimension turns.
 """
 PACKAGE = "published_olmo"
 MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "config", "exceptions", "torch_util"))
@@ -26,8 +28,17 @@ MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "conf
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     """One layer's attention, of whose pairs some turn within the training length."""
-    stem, base, length = "model", 10_000.0, 64
+    stem = "model"
     module = load_module(clone / "olmo" / f"{stem}.py", missing=MISSING, package=PACKAGE)
+    for released, length in ((False, 64), (True, 64), (True, 100_000)):
+        ours, call = _build_pair(module, length, released=released)
+        title = f"fope{f', released, L = {length:,}' if released else ''}: FoPE's olmo/{stem}.py, one layer"
+        yield AttentionComparison(title, ours, call)
+
+
+def _build_pair(module: ModuleType, length: int, *, released: bool) -> tuple[GPT, Callable[[Tensor], Tensor]]:
+    """Our model and their attention with its coefficients and projections."""
+    base = 10_000.0
     config = SimpleNamespace(
         d_model=WIDTH, n_heads=HEADS, fourier_dim=0, fourier=True, fourier_ignore_zero=True,
         fourier_separate_head=True, fourier_separate_basis=True, fourier_learnable=False, fourier_norm=False,
@@ -39,10 +50,12 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
         max_sequence_length=length, init_device="cpu",
     )  # fmt: skip
     theirs = module.FourierEmbedding(config, {}, prefix="attn", use_rope_cache=False)
-    ours = build_gpt(pos_emb="fope", pos_emb_options={"base": base, "gain": 1.0, "seed": 3})
+    options = {"base": base, "gain": 1.0, "seed": 3, "original_length": length, "released": released}
+    ours = build_gpt(pos_emb="fope", pos_emb_options=options)
     kept = theirs.cos_coef.shape[-1]
     by_cos, by_sin = ours.position.coefficients()
-    assert ours.position.num_turned == theirs.input_dim == kept < WIDTH // HEADS // 2
+    assert ours.position.num_turned == kept < WIDTH // HEADS // 2
+    assert ours.position.num_frequencies == theirs.input_dim
     theirs.cos_coef.copy_(by_cos)
     theirs.sin_coef.copy_(by_sin)
 
@@ -51,6 +64,6 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
     projections = draw_projections()
     pairs = torch.arange(WIDTH) % (WIDTH // HEADS // 2)
-    factors = torch.where(pairs < kept, 1.0, 2**0.5)[:, None]
+    factors = torch.where((pairs < kept) | torch.tensor(released), 1.0, 2**0.5)[:, None]
     share_attention(ours, *(x * factors for x in projections[:2]), *projections[2:])
-    yield AttentionComparison(f"fope: FoPE's olmo/{stem}.py, one layer", ours, build_attention(rotate, *projections))
+    return ours, build_attention(rotate, *projections)

@@ -15,7 +15,8 @@ from tools.methods.published.x_transformers import draw_projections
 REPOSITORY = "facebookresearch/RAM"
 NOTES = """\
 Multi-Token Attention's forward pass places tensors on a GPU by name, so the rows call its functions in its order.
-Its kernels and maps of heads begin as the identity; ours have that added to what is stored, so the rows subtract it.
+Its kernels and maps of heads begin as the identity; ours have that added to what is stored, so the rows subtract it,
+except where `absolute` stores the same.
 """
 MISSING = ("lingua", "lingua.transformer", "xformers", "xformers.ops")
 """What its file imports and its convolutions do not use."""
@@ -31,6 +32,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
     for title, options in (
         ("mta, 6 × 11, heads in pairs, norm", plain),
         ("mta, 6 × 11 before and after the softmax, all heads", {**plain, **second, "head_kernel_size": HEADS}),
+        ("mta, the same, absolute", {**plain, **second, "head_kernel_size": HEADS, "absolute": True}),
     ):
         ours = build_gpt(pos_emb="none", score_processor="mta", score_processor_options=options)
         projections = draw_projections()
@@ -50,13 +52,14 @@ def build_attention(
     theirs = module.Attention  # type: ignore[attr-defined]
     size = processor.weight_heads.weight.shape[1]
     attention = SimpleNamespace(n_heads=HEADS, pad_key="both", head_kernel_size=size)
-    attention.head_kernel = processor.weight_heads.weight.mT + torch.eye(size)
+    added = 0.0 if processor.absolute else 1.0
+    attention.head_kernel = processor.weight_heads.weight.mT + added * torch.eye(size)
     norm = SimpleNamespace(weight=processor.norm.weight, layer_norm=True, layer_id=torch.tensor(0), eps=1e-5)
     norm._norm = lambda x: module.RMSNorm._norm(norm, x)  # type: ignore[attr-defined]
 
     def convolve(scores: Tensor, mask: Tensor, kernel: Tensor) -> Tensor:
         kernel = kernel[:, None].clone()
-        kernel[:, :, -1, kernel.shape[-1] // 2] += 1
+        kernel[:, :, -1, kernel.shape[-1] // 2] += added
         return theirs._mta_convolution(attention, scores=scores, mask=mask, chunk_start_ids=None, kernel=kernel)
 
     def attend(x: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def build_attention(
         scores = heads[0] @ heads[1].transpose(-1, -2) / math.sqrt(WIDTH // HEADS)
         scores = convolve(scores, mask, processor.scores.weight)
         if processor.score_heads is not None:
-            matrix = processor.score_heads.weight[0] + torch.eye(HEADS)
+            matrix = processor.score_heads.weight[0] + added * torch.eye(HEADS)
             scores = torch.nn.functional.linear(scores.transpose(1, -1), matrix).transpose(1, -1)
         weights = (scores + mask).softmax(-1)
         if processor.weights is not None:
