@@ -276,7 +276,10 @@ def _write_run_files(
         {"step": "0"},
     )
     (checkpoint / layout.CONFIG).write_text(config_text, encoding="utf-8")
-    TrainerState(vocabulary={"size": tokenizer.vocab_size, "name": tokenizer.name}).write(checkpoint)
+    vocabulary: dict[str, Any] = {"size": tokenizer.vocab_size, "name": tokenizer.name}
+    if config.position.attention_mask == "document":
+        vocabulary["eod"] = tokenizer.eod
+    TrainerState(vocabulary=vocabulary).write(checkpoint)
     other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / layout.CONFIG, checkpoint / layout.PROGRESS])
     manifest.write_manifest(checkpoint, {layout.WEIGHTS: weights_checksum} | other_checksums)
     return gpt.num_parameters()

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.generation import configuration_utils
 
 from megatron.conversion.export_model import export_model
-from tools.export.cases import LAYERS, WIDTH, ExportCase, build_gpt, write_run
+from tools.export.cases import END, LAYERS, WIDTH, ExportCase, build_gpt, write_run
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 257
@@ -26,10 +26,11 @@ CASES = {
     ),
     "selective": ExportCase("selective", {"pos_emb": "kerple_log", "score_processor": "selective"}),
     "mta": ExportCase("mta", {"pos_emb": "kerple_log", "score_processor": "mta"}),
+    "documents": ExportCase("documents", {"pos_emb": "kerple_log", "attention_mask": "document"}),
 }
-KEEPS_EXACT_NUMBERS = ("fox", "selective")
+KEEPS_EXACT_NUMBERS = ("fox", "selective", "documents")
 """Methods that keep numbers beside keys which a cache must return unchanged."""
-PROMPT = torch.tensor([[7, 1, 7, 1, 5, 7, 1, 5, 7, 1]])
+PROMPT = torch.tensor([[7, 1, END, 1, 5, 7, 1, 5, 7, 1]])
 IMPLEMENTATIONS = sorted(
     set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS) if hasattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
     else {"dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "quantized"}
@@ -77,6 +78,7 @@ def test_decoding_that_rolls_the_cache_back_writes_greedy_text(models: dict[str,
 def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], DynamicCache()
     tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
+    tokens[0, [5, 22]], tokens[1, 19] = END, END
     model(tokens[:, :20], past_key_values=cache)
     model((tokens[:, :7] + 1) % 256, past_key_values=cache)
     cache.crop(-7)
@@ -86,7 +88,7 @@ def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[s
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["kerple_log", "selective"])
+@pytest.mark.parametrize("name", ["kerple_log", "selective", "documents"])
 def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], name: str, implementation: str) -> None:
     plain = generate(models[name], use_cache=False)
     try:

@@ -11,7 +11,8 @@ from tiny_runs import tiny_config
 
 from kernels.cdape_attention import cpu
 from megatron.attention.backends.pytorch import SdpaBackend
-from megatron.attention.documents import compute_document_masks, mask_documents, restart_positions
+from megatron.attention.document_masks import compute_document_masks
+from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks

@@ -31,6 +31,7 @@ from tools.export.cases import (  # noqa: E402
     ExportCase,
     compute_export_tolerance,
     list_architecture_cases,
+    list_document_cases,
     list_method_cases,
     list_position_cases,
     list_softmax_cases,
@@ -112,7 +113,7 @@ Each row is one model with random weights, exported by `./deepy.py export` and l
 A number is the largest difference of any logit from this project's, relative to the largest logit.
 The training length is {LENGTH} tokens; 1x and 4x are {LENGTH} and {FAR} tokens.
 `cached` reads in three parts; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens, padded on the
-left, each compared with the sequence alone.
+left, each compared with the sequence alone; `packed` is one row of them all, whose `position_ids` begin again.
 The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(worst["apart"].values()):.1e}
 ({worst["model"]}); rounding allows {record["allowed"]:.1e}.
 
@@ -135,6 +136,7 @@ def main() -> None:
                 *list_position_cases(),
                 *list_temperature_cases(),
                 *list_softmax_cases(),
+                *list_document_cases(),
                 *list_architecture_cases(),
             ],
             Path(folder),
