@@ -116,6 +116,38 @@ def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict
         torch.testing.assert_close(found, model(PROMPT, use_cache=False).logits, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
+    """As peft's prefix tuning puts them into a cache before the tokens."""
+    model, cache = models[name], DynamicCache()
+    prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    for layer in range(LAYERS):
+        cache.update(prefix, prefix, layer)
+    mask = torch.ones(1, 4 + PROMPT.shape[1], dtype=torch.int64)
+    if name in ("kerple_log", "cdape"):  # which keep nothing beside keys
+        model(PROMPT, attention_mask=mask, past_key_values=cache, labels=PROMPT).loss.backward()
+        assert prefix.grad is not None
+        assert prefix.grad.any()
+        mask[0, 4:6] = 0
+        with pytest.raises(ValueError, match="whose tokens come before the padding, pad on the right to train"):
+            model(PROMPT, attention_mask=mask[:, : PROMPT.shape[1]])
+    else:
+        with pytest.raises(ValueError, match="peft's prefix tuning"):
+            model(PROMPT, attention_mask=mask, past_key_values=cache)
+
+
+def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
+    """Twice, because transformers keeps a static cache for the next call."""
+    model = models["cdape"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* choose 'dynamic'"):
+            generate(model, cache_implementation="static")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+    for call in (model, lambda tokens, **choices: model.generate(tokens, max_new_tokens=2, **choices)):
+        with pytest.raises(ValueError, match="is a StaticCache, whose size is fixed; use a DynamicCache"):
+            call(PROMPT, past_key_values=cache)
+
+
 @torch.inference_mode()
 def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]) -> None:
     """transformers 5.24 says cache where 5.23 says past_key_values."""

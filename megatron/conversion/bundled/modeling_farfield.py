@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import configuration_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -63,6 +64,10 @@ REFUSED_ARGUMENTS = frozenset(
 """Arguments that ask for another result than this model computes."""
 PASSED_OVER_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
 """Arguments that `generate` hands on to every model, and that are for itself."""
+STATIC_CACHES = frozenset(
+    getattr(configuration_utils, "ALL_STATIC_CACHE_IMPLEMENTATIONS", ("static", "offloaded_static"))
+)
+"""Names by which `generate` is asked for a static cache."""
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 """Arguments by which transformers' collators describe sequences that are packed into one row, beside position_ids."""
 
@@ -191,8 +196,9 @@ def check_marks(marks: Tensor, past_key_values: Cache) -> None:
     """Raise ValueError if a cache does not return the marks [B, tokens so far, 1] that it was given."""
     if not torch.equal(marks, mark_tokens(0, marks.shape[1], marks)):
         raise ValueError(
-            f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or another model "
-            "filled it), and this model keeps numbers there that must be exact; use a DynamicCache"
+            f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or something else "
+            "filled it, such as peft's prefix tuning), and this model keeps numbers there that must be exact: let this "
+            "model alone fill a DynamicCache"
         )
 
 
@@ -379,8 +385,8 @@ class FarfieldAttention(nn.Module):
         if isinstance(found, Tensor) and found.dim() == 4 and found.shape[1::2] != (self.num_kv_heads, width):
             raise ValueError(
                 f"the cache holds keys of {found.shape[1]} × {found.shape[3]} numbers, and this model keeps "
-                f"{self.num_kv_heads} × {width} of a token: fill a cache by this model only (prefix tuning works where "
-                "nothing is kept beside plain keys; use LoRA or prompt tuning)"
+                f"{self.num_kv_heads} × {width} of a token: let this model alone fill a cache (peft's prefix tuning "
+                "works for models that keep nothing beside plain keys; use LoRA or prompt tuning)"
             )
 
 
@@ -633,6 +639,15 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.lm_head = new_embeddings
 
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a static cache before transformers makes it, and keeps it for the next call."""
+        if (name := generation_config.cache_implementation) in STATIC_CACHES:
+            raise ValueError(
+                f"cache_implementation is {name!r}: static caches come with masks of rows and columns, which this "
+                "model does not take; leave it out, or choose 'dynamic'"
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -688,9 +703,14 @@ def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
     caches = [past_key_values, *(kwargs.pop(name) for name in names)]
     caches = [cache for cache in caches if cache is not None]
     if len(caches) > 1:
-        raise ValueError(f"give one cache: {names[0]} is past_key_values by another name")
+        raise ValueError(
+            f"give one cache: {names[0]} is past_key_values by another name (peft's prefix tuning gives both until it "
+            "knows transformers 5.24)"
+        )
     if caches and not isinstance(caches[0], Cache):
         raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}; use a DynamicCache")
+    if caches and getattr(caches[0], "is_compileable", False):
+        raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}, whose size is fixed; use a DynamicCache")
     return caches[0] if caches else None
 
 
@@ -802,5 +822,9 @@ def _check_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tenso
     mask = attention_mask.bool()
     num_segments = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     if (num_segments > 1).any():
-        raise ValueError("attention_mask must have padding at the ends only: pad on the left to generate")
+        raise ValueError(
+            "attention_mask must have padding at the ends only: pad on the left to generate (with peft's prefix and "
+            "prompt tuning, whose tokens come before the padding, pad on the right to train, and generate from prompts "
+            "of one length)"
+        )
     return mask
