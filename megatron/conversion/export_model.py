@@ -23,7 +23,13 @@ from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.config.schema import Config
-from megatron.conversion.families.farfield import AUTO_MAP, CHECKSUMS_FILE, FARFIELD, TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import (
+    AUTO_MAP,
+    CHECKSUMS_FILE,
+    FARFIELD,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_TYPE_KEY,
+)
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.model_card import describe_native_documents, render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
@@ -217,7 +223,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _is_export(folder: Path) -> bool:
     """Only our own exports say which of our tokenizers they have."""
     try:
-        values = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        values = parse_json((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and TOKENIZER_TYPE_KEY in values

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from megatron.checkpoint.layout import suggest_folder
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
-from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.model_source import ModelSource, WeightReader
@@ -43,7 +43,6 @@ HF_TOKENIZER_FILES = (
     ("SPMTokenizer", ("tokenizer.model",)),
 )
 """What a tokenizer is known by, the first that is there."""
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CLASSES_WITHOUT_BOS = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 """Classes of transformers that put nothing before a text, whatever a tokenizer.json says (transformers 5.23)."""
 

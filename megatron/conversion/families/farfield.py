@@ -45,6 +45,7 @@ MUP_KEYS = tuple(name for name in ModelOptions.model_fields if name.startswith("
 CHECKSUMS_FILE = "checksums.json"
 """In an export's folder: sizes and checksums of the files of weights, as of a checkpoint (`checkpoint/manifest.py`)."""
 
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 """In an export's tokenizer_config.json: our name of the kind of tokenizer."""
 
