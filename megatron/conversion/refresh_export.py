@@ -170,8 +170,8 @@ def _report(
         if keys := [key for key in new if key != "auto_map" and (key not in old or old[key] != new[key])]:
             log(f"{folder / name}: set {', '.join(keys)}")
     if added:
-        instead = f" instead of {_name_files(removed)}" if removed else ""
-        log(f"{folder}: wrote {_name_files(added)}{instead}")
+        instead = f" instead of {_count_files(removed)}" if removed else ""
+        log(f"{folder}: wrote {_count_files(added)}{instead}")
     else:
         log(f"{folder}: its code is that of this version")
     if edited:
@@ -182,6 +182,11 @@ def _report(
             f"note: {folder / HF_CONFIG_FILE} does not say if the run was trained with attention_mask: document; if it "
             f"was, add document_end_token_id: {end}"
         )
+
+
+def _count_files(names: list[str]) -> str:
+    suffixes = sorted({match[1] for name in names if (match := _CODE_FILE.fullmatch(name))})
+    return f"{len(names)} files of code ({', '.join(suffixes)})"
 
 
 def _name_files(names: list[str]) -> str:

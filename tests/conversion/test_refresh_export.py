@@ -100,7 +100,7 @@ def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
     assert torch.equal(compute_logits(folder), expected)
     text = "\n".join(map(str, lines))
     assert "config.json: set pos_emb_options, softmax_type" in text
-    assert f"instead of {old_files[0]} and {len(old_files) - 1} more" in text
+    assert f"instead of {len(old_files)} files of code ({old_files[0][-12:-3]})" in text
     assert "if it was, add document_end_token_id: 256" in text
     lines.clear()
     change_config(folder, document_end_token_id=None)
