@@ -9,7 +9,8 @@ computed in one of two ways, which give the same:
   about a document alone, so nothing can differ. Many short documents make many small calls.
 * all documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is right where the
   scores of a query and a key do not depend on where their document begins: a bias or weight of the distance alone, and
-  contextual terms of what lies between the two.
+  contextual terms of what lies between the two. Which backends and methods allow it, and what a backend prepares for
+  it, is in `document_masks.py`.
 
 Where documents begin, the tokens say (`find_document_starts`): whoever prepared a row, and be it of a training, of an
 evaluation or a prompt, it is divided alike. A document that goes on in the next row begins there anew, as any text that
@@ -19,49 +20,30 @@ B batch, T tokens of the forward pass, P tokens that came before them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, takes_first_keys
 from megatron.attention.segments import ALL_SEQUENCES, SampleFunction, Segment, no_sampling
-from megatron.position.encoding import Encoding
-from megatron.position.processor import Processor
 from megatron.position.token_range import SampledPositions, TokenRange
 
 
-def depends_on_document_start(encoding: Encoding) -> bool:
-    """Would the scores of a query and a key be others if their document began elsewhere in the row?"""
-    adds_terms = any(type(encoding).overrides_hook(hook) for hook in ("dense", "contextual"))
-    return adds_terms and not encoding.relative
-
-
-def can_mask_documents(
-    encoding: Encoding, backend: AttentionBackend, processor: Processor | None = None, *, randomized: bool
-) -> bool:
-    """Is attention computed for all documents of a row at once? Randomized positions are drawn for each document's own
-    length, so that distances in a row are not differences of columns; and what a processor reads of rows above must not
-    be another document's."""
-    is_right = processor is None or processor.takes_first_columns
-    return takes_first_keys(backend) and is_right and not randomized and not depends_on_document_start(encoding)
-
-
-def find_document_starts(tokens: Tensor, eod: int, mask: Tensor | None = None) -> Tensor:
+def find_document_starts(tokens: Tensor, eod: int | bool, mask: Tensor | None = None) -> Tensor:
     """Of each token of rows, the column of its document's first token in the row. The token that ends a document
     belongs to it, and the next one begins another.
 
     Args:
-        tokens: int64 [..., T].
-        eod: the end-of-document token.
-        mask: bool [..., T], False for padding on the left of a row; that counts as a document by itself.
+        tokens: int64 [..., T]; or bool, which of them end a document.
+        eod: the end-of-document token; or True.
+        mask: bool [..., T], False for padding at either end of a row; that counts as a document by itself.
 
     Returns:
         int64 [..., T], on the tokens' device.
     """
     is_first = torch.nn.functional.pad(tokens[..., :-1] == eod, (1, 0))
     if mask is not None:
-        is_first = mask & (is_first | torch.nn.functional.pad(~mask[..., :-1], (1, 0)))
+        changes = torch.nn.functional.pad(mask[..., 1:] != mask[..., :-1], (1, 0))
+        is_first = (mask & is_first) | changes
     columns = torch.arange(tokens.shape[-1], device=tokens.device)
     return torch.where(is_first, columns, 0).cummax(-1).values
 
@@ -114,43 +96,6 @@ def mask_documents(starts: Tensor, past: int, device: torch.device) -> tuple[Seg
     """All tokens from column P on as one segment, each seeing its own document: arguments as above."""
     first_keys = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
     return (Segment(TokenRange(past, starts.shape[1] - past), first_keys=first_keys),)
-
-
-def compute_document_masks(
-    segments: Sequence[Segment],
-    starts: Tensor,
-    backend: AttentionBackend,
-    encoding: Encoding,
-    window: int | None,
-    like: Tensor,
-    *,
-    dropout: bool,
-) -> tuple[Segment, ...]:
-    """The segments with what a backend makes of their documents, which all layers share, and their recomputation.
-
-    Args:
-        segments: of all tokens from column P on, or of some of them.
-        starts: as above.
-        backend: of all layers, whether it has `compute_document_mask` or not.
-        encoding: of a layer.
-        window: of the layers.
-        like: has the queries' type and device.
-        dropout: are attention weights dropped?
-    """
-    compute = getattr(backend, "compute_document_mask", None)
-    if compute is None:
-        return tuple(segments)
-    return tuple(
-        segment
-        if segment.first_keys is None
-        else replace(
-            segment,
-            document_mask=compute(
-                segment.tokens, segment.context, segment.first_keys, starts, encoding, window, like, dropout=dropout
-            ),
-        )
-        for segment in segments
-    )
 
 
 def restart_positions(

@@ -45,7 +45,7 @@ class AttentionInputs:
     first_keys: Tensor | None = None
     """int32 [B, R]: the index of the first key of each row's document, which never falls from row to row. Keys before
     it are outside of the row's sequence, as columns before index 0 are: nothing of the row depends on them, and a
-    processor sees an edge there. For backends and encodings of which `documents.can_mask_documents` says so."""
+    processor sees an edge there. For backends and encodings of which `document_masks.can_mask_documents` says so."""
     document_mask: Any = None
     """What the backend made of `first_keys` for these very rows before the layers (`AttentionBackend`s that have
     `compute_document_mask`)."""

@@ -48,7 +48,7 @@ class Segment:
     first_key: int = 0
     """The index of the first key at hand; those before it are hidden by a window."""
     document_mask: Any = None
-    """What the backend made of `first_keys` before the layers (`documents.compute_document_masks`), of these very
+    """What the backend made of `first_keys` before the layers (`document_masks.compute_document_masks`), of these very
     tokens."""
 
     @property

@@ -8,6 +8,7 @@ import typer
 from megatron.cli.arguments import with_options
 from megatron.cli.console import print_notes, print_to_stderr
 from megatron.options.commands import ExportOptions, ImportOptions
+from megatron.utils.errors import UserError
 
 
 @with_options(ImportOptions)
@@ -63,8 +64,15 @@ def import_(
 
 @with_options(ExportOptions)
 def export(
-    run: Annotated[str, typer.Argument(help="A run's folder, or one of its checkpoints.", show_default=False)],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run's folder, or one of its checkpoints; with --refresh, an export.", show_default=False
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="The folder to make.", show_default=False)
+    ] = None,
     **options: Any,
 ) -> None:
     """Write a model for Hugging Face's transformers: weights, tokenizer, model card, and the code that computes it.
@@ -80,12 +88,24 @@ def export(
 
       ./deepy.py export runs/rotary exported/rotary --native
 
-    The last needs nothing but transformers, also in programs that know its models only.
+      ./deepy.py export --refresh exported/cdape
+
+    The third needs nothing but transformers, also in programs that know its models only. The last renews the code of an
+    export from an earlier version, for a newer transformers; the numbers stay the same.
     """
     from megatron.config.validation_errors import parse_section
     from megatron.utils.progress import WaitAnnouncer
 
     request = parse_section(ExportOptions, options)
+    if request.refresh:
+        check_refresh_options(request, folder)
+        with WaitAnnouncer(print_to_stderr, f"renewing {run}"):
+            from megatron.conversion.refresh_export import refresh_export
+
+            refresh_export(run, overwrite=request.overwrite)
+        return
+    if folder is None:
+        raise UserError("name the folder to make: ./deepy.py export RUN DIR")
     with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
         from megatron.conversion.export_model import export_model  # torch takes seconds
 
@@ -98,3 +118,12 @@ def export(
             license=request.license,
             overwrite=request.overwrite,
         )
+
+
+def check_refresh_options(request: ExportOptions, folder: Path | None) -> None:
+    """Refuse what says something of an export that is made anew. Raises UserError."""
+    if folder is not None:
+        raise UserError(f"--refresh renews one export in its place; leave {folder} out")
+    for name, value in request.model_dump().items():
+        if name not in ("refresh", "overwrite") and value != ExportOptions.model_fields[name].default:
+            raise UserError(f"{name} is {value}, which --refresh does not change; leave it out")

@@ -23,9 +23,15 @@ from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.stored_config import map_to_stored_names
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.config.schema import Config
-from megatron.conversion.families.farfield import AUTO_MAP, CHECKSUMS_FILE, FARFIELD, TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import (
+    AUTO_MAP,
+    CHECKSUMS_FILE,
+    FARFIELD,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_TYPE_KEY,
+)
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
-from megatron.conversion.model_card import render_model_card, write_model_card
+from megatron.conversion.model_card import describe_native_documents, render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.conversion.registry import find_exact_family
@@ -106,8 +112,8 @@ def export_model(
     log(f"load it with AutoModelForCausalLM.from_pretrained({str(target)!r}{flag})")
     if family.known_difference is not None:
         log(f"note: {family.known_difference}")
-    if run.config.position.attention_mask == "document":
-        log("note: it was trained with attention_mask: document; transformers reads a sequence as one document")
+    if run.config.position.attention_mask == "document" and native:
+        log(f"note: {describe_native_documents(family)}")
     return target
 
 
@@ -152,17 +158,31 @@ def _write_configs(
         **padding_keys,
         "use_cache": run.config.position.randomized_positions is None,
     }
+    own_keys = {} if not auto_map_keys else {"document_end_token_id": _find_document_end(run, tokenizer)}
     padding_ids = list(range(tokenizer.vocab_size, num_embeddings))
     # transformers 4 calls it torch_dtype, and 5 reads both.
     _write_json(
         folder / HF_CONFIG_FILE,
         family.to_hf_config(
-            run.config, num_embeddings, torch_dtype=dtype, bos_token_id=tokenizer.bos, **common_keys, **auto_map_keys
+            run.config,
+            num_embeddings,
+            torch_dtype=dtype,
+            bos_token_id=tokenizer.bos,
+            **common_keys,
+            **own_keys,
+            **auto_map_keys,
         ),
     )
     _write_json(
         folder / "generation_config.json", {**common_keys, **({"suppress_tokens": padding_ids} if padding_ids else {})}
     )
+
+
+def _find_document_end(run: TrainedRun, tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends documents for a run that was trained with documents apart, else None."""
+    if run.config.position.attention_mask != "document":
+        return None
+    return (run.trainer_state.vocabulary or {}).get("eod", tokenizer.eod)
 
 
 def _write_json(path: Path, content: object) -> None:
@@ -203,7 +223,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _is_export(folder: Path) -> bool:
     """Only our own exports say which of our tokenizers they have."""
     try:
-        values = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        values = parse_json((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and TOKENIZER_TYPE_KEY in values

@@ -26,8 +26,12 @@ def read_hf_source(folder: Path) -> ModelSource:
 
     Raises UserError: it is no such folder, or its model is none that ours can be, naming the key.
     """
+    return build_hf_source(folder, read_json_object(folder / HF_CONFIG_FILE))
+
+
+def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
+    """Return the same from the content of config.json."""
     path = folder / HF_CONFIG_FILE
-    values = _read_json_object(path)
     family = get_family(values.get("model_type"), str(path))
     hf_config = HFConfigReader(values, str(path), family.auto_map)
     config_keys = family.from_hf_config(hf_config)
@@ -40,7 +44,8 @@ def read_hf_source(folder: Path) -> ModelSource:
     )
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the mapping that a file of JSON holds. Raises UserError."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -48,6 +48,12 @@ _DIGEST = re.compile(r"_[0-9a-f]{8}(?=\.)")
 """What the names of our modules end in, in an export."""
 
 
+def find_code_suffix(class_name: str) -> str:
+    """Return what the name of a class's module ends in (`modeling_code.add_content_digest`); empty for nothing."""
+    match = _DIGEST.search(class_name)
+    return match[0] if match else ""
+
+
 def _strip_digests(classes: Any) -> Any:
     """An `auto_map` with the plain names of modules."""
     if not isinstance(classes, dict):

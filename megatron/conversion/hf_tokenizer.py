@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers as hf
 
-from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.modeling_code import BUNDLED_FOLDER, add_content_digest
 from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
 
@@ -44,7 +44,7 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> i
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    (folder / "tokenizer_config.json").write_text(
+    (folder / TOKENIZER_CONFIG_FILE).write_text(
         json.dumps({**common_keys, **config}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
     )
     return padding_id
@@ -111,15 +111,25 @@ def _write_gpt2_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 def _write_sentencepiece_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     import sentencepiece
 
-    files, suffix = add_content_digest({TOKENIZATION_FILE.name: TOKENIZATION_FILE.read_text(encoding="utf-8")})
+    files, suffix = build_tokenization_code()
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return {
         "tokenizer_class": "FarfieldTokenizer",
-        "auto_map": {"AutoTokenizer": [f"{TOKENIZATION_FILE.stem}{suffix}.FarfieldTokenizer", None]},
+        "auto_map": name_tokenizer_class(suffix),
         **_special_token_config(processor.id_to_piece, tokenizer, (*PADDING_TOKENS, "<0x00>")),
     }
+
+
+def build_tokenization_code() -> tuple[dict[str, str], str]:
+    """Return the code of SPMTokenizer as an export holds it, and the suffix of its names."""
+    return add_content_digest({TOKENIZATION_FILE.name: TOKENIZATION_FILE.read_text(encoding="utf-8")})
+
+
+def name_tokenizer_class(suffix: str) -> dict[str, list[str | None]]:
+    """Return `auto_map` of tokenizer_config.json for that code."""
+    return {"AutoTokenizer": [f"{TOKENIZATION_FILE.stem}{suffix}.FarfieldTokenizer", None]}
 
 
 def _fast_tokenizer_config(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from megatron.checkpoint.layout import suggest_folder
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
-from megatron.conversion.families.farfield import TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.model_source import ModelSource, WeightReader
@@ -43,7 +43,6 @@ HF_TOKENIZER_FILES = (
     ("SPMTokenizer", ("tokenizer.model",)),
 )
 """What a tokenizer is known by, the first that is there."""
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 CLASSES_WITHOUT_BOS = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 """Classes of transformers that put nothing before a text, whatever a tokenizer.json says (transformers 5.23)."""
 
@@ -276,7 +275,10 @@ def _write_run_files(
         {"step": "0"},
     )
     (checkpoint / layout.CONFIG).write_text(config_text, encoding="utf-8")
-    TrainerState(vocabulary={"size": tokenizer.vocab_size, "name": tokenizer.name}).write(checkpoint)
+    vocabulary: dict[str, Any] = {"size": tokenizer.vocab_size, "name": tokenizer.name}
+    if config.position.attention_mask == "document":
+        vocabulary["eod"] = tokenizer.eod
+    TrainerState(vocabulary=vocabulary).write(checkpoint)
     other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / layout.CONFIG, checkpoint / layout.PROGRESS])
     manifest.write_manifest(checkpoint, {layout.WEIGHTS: weights_checksum} | other_checksums)
     return gpt.num_parameters()

@@ -39,6 +39,7 @@ def render_model_card(
         position=run.config.position,
         train_length=run.config.model.seq_length,
         family=family,
+        native_documents=describe_native_documents(family),
         tables=[
             *map(render_comparison_markdown, tables),
             *(depth_map.build_text_table().to_markdown() for depth_map in depth_maps),
@@ -47,6 +48,14 @@ def render_model_card(
         settings=_list_settings(run, tokenizer),
     )
     return page, _render_plot(records) if records else None
+
+
+def describe_native_documents(family: ModelFamily) -> str:
+    """Return a sentence for a model of transformers' own whose run was trained with documents apart."""
+    return (
+        "it was trained with attention_mask: document, and transformers' own "
+        f"{family.architecture} reads a row as one document: give each document a row, or position_ids that begin again"
+    )
 
 
 def _read_results(run: TrainedRun) -> list[Record]:

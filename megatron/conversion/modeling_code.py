@@ -130,6 +130,15 @@ def add_content_digest(files: Mapping[str, str]) -> tuple[dict[str, str], str]:
     return renamed_files, suffix
 
 
+def remove_content_digest(files: Mapping[str, str], suffix: str) -> dict[str, str]:
+    """Return what `add_content_digest` was given, from its files and their suffix."""
+    relative_import = re.compile(rf"^from \.(\w+){suffix} import", re.MULTILINE)
+    return {
+        f"{name.removesuffix(f'{suffix}.py')}.py": relative_import.sub(r"from .\1 import", text)
+        for name, text in files.items()
+    }
+
+
 @cache
 def list_project_imports(text: str) -> tuple[Path, ...]:
     """The project's files that a file with this text imports. They are kept, because exports share most of theirs."""

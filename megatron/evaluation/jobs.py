@@ -113,7 +113,8 @@ class RunJob:
             from megatron.checkpoint.load_model import load_model
 
         end_of_document = None
-        if overrides.get("attention_mask") == "document" and self.config.position.attention_mask != "document":
+        mask = overrides.get("attention_mask") or self.config.position.attention_mask
+        if mask == "document" and "eod" not in (self.run.trainer_state.vocabulary or {}):
             tokenizer = load_run_tokenizer(self.run.folder, self.config.data, self.run.tokenizer_name)
             end_of_document = check_end_of_document(tokenizer.name, tokenizer.eod)
 

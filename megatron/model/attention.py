@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend, reads_whole_table
-from megatron.attention.documents import compute_document_masks
+from megatron.attention.document_masks import compute_document_masks
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import (

@@ -37,7 +37,7 @@ from megatron.attention.check.evidence import (
 from megatron.attention.check.machine import describe_card, describe_software
 from megatron.attention.check.problem import CheckedDocuments, CheckProblem, build_problem
 from megatron.attention.check.trials import DeviceLostError, free_memory, try_backends
-from megatron.attention.documents import can_mask_documents
+from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.segments import SampleFunction, concatenate_ranges, no_sampling, select_chunks
 from megatron.distributed.mesh import list_context_chunks
 from megatron.distributed.process_groups import ProcessGroups

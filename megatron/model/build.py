@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.backends.registry import select_backend
-from megatron.attention.documents import can_mask_documents
+from megatron.attention.document_masks import can_mask_documents
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.collectives import register_grad_all_reduce
 from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
@@ -115,9 +115,10 @@ def _build_methods(
     if any(encoding.depends_on_length for encoding in encodings):
         for key, value in {"randomized_positions": None, "attention_mask": "causal"}.items():
             if (given := getattr(position, key)) != value:
+                cause = f" (scaling {scaling})" if (scaling := position.pos_emb_options.get("scaling")) else ""
                 raise UserError(
-                    f"{key}: {given}, but the encoding (scaling {position.pos_emb_options.get('scaling')}) depends on "
-                    "the length of a sequence that begins at position 0",
+                    f"{key}: {given}, but the encoding{cause} depends on the length of a sequence that begins at "
+                    "position 0",
                     key,
                 )
     return shared, methods

@@ -235,6 +235,11 @@ class GPT(GPTModel):
         self, starts: Tensor, batch: int, length: int, kv_cache: KVCache | None, seed: int | None, device: torch.device
     ) -> tuple[tuple[Segment, ...], TokenRange]:
         """The same of documents that are kept apart, and where their positions begin anew."""
+        if any(layer.self_attention.core_attention.encoding.depends_on_length for layer in self.local_layers):
+            raise UserError(
+                "documents cannot be kept apart: an encoding of the model depends on the length of the whole row (of "
+                "rotary, scaling dynamic and longrope); give each document a row"
+            )
         context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
         check_document_starts(starts, batch, past + length * context.size)
 

@@ -119,7 +119,10 @@ class ExportOptions(ConfigSection):
     dtype: str = config_field("float32", "of the weights: float32 (exact), bfloat16 or float16")
     shard: str = config_field("2GB", "the largest file of weights, which is also what memory holds")
     license: str | None = config_field(None, "of the weights, for the model card: apache-2.0, …")
-    overwrite: bool = config_field(False, "replace an export that is there")
+    overwrite: bool = config_field(False, "replace an export that is there; with --refresh, also code that was edited")
+    refresh: bool = config_field(
+        False, "renew the code of an export that is there, in the place of RUN and DIR; weights stay as they are"
+    )
 
 
 class PlanOptions(ConfigSection):

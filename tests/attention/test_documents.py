@@ -19,12 +19,8 @@ from megatron.attention.backends.pytorch import (
     SdpaBackend,
     pack_documents,
 )
-from megatron.attention.documents import (
-    can_mask_documents,
-    depends_on_document_start,
-    find_document_starts,
-    restart_positions,
-)
+from megatron.attention.document_masks import can_mask_documents, depends_on_document_start
+from megatron.attention.documents import find_document_starts, restart_positions
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.segments import rotate_segments
 from megatron.model.attention import AttentionContext

@@ -22,6 +22,7 @@ from tools.export.cases import (
     ExportCase,
     build_gpt,
     list_architecture_cases,
+    list_document_cases,
     list_position_cases,
     list_softmax_cases,
     list_temperature_cases,
@@ -43,6 +44,7 @@ ROUND = [
     *list(list_position_cases())[-6:],
     *list_temperature_cases(),
     *list_softmax_cases(),
+    *list_document_cases(),
     *list_architecture_cases(),
 ]
 NATIVE = {

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.generation import configuration_utils
 
 from megatron.conversion.export_model import export_model
-from tools.export.cases import LAYERS, WIDTH, ExportCase, build_gpt, write_run
+from tools.export.cases import END, LAYERS, WIDTH, ExportCase, build_gpt, write_run
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 257
@@ -26,10 +26,11 @@ CASES = {
     ),
     "selective": ExportCase("selective", {"pos_emb": "kerple_log", "score_processor": "selective"}),
     "mta": ExportCase("mta", {"pos_emb": "kerple_log", "score_processor": "mta"}),
+    "documents": ExportCase("documents", {"pos_emb": "kerple_log", "attention_mask": "document"}),
 }
-KEEPS_EXACT_NUMBERS = ("fox", "selective")
+KEEPS_EXACT_NUMBERS = ("fox", "selective", "documents")
 """Methods that keep numbers beside keys which a cache must return unchanged."""
-PROMPT = torch.tensor([[7, 1, 7, 1, 5, 7, 1, 5, 7, 1]])
+PROMPT = torch.tensor([[7, 1, END, 1, 5, 7, 1, 5, 7, 1]])
 IMPLEMENTATIONS = sorted(
     set(configuration_utils.ALL_CACHE_IMPLEMENTATIONS) if hasattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
     else {"dynamic", "dynamic_full", "static", "offloaded", "offloaded_static", "sliding_window", "hybrid", "quantized"}
@@ -77,6 +78,7 @@ def test_decoding_that_rolls_the_cache_back_writes_greedy_text(models: dict[str,
 def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], DynamicCache()
     tokens = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(1))
+    tokens[0, [5, 22]], tokens[1, 19] = END, END
     model(tokens[:, :20], past_key_values=cache)
     model((tokens[:, :7] + 1) % 256, past_key_values=cache)
     cache.crop(-7)
@@ -86,7 +88,7 @@ def test_logits_after_a_crop_are_those_without_the_removed_tokens(models: dict[s
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["kerple_log", "selective"])
+@pytest.mark.parametrize("name", ["kerple_log", "selective", "documents"])
 def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], name: str, implementation: str) -> None:
     plain = generate(models[name], use_cache=False)
     try:
@@ -112,6 +114,38 @@ def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict
         found = model(PROMPT, past_key_values=cache).logits
         # Keys and values are rounded by up to 2^-9 of themselves, and logits here are of the order of 1.
         torch.testing.assert_close(found, model(PROMPT, use_cache=False).logits, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
+    """As peft's prefix tuning puts them into a cache before the tokens."""
+    model, cache = models[name], DynamicCache()
+    prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    for layer in range(LAYERS):
+        cache.update(prefix, prefix, layer)
+    mask = torch.ones(1, 4 + PROMPT.shape[1], dtype=torch.int64)
+    if name in ("kerple_log", "cdape"):  # which keep nothing beside keys
+        model(PROMPT, attention_mask=mask, past_key_values=cache, labels=PROMPT).loss.backward()
+        assert prefix.grad is not None
+        assert prefix.grad.any()
+        mask[0, 4:6] = 0
+        with pytest.raises(ValueError, match="whose tokens come before the padding, pad on the right to train"):
+            model(PROMPT, attention_mask=mask[:, : PROMPT.shape[1]])
+    else:
+        with pytest.raises(ValueError, match="peft's prefix tuning"):
+            model(PROMPT, attention_mask=mask, past_key_values=cache)
+
+
+def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
+    """Twice, because transformers keeps a static cache for the next call."""
+    model = models["cdape"]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* choose 'dynamic'"):
+            generate(model, cache_implementation="static")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=30)
+    for call in (model, lambda tokens, **choices: model.generate(tokens, max_new_tokens=2, **choices)):
+        with pytest.raises(ValueError, match="is a StaticCache, whose size is fixed; use a DynamicCache"):
+            call(PROMPT, past_key_values=cache)
 
 
 @torch.inference_mode()

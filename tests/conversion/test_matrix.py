@@ -8,6 +8,7 @@ from megatron.position.registry import list_encodings, list_processors
 from tools.export.cases import (
     ExportCase,
     list_architecture_cases,
+    list_document_cases,
     list_method_cases,
     list_position_cases,
     list_softmax_cases,
@@ -35,6 +36,7 @@ def test_exports_equal_the_project(tmp_path: Path) -> None:
         *islice(list_position_cases(), 0, None, 5),
         *list_temperature_cases(),
         *list_softmax_cases(),
+        *list_document_cases(),
         *list_architecture_cases(),
     ]
     assert not select_beyond_rounding(measure_differences(cases, tmp_path))

@@ -104,6 +104,22 @@ def test_longrope_reads_the_factors_of_transformers(kind: str, tmp_path: Path) -
     assert re.fullmatch("longrope:[0-9a-f]{8}", format_rope(changed.pos_emb_options))
 
 
+def assert_documents_are_refused(gpt: GPT) -> None:
+    """A document's numbers would depend on the row that it stands in; rows of one document are read."""
+    x, starts = tokens(1, 6), torch.tensor([[0, 0, 2, 2, 2, 2]])
+    with pytest.raises(UserError, match=r"documents cannot be kept apart: .* depends on the length of the whole row"):
+        gpt(x, document_starts=starts)
+    gpt(x, document_starts=torch.zeros_like(starts))
+    gpt.end_of_document = int(x[0, 1])
+    with pytest.raises(UserError, match="documents cannot be kept apart"):
+        gpt(x)
+    gpt.end_of_document = None
+
+
+def test_documents_are_refused_if_frequencies_depend_on_the_length() -> None:
+    assert_documents_are_refused(rotary_gpt("dynamic"))
+
+
 @torch.no_grad()
 def test_longrope_decodes_as_it_reads(tmp_path: Path) -> None:
     file = tmp_path / "factors.json"
@@ -114,6 +130,7 @@ def test_longrope_decodes_as_it_reads(tmp_path: Path) -> None:
         parts.append(gpt(x[:, cache.length : cache.length + size], kv_cache=cache))
     assert_close_in_rounding(torch.cat(parts, dim=1), whole, TERMS, SUMS)
     assert (gpt(x[:, :TRAINED]) - whole[:, :TRAINED]).abs().max() > 1e-3, "short sequences have their own factors"
+    assert_documents_are_refused(gpt)
     file.write_text(json.dumps({"short_factor": [1.0, 1.1], "long_factor": [1, 2, 4, 8], "factor": 4}))
     with pytest.raises(UserError, match="option short_factor of rotary has 2 numbers; 4 pairs of dimensions turn"):
         rotary_gpt(f"longrope:{file}")

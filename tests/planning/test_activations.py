@@ -11,7 +11,8 @@ from tiny_runs import tiny_config
 
 from kernels.cdape_attention import cpu
 from megatron.attention.backends.pytorch import SdpaBackend
-from megatron.attention.documents import compute_document_masks, mask_documents, restart_positions
+from megatron.attention.document_masks import compute_document_masks
+from megatron.attention.documents import mask_documents, restart_positions
 from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
@@ -34,8 +35,11 @@ WITH_MAPS = {
     "talking heads": {"pos_emb": "rotary", "score_processor": "talking_heads"},
     "mta": {"pos_emb": "kerple_log", "score_processor": "mta"},
     "selective": {"pos_emb": "rotary", "score_processor": "selective"},
-    "ssmax_logits": {"pos_emb": "rotary", "score_processor": "ssmax_logits"},
-}
+    "ssmax_prior": {"pos_emb": "rotary", "score_processor": "ssmax_prior"},
+    "ssmax_prior, fixed": {
+        "pos_emb": "rotary", "score_processor": "ssmax_prior", "score_processor_options": {"learned": False}
+    },
+}  # fmt: skip
 """Processors that make other maps than hidden values of convolutions."""
 
 

@@ -28,6 +28,8 @@ LENGTH, FAR = 16, 64
 """Tokens of a training sequence, and four times as many."""
 WIDTH, LAYERS = 24, 2
 PROCESSED = ("none", "rotary", "kerple_log", "fire", "cope", "fox")
+END = ByteTokenizer().eod
+"""The token that ends a document."""
 LENGTHS = (FAR, 41, LENGTH)
 """Of the sequences of a padded batch."""
 
@@ -102,6 +104,27 @@ def list_softmax_cases() -> Iterator[ExportCase]:
     yield ExportCase("a gate for each head", gated)
 
 
+def list_document_cases() -> Iterator[ExportCase]:
+    """Runs that were trained with documents kept apart."""
+    layers: dict[str, Any] = {"pos_emb": ["rotary", "none"], "attention_window": [9, None]}
+    temperature = {"attention_temperature": "ssmax", "attention_window": 7}
+    for title, keys in {
+        "rotary": {"pos_emb": "rotary", "num_kv_heads": 1},
+        "learned": {"pos_emb": "learned"},
+        "randomized rotary": {"pos_emb": "rotary", "randomized_positions": 90},
+        "kerple_log under cdape in a window": {
+            "pos_emb": "kerple_log", "score_processor": "cdape", "attention_window": 11
+        },
+        "fire under dape": {"pos_emb": "fire", "score_processor": "dape"},
+        "cope under mta": {"pos_emb": "cope", "score_processor": "mta"},
+        "fox under selective": {"pos_emb": "fox", "score_processor": "selective"},
+        "rotary with ssmax": {"pos_emb": "rotary", **temperature},
+        "a pattern of layers": layers,
+        "stick-breaking": {"pos_emb": "none", "softmax_type": "stick-breaking-remainder"},
+    }.items():  # fmt: skip
+        yield ExportCase(f"documents, {title}", {**keys, "attention_mask": "document"})
+
+
 def list_architecture_cases() -> Iterator[ExportCase]:
     """What else a layer may look like."""
     with_cdape = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 5}}
@@ -154,6 +177,8 @@ def build_gpt(case: ExportCase, vocabulary: int) -> GPT:
             is_identity = ".processor." in parameter_name and not parameter.any()
             if "norm" in parameter_name or parameter_name.endswith("linear.bias") or is_identity:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    if config.position.attention_mask == "document":
+        gpt.end_of_document = END
     return gpt
 
 
@@ -166,6 +191,8 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
     config.save(checkpoint / CONFIG)
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
+    if config.position.attention_mask == "document":
+        vocabulary["eod"] = tokenizer.eod
     TrainerState(step=1, vocabulary=vocabulary).write(checkpoint)
     manifest.write_manifest(
         checkpoint, manifest.compute_checksums(checkpoint, [checkpoint / file for file in manifest.MODEL_FILES])
@@ -175,9 +202,12 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
 
 
 def draw_sequences(seed: int = 13) -> list[Tensor]:
-    """Those of a padded batch, int64 [1, length] each."""
+    """Return the sequences of a padded batch, int64 [1, length] each, in which some documents end."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(256, (1, length), generator=generator) for length in LENGTHS]
+    sequences = [torch.randint(256, (1, length), generator=generator) for length in LENGTHS]
+    for sequence in sequences:
+        sequence[:, [3, 4, *range(12, sequence.shape[1], 19)]] = END
+    return sequences
 
 
 @torch.inference_mode()

@@ -31,6 +31,7 @@ from tools.export.cases import (  # noqa: E402
     ExportCase,
     compute_export_tolerance,
     list_architecture_cases,
+    list_document_cases,
     list_method_cases,
     list_position_cases,
     list_softmax_cases,
@@ -42,28 +43,62 @@ from tools.records import collect_provenance, format_provenance, write_record  #
 READER_SCRIPT = ROOT / "tools/export/reader.py"
 
 
+def list_cases() -> list[ExportCase]:
+    """Return every model of the matrix."""
+    return [
+        *list_method_cases(),
+        *list_position_cases(),
+        *list_temperature_cases(),
+        *list_softmax_cases(),
+        *list_document_cases(),
+        *list_architecture_cases(),
+    ]
+
+
 def measure_differences(
     cases: Sequence[ExportCase], folder: Path, python: str = sys.executable
 ) -> dict[ExportCase, dict[str, float]]:
-    """By how much each way to read each export is apart from this project, relative to the largest logit.
+    """Return by how much each way to read each export is apart from this project, relative to the largest logit.
 
     Args:
         python: the interpreter that reads them, with torch and transformers.
     """
-    written = []
+    return read_exports(write_exports(cases, folder), folder, python)
+
+
+def write_exports(cases: Sequence[ExportCase], folder: Path) -> dict[ExportCase, Path]:
+    """Write a run and an export of each case, and return their folders."""
+    places = {}
     for number, case in enumerate(cases):
         # transformers imports the code of folders of one name once if it is the same.
-        place = folder / str(number) / get_export_folder_name(case)
+        places[case] = place = folder / str(number) / get_export_folder_name(case)
         export_model(write_case(case, place), place / place.name, log=lambda line: None)
-        written.append(str(place))
-    copy = folder / "reader.py"  # beside nothing of this project
+    return places
+
+
+def read_exports(
+    places: Mapping[ExportCase, Path], folder: Path, python: str = sys.executable, packages: Path | None = None
+) -> dict[ExportCase, dict[str, float]]:
+    """Read exports in a process of its own, and return by how much they are apart from this project.
+
+    Args:
+        places: from `write_exports`.
+        folder: for the script that reads them, beside nothing of this project.
+        python: the interpreter.
+        packages: a folder of packages that come before those of the interpreter.
+
+    Raises:
+        SystemExit: an export cannot be read.
+    """
+    copy = folder / "reader.py"
     copy.write_text(READER_SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [python, "-W", "ignore", str(copy), *written],
+        [python, "-W", "ignore", str(copy), *map(str, places.values())],
         cwd=folder,
         env={
             **environment,
+            **({} if packages is None else {"PYTHONPATH": str(packages)}),
             "HF_HOME": str(folder / "hf"),
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",  # of code that nobody imports again
@@ -73,7 +108,7 @@ def measure_differences(
     )
     if done.returncode:
         raise SystemExit(f"error: an export cannot be read: {done.stderr[-3000:]}")
-    return dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    return dict(zip(places, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def get_export_folder_name(case: ExportCase) -> str:
@@ -112,7 +147,7 @@ Each row is one model with random weights, exported by `./deepy.py export` and l
 A number is the largest difference of any logit from this project's, relative to the largest logit.
 The training length is {LENGTH} tokens; 1x and 4x are {LENGTH} and {FAR} tokens.
 `cached` reads in three parts; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens, padded on the
-left, each compared with the sequence alone.
+left, each compared with the sequence alone; `packed` is one row of them all, whose `position_ids` begin again.
 The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(worst["apart"].values()):.1e}
 ({worst["model"]}); rounding allows {record["allowed"]:.1e}.
 
@@ -129,17 +164,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure_differences(
-            [
-                *list_method_cases(),
-                *list_position_cases(),
-                *list_temperature_cases(),
-                *list_softmax_cases(),
-                *list_architecture_cases(),
-            ],
-            Path(folder),
-            arguments.python,
-        )
+        found = measure_differences(list_cases(), Path(folder), arguments.python)
     rows = [{"model": case.title, "apart": apart} for case, apart in found.items()]
     head = collect_provenance(__file__, "cpu")
     head["versions"] |= read_versions(arguments.python)

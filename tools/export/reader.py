@@ -58,10 +58,18 @@ def measure_differences(folder: Path) -> dict[str, float]:
         pairs = zip(rows, logits, strict=True)
         return max(relative_difference(found[-row.shape[1] :], expected[str(row.shape[1])][0]) for row, found in pairs)
 
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None]
+
+    def of_packed(logits: Tensor) -> float:
+        parts = logits.split([row.shape[1] for row in rows], dim=1)
+        pairs = zip(rows, parts, strict=True)
+        return max(relative_difference(found, expected[str(row.shape[1])]) for row, found in pairs)
+
     found = {
         "1x whole": relative_difference(model(shortest).logits, expected[str(shortest.shape[1])]),
         "4x whole": relative_difference(model(longest).logits, expected[str(longest.shape[1])]),
         "padded whole": of_padded(model(batch, attention_mask=mask).logits),
+        "packed": of_packed(model(torch.cat(rows, dim=1), position_ids=positions).logits),
     }
     if case["cached"]:
         found["1x cached"] = relative_difference(run_in_chunks(model, shortest), expected[str(shortest.shape[1])])

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from megatron.attention.backends.backend import AttentionBackend
 from megatron.attention.check.fused_reference import attend_as_fused
-from megatron.attention.documents import compute_document_masks, split_documents
+from megatron.attention.document_masks import compute_document_masks
+from megatron.attention.documents import split_documents
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import precompute_terms, sum_gates
 from megatron.attention.segments import (
@@ -69,7 +70,7 @@ class CheckedDocuments:
     starts: Tensor
     """int64 [B, T] on the CPU: of each token of the whole rows, the column at which its document begins."""
     masked: bool
-    """Is attention computed for all of a row at once (`documents.can_mask_documents`), or document by document?"""
+    """Is attention computed for all of a row at once (`document_masks.can_mask_documents`), or document by document?"""
     sample: SampleFunction = no_sampling
     """Of randomized positions."""
 

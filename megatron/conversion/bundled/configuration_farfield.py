@@ -39,6 +39,8 @@ class FarfieldConfig(PretrainedConfig):
         softmax_type: vanilla, off-by-one, learnable, stick-breaking or stick-breaking-remainder; a list as
             above.
         attention_output_gate: true, σ(W·x) on every number that heads attend to; headwise, on every head.
+        document_end_token_id: the token that ends a document. A token sees its own document only, whose positions
+            begin at 0, as in the training of this model; none for a row that is one document.
         randomized_positions: a sequence's positions are drawn from so many; there is no cache then.
         continuous_positions: they are real numbers.
         hidden_dropout, attention_dropout: in training.
@@ -88,6 +90,7 @@ class FarfieldConfig(PretrainedConfig):
         attention_window: int | list[int | None] | None = None,
         softmax_type: str | list[str] = "vanilla",
         attention_output_gate: bool | str = False,
+        document_end_token_id: int | None = None,
         randomized_positions: int | None = None,
         continuous_positions: bool = False,
         hidden_dropout: float = 0.0,
@@ -137,6 +140,7 @@ class FarfieldConfig(PretrainedConfig):
         self.attention_window = attention_window
         self.softmax_type = softmax_type
         self.attention_output_gate = attention_output_gate
+        self.document_end_token_id = document_end_token_id
         self.randomized_positions = randomized_positions
         self.continuous_positions = continuous_positions
         self.hidden_dropout = hidden_dropout

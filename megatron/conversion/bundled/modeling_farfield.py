@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import configuration_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
 
+from megatron.attention.documents import find_document_starts, split_documents
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_scale import describe_query_rows, scale_queries
 from megatron.attention.reference import compute_attention_in_blocks, sum_gates
 from megatron.attention.rows_above import RowsAbove
 from megatron.attention.segments import (
+    SampleFunction,
     Segment,
     add_position_embeddings,
     attend_segments,
     build_segments,
+    no_sampling,
     rotate_segments,
 )
 from megatron.attention.softmax import build_softmax_sink
@@ -54,12 +58,18 @@ REFUSED_ARGUMENTS = frozenset(
     (
         *("output_attentions", "head_mask", "cross_attn_head_mask", "token_type_ids"),
         *("encoder_hidden_states", "encoder_attention_mask", "block_table", "read_index", "write_index"),
-        *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"),
+        "cu_seqlens",
     )
 )
 """Arguments that ask for another result than this model computes."""
 PASSED_OVER_ARGUMENTS = frozenset({"tokenizer", "assistant_tokenizer"})
 """Arguments that `generate` hands on to every model, and that are for itself."""
+STATIC_CACHES = frozenset(
+    getattr(configuration_utils, "ALL_STATIC_CACHE_IMPLEMENTATIONS", ("static", "offloaded_static"))
+)
+"""Names by which `generate` is asked for a static cache."""
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
+"""Arguments by which transformers' collators describe sequences that are packed into one row, beside position_ids."""
 
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
@@ -137,7 +147,12 @@ def pack_bits(parts: Sequence[Tensor], k: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return what `pack_bits` packed, for all tokens so far; `parts` are those of the newest tokens."""
+    """Return what `pack_bits` packed, for all tokens so far.
+
+    Args:
+        packed: [B, g, tokens so far, w].
+        parts: those of the newest tokens, or of none: they have the type and the last dimension of the result.
+    """
     bits = packed.detach().transpose(1, 2).contiguous().view(torch.uint8).flatten(2)
     sizes = [part.shape[-1] * part.element_size() for part in parts]
     split = bits[..., : sum(sizes)].split(sizes, dim=-1)
@@ -145,6 +160,46 @@ def unpack_bits(packed: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
         own.clone(memory_format=torch.contiguous_format).view(part.dtype)
         for own, part in zip(split, parts, strict=True)
     ]
+
+
+def read_document_ends(past_key_values: Cache | None, past_length: int, like: Tensor) -> Tensor:
+    """Return from a cache which of the tokens so far end a document: int32 [B, past_length, 1] on the CPU.
+
+    Args:
+        past_length: tokens in the cache.
+        like: [B, …], any tensor of the forward pass.
+
+    Raises:
+        ValueError: the cache holds something else in the keys of its first layer.
+    """
+    parts = [torch.zeros(len(like), 0, 1, dtype=torch.int32), mark_tokens(0, 0, like).cpu()]
+    if past_key_values is None or past_length == 0:
+        return parts[0]
+    layers = getattr(past_key_values, "layers", ())
+    stored = getattr(layers[0], "keys", None) if layers else None
+    if not isinstance(stored, Tensor) or stored.dim() != 4 or len(stored) != len(like) or stored.shape[2] < past_length:
+        raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
+    size = sum(part.shape[-1] * part.element_size() for part in parts)
+    width = -(-size // (stored.shape[1] * stored.element_size()))
+    ends, marks = unpack_bits(stored[:, :, :past_length, -width:].cpu(), parts)
+    check_marks(marks, past_key_values)
+    return ends
+
+
+def mark_tokens(past_length: int, length: int, like: Tensor) -> Tensor:
+    """Return the marks of tokens past_length, past_length + 1, … of all sequences of a batch: int32 [B, length, 1]."""
+    marks = torch.arange(past_length, past_length + length, dtype=torch.int32, device=like.device) + FIRST_MARK
+    return marks[None, :, None].expand(len(like), -1, 1)
+
+
+def check_marks(marks: Tensor, past_key_values: Cache) -> None:
+    """Raise ValueError if a cache does not return the marks [B, tokens so far, 1] that it was given."""
+    if not torch.equal(marks, mark_tokens(0, marks.shape[1], marks)):
+        raise ValueError(
+            f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or something else "
+            "filled it, such as peft's prefix tuning), and this model keeps numbers there that must be exact: let this "
+            "model alone fill a DynamicCache"
+        )
 
 
 def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
@@ -188,7 +243,13 @@ class FarfieldAttention(nn.Module):
         self.softmax_type = get_layer_value(config.softmax_type, layer_idx)
         self.sink = build_softmax_sink(self.softmax_type, num_heads)
 
-    def forward(self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        segments: tuple[Segment, ...],
+        past_key_values: Cache | None,
+        document_ends: Tensor | None = None,
+    ) -> Tensor:
         encoding = self._shared[0] if self.encoding is None else self.encoding
         # Of each group: its queries, then its key, then its value.
         grouped_qkv = self.qkv(hidden_states).unflatten(
@@ -208,7 +269,7 @@ class FarfieldAttention(nn.Module):
         gates = None
         if type(encoding).overrides_hook("gate"):
             gates = encoding.gate(hidden_states, ALL_HEADS)
-        kept = self._keep_tokens(q, k, v, gates, past_key_values)
+        kept = self._keep_tokens(q, k, v, gates, past_key_values, document_ends)
         k, v, gates, above = kept.k, kept.v, kept.gates, kept.above
         k, v = (x.repeat_interleave(self.queries_per_key, dim=1) if self.queries_per_key > 1 else x for x in (k, v))
 
@@ -250,7 +311,13 @@ class FarfieldAttention(nn.Module):
         return self.out(output.to(hidden_states.dtype).flatten(2))
 
     def _keep_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, past_key_values: Cache | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor | None,
+        past_key_values: Cache | None,
+        document_ends: Tensor | None,
     ) -> "KeptTokens":
         """Add tokens to the cache, if there is one, and return what it holds of all tokens so far.
 
@@ -266,14 +333,16 @@ class FarfieldAttention(nn.Module):
         keys = [k]
         if reads_above and not has_sums:
             keys.append(q.unflatten(1, (self.num_kv_heads, -1)).transpose(2, 3).flatten(3))
-        exact = [] if gates is None else [gates.transpose(1, 2)]
+        marks, exact = mark_tokens(past_length, length, q), [] if gates is None else [gates.transpose(1, 2)]
         if processor is not None and has_sums:
             sums = q.new_zeros(len(q), length, 1, dtype=torch.float32)
             exact += [q[:, processor.summed_heads].transpose(1, 2).flatten(2), sums, sums.to(torch.int32)]
         if exact:
-            marks = torch.arange(past_length, past_length + length, dtype=torch.int32, device=q.device) + FIRST_MARK
-            exact.append(marks[None, :, None].expand(len(q), -1, 1))
+            exact.append(marks)
             keys.append(pack_bits(exact, k))
+        number = len(keys) - 1
+        if document_ends is not None:  # last, where `_read_document_ends` finds them
+            keys.append(pack_bits([document_ends, marks], k))
         stored = torch.cat(keys, dim=-1) if len(keys) > 1 else k
         self._check_stored_width(past_key_values, stored.shape[-1])
         all_keys, v = past_key_values.update(stored, v, self.layer_idx)
@@ -282,14 +351,11 @@ class FarfieldAttention(nn.Module):
             raise ValueError(f"{type(past_key_values).__name__} does not hold the tokens so far; use a DynamicCache")
         parts = list(all_keys.split([part.shape[-1] for part in keys], dim=-1))
         k, above, store_sums = parts[0], None, None
-        bits = unpack_bits(parts[-1], exact) if exact else []
+        bits = unpack_bits(parts[number], exact) if exact else []
         if exact:
-            expected = torch.arange(total, dtype=torch.int32, device=q.device) + FIRST_MARK
-            if not torch.equal(bits[-1][..., 0], expected.to(bits[-1].device).expand(len(q), -1)):
-                raise ValueError(
-                    f"{type(past_key_values).__name__} does not return what it was given (it rounds keys, or another "
-                    "model filled it), and this model keeps numbers there that must be exact; use a DynamicCache"
-                )
+            check_marks(bits[-1], past_key_values)
+        if document_ends is not None:
+            check_marks(unpack_bits(parts[-1], [document_ends, marks])[-1], past_key_values)
         if gates is not None:
             # The newest gates are those at hand, through which gradients flow.
             gates = torch.cat([bits[0][:, :past_length].transpose(1, 2), gates], dim=2)
@@ -306,7 +372,7 @@ class FarfieldAttention(nn.Module):
 
             def store_sums(new_sums: Tensor) -> None:
                 bits[-3:-1] = [new_sums[..., None], torch.full_like(bits[-2], total)]
-                parts[-1].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient comes through it
+                parts[number].data.copy_(pack_bits(bits, k))  # the cache's own memory; no gradient comes through it
 
         elif reads_above:
             above = RowsAbove(parts[1].unflatten(3, (-1, q.shape[-1])).transpose(2, 3).flatten(1, 2), total, None)
@@ -319,8 +385,8 @@ class FarfieldAttention(nn.Module):
         if isinstance(found, Tensor) and found.dim() == 4 and found.shape[1::2] != (self.num_kv_heads, width):
             raise ValueError(
                 f"the cache holds keys of {found.shape[1]} × {found.shape[3]} numbers, and this model keeps "
-                f"{self.num_kv_heads} × {width} of a token: fill a cache by this model only (prefix tuning works where "
-                "nothing is kept beside plain keys; use LoRA or prompt tuning)"
+                f"{self.num_kv_heads} × {width} of a token: let this model alone fill a cache (peft's prefix tuning "
+                "works for models that keep nothing beside plain keys; use LoRA or prompt tuning)"
             )
 
 
@@ -371,10 +437,14 @@ class FarfieldLayer(GradientCheckpointingLayer):
         self.mlp_post_norm = build_norm(config) if is_last else nn.Identity()
 
     def forward(
-        self, hidden_states: Tensor, segments: tuple[Segment, ...], past_key_values: Cache | None = None
+        self,
+        hidden_states: Tensor,
+        segments: tuple[Segment, ...],
+        past_key_values: Cache | None = None,
+        document_ends: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_norm(hidden_states)
-        attended = self.attention_post_norm(self.attention(normed, segments, past_key_values))
+        attended = self.attention_post_norm(self.attention(normed, segments, past_key_values, document_ends))
         residual = hidden_states + self._apply_dropout(attended)
         if self.mlp_norm is not None:
             normed = self.mlp_norm(hidden_states if self.parallel else residual)
@@ -440,18 +510,25 @@ class FarfieldModel(FarfieldPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states.
 
+        Sequences that are packed into one row are kept apart: each gives what it gives alone. They are described as
+        transformers' DataCollatorWithFlattening does, by position_ids that begin at 0 again, or by cu_seq_lens_q and
+        cu_seq_lens_k, or by seq_idx. A model that was trained with documents apart also ends one at each
+        document_end_token_id.
+
         Args:
             input_ids: int64 [B, T]; or inputs_embeds, [B, T, D].
             attention_mask: [B, tokens so far], 0 for padding, on either side. A padded sequence gives what it gives
                 alone.
-            position_ids: those that the mask and the cache imply; others are refused, and so is whatever else this
-                model would pass over (`cache_position`, which transformers 4 gives, must continue the cache).
-            past_key_values: the tokens before these, a DynamicCache; by whatever name transformers gives it.
+            position_ids: those that the mask, the cache and the packing imply; others are refused, and so is whatever
+                else this model would pass over (`cache_position`, which transformers 4 gives, must continue the cache).
+            past_key_values: the tokens before these, a DynamicCache; by whatever name transformers gives it. Packed
+                sequences take none.
 
         Raises:
             ValueError: for what this model would compute wrongly.
         """
         past_key_values = _take_cache(past_key_values, kwargs)
+        packing = {name: kwargs.pop(name, None) for name in PACKING_ARGUMENTS}
         cache_position = kwargs.pop("cache_position", None)
         _check_no_extra_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
@@ -459,10 +536,20 @@ class FarfieldModel(FarfieldPreTrainedModel):
         x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if x.shape[1] == 0:
             raise ValueError("there are no tokens; begin an empty text with the end of the one before (eos_token)")
+        past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        mask = _check_mask(attention_mask, x.shape[0], past_length + x.shape[1])
+        sequence_ends = _find_sequence_ends(x, mask, position_ids, **packing)
+        if sequence_ends is not None:
+            if use_cache or past_key_values is not None:
+                raise ValueError(
+                    "sequences that are packed into one row (position_ids that begin again, cu_seq_lens_q, seq_idx) "
+                    "take no cache: use_cache must be False"
+                )
+            use_cache = False
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if self.gradient_checkpointing and self.training:
             use_cache = False  # layers are computed again in the backward pass, and would be stored twice
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            if past_length > 0:
                 raise ValueError("gradient checkpointing takes no tokens from a cache (nor does prefix tuning with it)")
             past_key_values = None
         if use_cache and past_key_values is None:
@@ -472,8 +559,14 @@ class FarfieldModel(FarfieldPreTrainedModel):
                 "randomized positions depend on the length of the whole sequence, which a cached step does not know: "
                 "use_cache must be False"
             )
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
-        segments = self._build_segments(x, attention_mask, int(past_length), position_ids, cache_position)
+        document_ends = self._find_document_ends(input_ids)
+        ends = sequence_ends
+        if document_ends is not None:
+            past_ends = read_document_ends(past_key_values, past_length, x)
+            ends = torch.cat([past_ends, document_ends.cpu()], dim=1)[..., 0].bool()
+            ends = ends if sequence_ends is None else ends | sequence_ends
+        _check_positions(x, mask, past_length, position_ids, cache_position, sequence_ends)
+        segments = self._build_segments(x.shape[1], mask, past_length, ends)
         x = F.dropout(x, self.config.hidden_dropout, self.training)
         x = x * (self.config.embedding_multiplier / self.config.position_embedding_multiplier)
         if self.position is not None:
@@ -482,7 +575,8 @@ class FarfieldModel(FarfieldPreTrainedModel):
         hidden_states = []
         for layer in self.layers:
             hidden_states.append(x)
-            x = layer(x, segments, past_key_values)
+            # The cache of the first layer keeps where documents end.
+            x = layer(x, segments, past_key_values, None if len(hidden_states) > 1 else document_ends)
         x = self.norm(x)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
@@ -490,36 +584,36 @@ class FarfieldModel(FarfieldPreTrainedModel):
             **{CACHE_FIELD: past_key_values},
         )
 
+    def _find_document_ends(self, input_ids: Tensor | None) -> Tensor | None:
+        """Return which tokens end a document, int32 [B, T, 1], or None for a model that reads a row as one."""
+        if (end := self.config.document_end_token_id) is None:
+            return None
+        if input_ids is None:
+            raise ValueError(
+                f"this model keeps documents apart by their end token (document_end_token_id {end}), which "
+                "inputs_embeds do not show: give input_ids, or set config.document_end_token_id = None to read a row "
+                "as one document"
+            )
+        return (input_ids == end).to(torch.int32)[..., None]
+
     def _build_segments(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        past_length: int,
-        position_ids: Tensor | None,
-        cache_position: Tensor | None,
+        self, length: int, mask: Tensor | None, past_length: int, ends: Tensor | None
     ) -> tuple[Segment, ...]:
-        batch, length = x.shape[:2]
-        mask = _check_mask(attention_mask, batch, past_length + length)
-        cache_columns = torch.arange(past_length, past_length + length, device=x.device)
-        if cache_position is not None and not torch.equal(cache_position.to(x.device), cache_columns):
-            raise ValueError("cache_position must continue the tokens that are in the cache")
-        if position_ids is not None:
-            expected_positions = cache_columns.expand(batch, -1)
-            is_token = torch.ones_like(expected_positions, dtype=torch.bool)
-            if mask is not None:
-                expected_positions, is_token = (mask.cumsum(1) - 1)[:, past_length:], mask[:, past_length:]
-            mismatch = (position_ids.to(x.device).expand(batch, -1) != expected_positions) & is_token
-            if mismatch.any():
-                raise ValueError("position_ids must be those that attention_mask implies: places from 0, in order")
-        max_positions = self.config.randomized_positions
-        if max_positions is None:
-            return build_segments(length, mask, past_length)
-        continuous = self.config.continuous_positions
+        """Return where tokens stand in their sequences.
 
-        def sample(tokens: int) -> SampledPositions:
-            return sample_positions(tokens, max_positions, tokens, continuous=continuous)
+        ends: bool [B, tokens so far] on the CPU, True for the last token of a document; None for one document a row.
+        """
+        sample: SampleFunction = no_sampling
+        if (max_positions := self.config.randomized_positions) is not None:
+            continuous = self.config.continuous_positions
 
-        return build_segments(length, mask, past_length, sample)
+            def sample(tokens: int) -> SampledPositions:
+                return sample_positions(tokens, max_positions, tokens, continuous=continuous)
+
+        if ends is None or not bool((ends if mask is None else ends & mask.cpu())[:, :-1].any()):
+            return build_segments(length, mask, past_length, sample)
+        starts = find_document_starts(ends, True, None if mask is None else mask.cpu())
+        return split_documents(starts, past_length, sample)
 
 
 class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
@@ -544,6 +638,15 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.lm_head = new_embeddings
+
+    def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a static cache before transformers makes it, and keeps it for the next call."""
+        if (name := generation_config.cache_implementation) in STATIC_CACHES:
+            raise ValueError(
+                f"cache_implementation is {name!r}: static caches come with masks of rows and columns, which this "
+                "model does not take; leave it out, or choose 'dynamic'"
+            )
+        return super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
     def forward(
         self,
@@ -600,9 +703,14 @@ def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
     caches = [past_key_values, *(kwargs.pop(name) for name in names)]
     caches = [cache for cache in caches if cache is not None]
     if len(caches) > 1:
-        raise ValueError(f"give one cache: {names[0]} is past_key_values by another name")
+        raise ValueError(
+            f"give one cache: {names[0]} is past_key_values by another name (peft's prefix tuning gives both until it "
+            "knows transformers 5.24)"
+        )
     if caches and not isinstance(caches[0], Cache):
         raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}; use a DynamicCache")
+    if caches and getattr(caches[0], "is_compileable", False):
+        raise ValueError(f"{CACHE_FIELD} is a {type(caches[0]).__name__}, whose size is fixed; use a DynamicCache")
     return caches[0] if caches else None
 
 
@@ -615,6 +723,88 @@ def _check_no_extra_arguments(kwargs: dict[str, Any]) -> None:
             logger.warning_once(f"this model passes over the argument {name}, which it does not know")
 
 
+def _find_sequence_ends(
+    x: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    seq_idx: Tensor | None = None,
+    max_length_q: Any = None,
+    max_length_k: Any = None,
+) -> Tensor | None:
+    """Return which tokens end a sequence and are followed by another in their row: bool [B, T] on the CPU, or None if
+    rows hold one sequence each.
+
+    Raises:
+        ValueError: the arguments contradict each other.
+    """
+    batch, length = x.shape[:2]
+    if position_ids is not None and (position_ids.dim() != 2 or position_ids.shape[1] != length):
+        raise ValueError(f"position_ids must be [{batch}, {length}], not {list(position_ids.shape)}")
+    begins: dict[str, Tensor] = {}
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        borders, others = (
+            [] if each is None else torch.as_tensor(each).flatten().tolist() for each in (cu_seq_lens_q, cu_seq_lens_k)
+        )
+        is_valid = borders == sorted(borders) and borders[:1] == [0] and borders[-1:] == [length]
+        if batch != 1 or not is_valid or others not in ([], borders):
+            raise ValueError(
+                f"cu_seq_lens_q must rise from 0 to the {length} tokens of one row, and cu_seq_lens_k must equal it, "
+                f"not {borders} and {others} for {batch} rows"
+            )
+        begins["cu_seq_lens_q"] = torch.zeros(1, length, dtype=torch.bool)
+        begins["cu_seq_lens_q"][0, [border for border in borders if border < length]] = True
+    if seq_idx is not None:
+        if seq_idx.shape != (batch, length):
+            raise ValueError(f"seq_idx must be [{batch}, {length}], not {list(seq_idx.shape)}")
+        changes = seq_idx.cpu().diff(dim=1) != 0
+        begins["seq_idx"] = F.pad(changes, (1, 0), value=True)
+    if not begins and position_ids is not None:
+        is_first = position_ids.cpu() == 0
+        if mask is not None:
+            is_first = is_first & mask[:, -length:].cpu()
+        # The first zero of a row may follow its padding.
+        begins["position_ids"] = is_first & (is_first.cumsum(1) > 1)
+    if not begins:
+        return None
+    found = next(iter(begins.values()))
+    if any(not torch.equal(found, other) for other in begins.values()):
+        raise ValueError("cu_seq_lens_q and seq_idx must describe the same sequences")
+    ends = F.pad(found[:, 1:], (0, 1), value=False).expand(batch, -1)
+    return ends if ends.any() else None
+
+
+def _check_positions(
+    x: Tensor,
+    mask: Tensor | None,
+    past_length: int,
+    position_ids: Tensor | None,
+    cache_position: Tensor | None,
+    sequence_ends: Tensor | None,
+) -> None:
+    """Refuse positions other than those at which this model reads tokens."""
+    batch, length = x.shape[:2]
+    cache_columns = torch.arange(past_length, past_length + length, device=x.device)
+    if cache_position is not None and not torch.equal(cache_position.to(x.device), cache_columns):
+        raise ValueError("cache_position must continue the tokens that are in the cache")
+    if position_ids is None:
+        return
+    expected_positions = cache_columns.expand(batch, -1)
+    is_token = torch.ones_like(expected_positions, dtype=torch.bool)
+    if mask is not None:
+        expected_positions, is_token = (mask.cumsum(1) - 1)[:, past_length:], mask[:, past_length:]
+    if sequence_ends is not None:
+        starts = find_document_starts(sequence_ends, True, None if mask is None else mask.cpu())
+        expected_positions = cache_columns - starts.to(x.device)
+    mismatch = (position_ids.to(x.device).expand(batch, -1) != expected_positions) & is_token
+    if mismatch.any():
+        raise ValueError(
+            "position_ids must be those that attention_mask and the packing imply: from 0 in steps of 1, in each "
+            "sequence of a row"
+        )
+
+
 def _check_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
     if attention_mask is None:
         return None
@@ -622,10 +812,19 @@ def _check_mask(attention_mask: Tensor | None, batch: int, length: int) -> Tenso
         found = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
         raise ValueError(
             f"attention_mask must be [batch, tokens so far], here [{batch}, {length}], not {found}: masks "
-            "of rows and columns (static caches, packed sequences) are not taken"
+            "of rows and columns (static caches) are not taken; give packed sequences by position_ids that begin again"
+        )
+    if attention_mask.dtype != torch.bool and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+        raise ValueError(
+            "attention_mask must hold 0 for padding and 1 for tokens; give packed sequences by position_ids that begin "
+            "again"
         )
     mask = attention_mask.bool()
     num_segments = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     if (num_segments > 1).any():
-        raise ValueError("attention_mask must have padding at the ends only: pad on the left to generate")
+        raise ValueError(
+            "attention_mask must have padding at the ends only: pad on the left to generate (with peft's prefix and "
+            "prompt tuning, whose tokens come before the padding, pad on the right to train, and generate from prompts "
+            "of one length)"
+        )
     return mask

@@ -45,6 +45,7 @@ MUP_KEYS = tuple(name for name in ModelOptions.model_fields if name.startswith("
 CHECKSUMS_FILE = "checksums.json"
 """In an export's folder: sizes and checksums of the files of weights, as of a checkpoint (`checkpoint/manifest.py`)."""
 
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 """In an export's tokenizer_config.json: our name of the kind of tokenizer."""
 
@@ -97,6 +98,7 @@ def _from_hf_config(hf_config: HFConfigReader) -> dict[str, Any]:
             hf_config.get("attention_temperature", "none"), hf_config.get("attention_temperature_options", {})
         ),
         "attention_window": hf_config.get("attention_window"),
+        **({} if hf_config.get("document_end_token_id") is None else {"attention_mask": "document"}),
         "softmax_type": hf_config.get("softmax_type", "vanilla"),
         "attention_output_gate": hf_config.get("attention_output_gate", False),
         "randomized_positions": hf_config.get("randomized_positions"),
@@ -313,10 +315,18 @@ def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[lis
 
 
 def _find_other_conflict(config: Config) -> str | None:
+    import torch
+
+    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
+
     options = config.position.pos_emb_options
     unknown = "the cache of transformers does not say how long a text will get"
-    if (scaling := options.get("scaling")) in ("dynamic", "longrope"):
-        return f"pos_emb_options.scaling is {scaling}; {unknown}"
+    with torch.device("meta"):
+        dims = build_attention_dims(config.model)
+        for own in list_layer_positions(config.position, config.model.num_layers):
+            if build_encoding_from_options(own, dims).depends_on_length:
+                cause = f" (pos_emb_options.scaling is {scaling})" if (scaling := options.get("scaling")) else ""
+                return f"pos_emb {own.encoding} depends on the length of the whole text{cause}; {unknown}"
     return (
         f"pos_emb_options.xpos is true, whose factors are relative to the middle; {unknown}"
         if options.get("xpos")

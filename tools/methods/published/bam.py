@@ -22,7 +22,7 @@ BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
 It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
 Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
 key is 1. So lengths begin at 2.
-With SSMax its prior is scaled too unless `ssmax_prior` is false: `ssmax_logits` scales both, and the temperature
+With SSMax its prior is scaled too unless `ssmax_prior` is false: the processor of that name scales both, and the temperature
 `ssmax` leaves a bias as it is, so its row is with false.
 BAM's training script learns a location of the prior from 0, as `bam` does with `location: true`.
 """
@@ -44,10 +44,10 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
     for scale, stem, name in (
         (None, "bam", "BA"),
         ("attention_temperature: ssmax", "bam_ssmax", "SSMaxBA"),
-        ("score_processor: ssmax_logits", "bam_ssmax", "SSMaxBA"),
+        ("score_processor: ssmax_prior", "bam_ssmax", "SSMaxBA"),
     ):
         module = load_module(clone / "models" / f"{stem}.py")
-        keys = {} if scale is None else {"ssmax_prior": "ssmax_logits" in scale}
+        keys = {} if scale is None else {"ssmax_prior": "ssmax_prior" in scale}
         theirs = getattr(module, f"{name}Transformer")(getattr(module, f"{name}TModelArgs")(**sizes, **keys)).eval()
         ours = build_gpt(
             pos_emb="bam", pos_emb_options={"location": True}, **dict([scale.split(": ")] if scale is not None else [])

@@ -1,9 +1,6 @@
-"""Scalable softmax of all logits: scores and bias grow together with the logarithm of the number of keys.
+"""Scalable softmax over scores and bias: both grow with the logarithm of the number of keys, as in BAM's models.
 
-    (S + B)·s_h·log n        n the keys that the row sees, s of each head of each layer
-
-The temperature `ssmax` multiplies queries and so leaves a bias as it is. BAM's released models with scalable softmax
-multiply the sum of scores and prior (`ssmax_prior`), which makes the prior's decay steeper in longer contexts.
+The temperature `ssmax` multiplies queries, which leaves a bias as it is. This processor multiplies the sum.
 """
 
 import math
@@ -18,16 +15,18 @@ from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
 
 
-class SsmaxLogits(Processor):
-    formula = "(S + B)·s·log n, n the keys that the row sees"
+class SsmaxPrior(Processor):
+    formula = "s·log n · (S + B), n the keys that the row sees"
     parameters_summary = "s [H], all at the option's value at first, or for good without learned"
-    source = "BAM's released models with scalable softmax (ssmax_prior); Scalable-Softmax: Nakanishi 2025 (2501.19399)"
-    advice = (
-        "On bam, as its authors train the pair (arXiv:2505.22842). Without a bias it is the temperature ssmax, which "
-        "kernels fuse; with one, the temperature leaves the bias as it is. A row that sees one key attends to it "
-        "whatever the factor is."
+    source = (
+        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), the released code with `ssmax_prior`, which "
+        "its training script sets: logits are (q·k/√d + prior)·s·log n. Scalable softmax: Nakanishi 2025 (2501.19399)"
     )
-    other_names = ("ssmax_prior",)
+    advice = (
+        "For bam, as its authors train it with scalable softmax (overlays bam and ssmax_prior; the default of the "
+        "paper's training script). Without a bias it is the temperature ssmax, which kernels compute too; with one, "
+        "take ssmax unless the bias is to grow with the context as the scores do."
+    )
     cost = ProcessorCost(
         num_parameters=lambda dims, options, has_bias: dims.num_heads if options["learned"] else 0,
         num_head_maps=lambda options: int(options["learned"]),
@@ -57,9 +56,9 @@ class SsmaxLogits(Processor):
         logits = promote_to_float32(scores[:, heads])
         if bias is not None:
             logits = logits + bias[..., heads, :, :]
-        log_n = torch.log(visible.sum(-1, keepdim=True).clamp_min(1).to(logits.dtype))
-        factor = log_n * self.fixed if self.s is None else log_n * self.s()[heads, None, None].to(logits.dtype)
-        return logits * factor
+        # A row of padding sees no key, and none of its logits is read.
+        scale = torch.log(visible.sum(-1, keepdim=True).clamp_min(1).to(logits.dtype))
+        return logits * (scale * (self.fixed if self.s is None else self.s()[heads, None, None]))
 
     def flops_per_score(self) -> float:
         return 0.0
