@@ -334,12 +334,11 @@ def test_versions_come_without_importing_what_they_are_of(tmp_path):
     assert re.fullmatch(r"cpu \(\d+ cores\)|cuda \(\d+ × .+\)", told["device"])
 
 
-def test_gpt_neox_habits(tmp_path, inside):
+def test_gpt_neox_habits(tmp_path, corpus, inside):
     data = tmp_path / "data" / "python"
     data.mkdir(parents=True)
-    for split in ("train", "valid", "test"):
-        for suffix in ("bin", "idx"):
-            (data / f"{split}_text_document.{suffix}").touch()
+    for path in (corpus / "text").iterdir():
+        (data / path.name).symlink_to(path)
     done = inside("train.py", "-d", "configs", "162M.yml", "local_setup.yml", "--dry-run", "seed=7", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^seed: 7$", done.stdout, re.MULTILINE)

@@ -31,6 +31,8 @@ from megatron.training.metrics_log import (
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
 
+NO_TENSORBOARD = "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
+
 
 class Reporter(Protocol):
     """Takes records as they come."""
@@ -64,12 +66,20 @@ def build_reporters(config: Config, first_step: int) -> list[Reporter]:
     return reporters
 
 
-def check_wandb_login(options: LoggingOptions) -> None:
-    """Refuse a run that could not report to Weights & Biases, before it starts: without the package and the network.
+def check_reporters(config: Config) -> None:
+    """Check that the packages and the login that a run reports with are there, without importing them.
 
     Raises:
-        UserError: the package is not installed, or an online run has no login.
+        UserError: a package is not installed, or an online run has no login to Weights & Biases.
     """
+    options = config.logging
+    has_folder = options.tensorboard_dir is not None or config.checkpoint.save is not None
+    if options.use_tensorboard and has_folder and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(NO_TENSORBOARD)
+    _check_wandb_login(options)
+
+
+def _check_wandb_login(options: LoggingOptions) -> None:
     if not options.use_wandb:
         return
     if importlib.util.find_spec("wandb") is None:
@@ -151,9 +161,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
-            ) from None
+            raise UserError(NO_TENSORBOARD) from None
         try:
             # purge_step hides what an earlier session wrote beyond the step it is resumed from.
             self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
