@@ -346,7 +346,7 @@ def restore_training_run(run: TrainingRun) -> None:
                 run.console.log(line)
             write_text_atomically(Path(folder) / PARAMETER_GROUPS, table)
         run.backend_choice.write_records(Path(folder))
-    run.reporters = build_reporters(config, resume.trainer_state.step)
+    run.reporters = build_reporters(config, resume.trainer_state.step, run.console.log)
 
 
 def _collect_parameter_groups(run: TrainingRun) -> str:
