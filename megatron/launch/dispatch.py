@@ -28,6 +28,9 @@ from megatron.utils.progress import WaitAnnouncer
 if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
 
+MAX_SILENCE = 6.0
+"""Seconds without a line before a run starts."""
+
 PrintNotes = Callable[[Iterable[str]], object]
 
 
@@ -147,7 +150,8 @@ def _check_start(
     resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_here: bool
 ) -> StartCheck:
     """Refuse what the run would refuse (`check_start`). Says so while it takes long."""
-    with WaitAnnouncer(lambda line: print_notes((line,)), "checking the data and the checkpoint to start from"):
+    activity = "checking the data and the checkpoint to start from"
+    with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
         return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_here=is_here)
 
 
