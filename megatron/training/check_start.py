@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron.training.start_plan import StartPlan
 
 UNCHECKED_ELSEWHERE = (
-    "what the machines that train alone know: their GPUs, memory and CUDA, their network, files that only they see"
+    "what only the training machines know: GPUs, memory, CUDA, network, and files that only they see"
 )
 
 

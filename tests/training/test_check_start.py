@@ -212,7 +212,7 @@ def test_what_only_the_nodes_know_is_said(
     with pytest.raises(UserError, match="wandb_mode online: no login"):
         launch(online)
     notes = launch(online.replace(slurm={"setup": ["export WANDB_API_KEY=$(cat key)"]}))
-    assert any(note.startswith("not checked: what the machines that train alone know: their GPUs") for note in notes)
+    assert any(note.startswith("not checked: what only the training machines know: GPUs") for note in notes)
     assert "use_wandb: its package and login are looked for there alone" in notes
     moved = {"container": "docker://a/b", "container_mounts": [f"{tmp_path}:/data"]}
     elsewhere = online.replace(train_data_paths=["/data/train"], valid_data_paths=[], slurm=moved)
@@ -258,6 +258,6 @@ def test_what_a_cpu_cannot_do_is_refused_before_the_queue(
 def test_a_dry_run_checks_what_it_can_where_the_number_of_gpus_is_open(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(corpus, tmp_path / "a", device="cuda")
     notes = launch(config, dry=True)
-    assert any(note.startswith("not checked: what the machines") for note in notes)
+    assert any(note.startswith("not checked: what only the training") for note in notes)
     with pytest.raises(UserError, match="one sample of seq_length 8192"):
         launch(config.replace(seq_length=8192), dry=True)
