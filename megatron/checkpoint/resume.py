@@ -140,7 +140,7 @@ class ResumePlan:
     def load_weights(self, config: Config, model: Any) -> tuple[str, ...]:
         """Finetuning: copy the weights of the checkpoint into a model that no engine has yet; else nothing is done.
 
-        Returns lines worth telling. Raises UserError as `load_finetuned_weights`.
+        Returns lines worth telling.
         """
         if self.source is None or self.resumes:
             return ()
@@ -184,10 +184,18 @@ def _fail_together(groups: ProcessGroups) -> Iterator[None]:
         raise RunError(error)
 
 
-def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
+def plan_resume(
+    config: Config, groups: ProcessGroups, *, sizes: ParallelSizes | None = None, checksums: bool = True
+) -> ResumePlan:
     """Decide what a run starts from, by `load`, `save`, `finetune` and `rollback`, and check that it fits.
 
     All ranks must call this: each verifies a share of the checkpoint's files.
+
+    Args:
+        config: the run's configuration.
+        groups: the processes that call this.
+        sizes: mesh of the run; that of `groups` if absent.
+        checksums: read every byte of the checkpoint; otherwise compare names and sizes of its files alone.
 
     Raises:
         UserError: `load` has no checkpoint; `save` has some that this run would not go on from; the checkpoint's model
@@ -205,7 +213,8 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
         if origin is None:
             note = f"load: {options.load} has no checkpoint yet; starting at step 0"
             return ResumePlan(notes=(note,), stages=build_stages(config))
-        plan = plan_resume(config.replace(load=origin[0], finetune=origin[1]), groups)
+        begun = config.replace(load=origin[0], finetune=origin[1])
+        plan = plan_resume(begun, groups, sizes=sizes, checksums=checksums)
         note = f"load: {options.load} has no checkpoint yet; it begins from {origin[0]}, as it did"
         return replace(plan, notes=(note, *plan.notes))
     if options.finetune and saved:
@@ -213,7 +222,7 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
             f"save: {options.save} holds checkpoints up to {saved[-1].name}, but this run would start at step 0; "
             f"choose another folder, or go on from the last with {shlex.quote(f'load={saved[-1]}')}"
         )
-    checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune)
+    checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune, checksums=checksums)
     index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
     if saved and index is None:
         raise UserError(
@@ -260,7 +269,7 @@ def plan_resume(config: Config, groups: ProcessGroups) -> ResumePlan:
     else:
         notes += (f"resuming from {checkpoint} at step {state.step}{qualifier}", *_describe_changes(config, source))
     layout_before = f"{state.sizes}, ZeRO {state.zero_stage}"
-    layout_now = f"{groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
+    layout_now = f"{sizes or groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
     if layout_before != layout_now:
         notes += (f"layout: {layout_before} until here, {layout_now} from here on",)
     # A run that continues in another folder with the same keys is the same training.
@@ -307,7 +316,9 @@ def _is_same_folder(one: str | Path, other: str | Path | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _find_valid_checkpoint(load: str, groups: ProcessGroups, *, weights_only: bool) -> tuple[Path, tuple[str, ...]]:
+def _find_valid_checkpoint(
+    load: str, groups: ProcessGroups, *, weights_only: bool, checksums: bool
+) -> tuple[Path, tuple[str, ...]]:
     """The checkpoint that `load` names or, of a run, the newest whose files are as they were written; what to say."""
     try:
         newest = layout.resolve_checkpoint_path(load)
@@ -321,7 +332,11 @@ def _find_valid_checkpoint(load: str, groups: ProcessGroups, *, weights_only: bo
     problems: list[str] = []
     for checkpoint in candidates:
         problem = manifest.find_damage(
-            checkpoint, manifest.MODEL_FILES if weights_only else None, rank=groups.rank, world_size=groups.world_size
+            checkpoint,
+            manifest.MODEL_FILES if weights_only else None,
+            rank=groups.rank,
+            world_size=groups.world_size,
+            checksums=checksums,
         )
         if (problem := groups.find_first_error(problem)) is None:
             if not manifest.has_checksums(checkpoint):
@@ -358,7 +373,7 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
 
     Finetuning may change what no weight's shape depends on, give every layer position parameters of its own, take
     another encoding, another temperature or other options of them that it names itself, and add a score processor
-    (`load_finetuned_weights` sees to it that it has no effect at first).
+    (`check_added_processors` sees to it that it has no effect at first).
 
     Raises:
         UserError: naming the first key that differs and both values.

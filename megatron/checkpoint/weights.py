@@ -28,9 +28,9 @@ from megatron.config.schema import Config
 from megatron.config.yaml_files import format_value
 from megatron.distributed.mesh import Axis
 from megatron.distributed.sharding import get_shard_spec, shard_tensor
+from megatron.model.build import has_initial_effect
 from megatron.model.parameter_groups import (
     clamp_bounded_parameters,
-    has_processor_effect,
     list_dispensable_weights,
     list_encoding_weights,
     list_temperature_weights,
@@ -207,6 +207,25 @@ def find_weight_changes(
     return WeightChanges(frozenset(initialized), frozenset(unused))
 
 
+def check_added_processors(config: Config, checkpoint: Path, stored: Config) -> None:
+    """Check that score processors which finetuning adds have no effect at first.
+
+    Args:
+        config: of the run that begins.
+        checkpoint: whose weights it takes.
+        stored: configuration of that checkpoint.
+
+    Raises:
+        UserError: an added processor has an effect.
+    """
+    added = [name for name in config.position.processors if name != "none"]
+    if added and stored.position.processors == ["none"] and has_initial_effect(config.model, config.position):
+        raise UserError(
+            f"score_processor: {checkpoint} was trained without one; {', '.join(added)} may be added with "
+            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
+        )
+
+
 def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored: Config) -> tuple[str, ...]:
     """Copy the weights of a checkpoint into a model that no engine has yet, and that finetuning may have changed.
 
@@ -220,16 +239,7 @@ def load_finetuned_weights(model: Any, config: Config, checkpoint: Path, stored:
 
     Returns:
         Lines worth telling.
-
-    Raises:
-        UserError: the model has a score processor with an effect, which the checkpoint's has not.
     """
-    added = [name for name in config.position.processors if name != "none"]
-    if added and stored.position.processors == ["none"] and has_processor_effect(model):
-        raise UserError(
-            f"score_processor: {checkpoint} was trained without one; {', '.join(added)} may be added with "
-            "score_processor_options zero_init: true (and residual_bias: true), so that it has no effect at first"
-        )
     path = checkpoint / WEIGHTS
     changes = find_weight_changes(model, config, stored, read_shapes(path), model.off_stage_prefixes)
     read_weights(

@@ -138,6 +138,8 @@ class ConfigLayers:
     replacements: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     num_layers: int = 0
+    has_foreign_keys: bool = False
+    """True if a layer has keys of another project."""
     _ignored: dict[str, list[str]] = field(default_factory=dict)
     """Of the layer that is being read: keys without effect, by the reason."""
 
@@ -230,6 +232,7 @@ class ConfigLayers:
         """Our paths and values for one written key; problems and notes are recorded."""
         name = ".".join(path)
         if (rule := self.key_rules.get(name)) is not None:
+            self.has_foreign_keys = True
             return rule.translate(name, setting, self)
         return self.translate_own_key(path, setting)
 

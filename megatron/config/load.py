@@ -211,8 +211,20 @@ def _build_config(layers: ConfigLayers, sources: str) -> Config:
     if layers.problems:
         raise UserError("\n".join(layers.problems))
     _note_gated_width(config.model, layers)
+    _note_linear_decay(config, layers)
     _note_unread(config, layers)
     return config
+
+
+def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
+    """Say how `linear` differs from GPT-NeoX's, to who brings a file with keys of its own."""
+    optimizer = config.optimizer
+    if layers.has_foreign_keys and optimizer.lr_decay_style == "linear" and optimizer.min_lr > 0:
+        where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
+        layers.notes.append(
+            f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at its last step, as Megatron-LM's; "
+            "GPT-NeoX's falls towards 0 and stays at min_lr once it is there"
+        )
 
 
 READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -308,6 +308,7 @@ IGNORED = (
     Ignored(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
     Ignored(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
     Ignored(("fp16.fp16",), "`fp16.enabled` says it"),
+    Ignored(("bf16.bf16",), "`bf16.enabled` says it"),
     Ignored(
         ("fp32_allreduce", "communication_data_type", "data_types"),
         "gradients are accumulated and reduced as DeepSpeed does for the precision of the run",
@@ -364,6 +365,16 @@ IGNORED = (
 _QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to a few bits"
 _MOE = "mixtures of experts are not supported"
 _SPARSE = "sparse attention is not supported; attention_window, one value or a pattern of layers, is of its kind"
+_GLOBAL = 'write [[["global"], LAYERS]], or leave attention_config out'
+_RING = f"context_parallel_size divides a sequence among GPUs here; with it, {_GLOBAL}"
+_RECURRENT = "a recurrent layer, which is no attention and has no scores to which positions could be added"
+_GATED_MLP = "a gated MLP over tokens in place of attention, whose weights end at the trained length"
+_ATTENTION_REASONS = {
+    **dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), _SPARSE),
+    **dict.fromkeys(("mamba", "rwkv"), _RECURRENT),
+    **dict.fromkeys(("gmlp", "amlp"), _GATED_MLP),
+}
+"""Types of GPT-NeoX's attention that are refused, each with its reason."""
 _NODES = "give a hostfile with the machines that are meant, and num_gpus"
 _COMPILE = (
     "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
@@ -480,7 +491,18 @@ def check_attention_config(value: Any, methods: ChosenMethods) -> str | None:
     is_nested_list = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
     patterns = [item[0] if isinstance(item[0], list) else [item[0]] for item in value] if is_nested_list else [[value]]
     others = sorted({str(name) for names in patterns for name in names if name not in ("global", "flash")})
-    return f"attention {', '.join(others)} is refused: {_SPARSE}" if others else None
+    reasons: dict[str, list[str]] = {}
+    for name in others:
+        reasons.setdefault(_explain_attention(name), []).append(name)
+    refused = [f"attention {', '.join(names)} is refused: {reason}" for reason, names in reasons.items()]
+    return "; ".join(refused) or None
+
+
+def _explain_attention(name: str) -> str:
+    """Return why a type of GPT-NeoX's attention is refused, and what to do instead."""
+    if name.startswith("ring"):  # ring, ringX1 and so on: global attention, computed by several GPUs
+        return _RING
+    return _ATTENTION_REASONS.get(name, f"it is no type of attention that GPT-NeoX has; {_GLOBAL}")
 
 
 def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:

@@ -30,7 +30,7 @@ from megatron.data.document_starts import check_document_ends
 from megatron.data.indexed_dataset import check_dataset_content, find_token_range
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
 from megatron.data.stage_order import StageOrder
-from megatron.data.token_check import check_token_range
+from megatron.data.token_check import check_all_tokens, check_token_range
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.tasks.task_config import read_task_config
 from megatron.utils.errors import FarfieldError, UserError
@@ -122,6 +122,7 @@ def build_datasets(
     vocabulary: Vocabulary | None = None,
     keep_documents_apart: bool = False,
     eval_multiples: Sequence[int] = (),
+    slices: Mapping[str, list[DatasetSlice]] | None = None,
 ) -> Datasets:
     """Samples for each split that has data and is to have some: of `seq_length` tokens, or a task's.
 
@@ -130,31 +131,23 @@ def build_datasets(
     vocabulary: of the data, if it was read already.
     keep_documents_apart: samples say where their documents begin (`attention_mask: document`).
     eval_multiples: further lengths of validation samples, in `seq_length`.
+    slices: the datasets if they were opened before (`open_dataset_slices`).
 
     Raises UserError for data that cannot be used, RunError for damaged files and a cache that cannot be written.
     """
     vocabulary = vocabulary or read_vocabulary(data)
+    if slices is None:
+        slices = open_dataset_slices(
+            data, order, seq_length=seq_length, vocabulary=vocabulary, keep_documents_apart=keep_documents_apart
+        )
     if data.task is not None:
         return _build_task_datasets(data, order)
-    slices: dict[str, list[DatasetSlice]] = {
-        split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] != 0
-    }
-    if order.valid_samples != 0:
-        slices |= {f"valid/{n}": list_dataset_slices(d, "valid") for n, d in select_validation_sets(data).items()}
-    train_length = seq_length if order.stage is None else order.stage.block_length
-    for name, slices_of_split in slices.items():
-        split: Split = "valid" if name.startswith("valid/") else name  # type: ignore[assignment]
-        for dataset_slice in slices_of_split:
-            check_dataset_slice(dataset_slice, split, train_length if split == "train" else 1, vocabulary)
-            if keep_documents_apart:
-                check_document_ends(dataset_slice, vocabulary)
-    _check_index_size(order)
-    if not 0 <= order.seed < 1 << 32:
-        raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
+    check_index_size(order)
+    train_length = _get_train_length(order, seq_length)
 
     from megatron.data.gpt_dataset import CutDataset, DocumentDataset, SampleFormat, build_training_dataset
 
-    train_slices = slices.pop("train", [])
+    train_slices = slices.get("train", [])
     notes = describe_document_weights(data, train_slices)
     crossing_share, epochs = None, None
     samples: dict[str, Dataset] = {}
@@ -175,13 +168,52 @@ def build_datasets(
             crossing_share = dataset.compute_crossing_share(seq_length)
         pieces = train_length // seq_length
         samples["train"] = CutDataset(dataset, pieces) if pieces > 1 else dataset
-    samples |= _build_held_out(data, order, slices, seq_length, eval_multiples, vocabulary, groups)
+    held_out = {name: own for name, own in slices.items() if name != "train"}
+    samples |= _build_held_out(data, order, held_out, seq_length, eval_multiples, vocabulary, groups)
     if keep_documents_apart:
         assert vocabulary.eod is not None
         samples = {name: DocumentDataset(dataset, vocabulary.eod) for name, dataset in samples.items()}
     train, valid, test = (samples.pop(split, None) for split in SPLITS)
     lengths = list_sequence_lengths(data, seq_length)
     return Datasets(train, valid, test, lengths, crossing_share, samples, epochs, tuple(notes))
+
+
+def open_dataset_slices(
+    data: DataOptions,
+    order: SampleOrder,
+    *,
+    seq_length: int,
+    vocabulary: Vocabulary,
+    keep_documents_apart: bool = False,
+) -> dict[str, list[DatasetSlice]]:
+    """Open and check the datasets of each split that is read, and of each further validation set as valid/NAME.
+
+    Of a large dataset a part of the tokens is read here; each sample is checked when it is read. A task has none.
+
+    Raises UserError for data that cannot be used, RunError for damaged files.
+    """
+    if not 0 <= order.seed < 1 << 32:
+        raise UserError(f"seed: {order.seed} is not between 0 and {(1 << 32) - 1}")
+    if data.task is not None:
+        return {}
+    named: dict[str, list[DatasetSlice]] = {
+        split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] != 0
+    }
+    if order.valid_samples != 0:
+        named |= {f"valid/{n}": list_dataset_slices(d, "valid") for n, d in select_validation_sets(data).items()}
+    train_length = _get_train_length(order, seq_length)
+    for name, slices_of_split in named.items():
+        split: Split = "valid" if name.startswith("valid/") else name  # type: ignore[assignment]
+        for dataset_slice in slices_of_split:
+            check_dataset_slice(dataset_slice, split, train_length if split == "train" else 1, vocabulary)
+            if keep_documents_apart:
+                check_document_ends(dataset_slice, vocabulary)
+    return named
+
+
+def _get_train_length(order: SampleOrder, seq_length: int) -> int:
+    """Return the tokens that training samples are cut from together."""
+    return seq_length if order.stage is None else order.stage.block_length
 
 
 def _describe_epochs(slices: Sequence[DatasetSlice], num_tokens: int) -> str:
@@ -244,8 +276,20 @@ def _check_stream(dataset_slice: DatasetSlice, stream: np.ndarray, vocabulary: V
     check_token_range(name, find_token_range(stream), stream.dtype, vocabulary)
 
 
-def _check_index_size(order: SampleOrder) -> None:
-    """UserError for more samples than this machine can index in memory."""
+def check_slice_contents(slices: Mapping[str, Sequence[DatasetSlice]], vocabulary: Vocabulary) -> None:
+    """Check the tokens of opened datasets as their first use does, without building samples. Raises as that does."""
+    checked: set[Path] = set()
+    for name, slices_of_split in slices.items():
+        for each in slices_of_split:
+            if name != "train":
+                _check_stream(each, each.dataset.read_stream(each.first, each.last), vocabulary)
+            elif each.dataset.prefix not in checked:
+                checked.add(each.dataset.prefix)
+                check_all_tokens(f"{each.key}: {each.dataset.prefix}", each.dataset, vocabulary)
+
+
+def check_index_size(order: SampleOrder) -> None:
+    """Check that this machine can index a run's samples in memory. Raises UserError."""
     total = order.total_train_samples
     if (needed := INDEX_BYTES_PER_SAMPLE * total) > get_machine_memory():
         needed_gib, memory_gib = needed / 2**30, get_machine_memory() / 2**30

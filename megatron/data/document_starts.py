@@ -1,6 +1,6 @@
 """Can the documents of a dataset be told apart, how many rows hold several, and what do such rows look like?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -45,10 +45,9 @@ def describe_crossing_share(attention_mask: str, share: float | None) -> list[st
     )
 
 
-def estimate_crossing_share(data: DataOptions, seq_length: int) -> float | None:
-    """The share of training rows that hold several documents, these read in the order of their datasets, which training
-    shuffles; None without a row. Raises as `list_dataset_slices`."""
-    parts = list_dataset_slices(data, "train")
+def estimate_crossing_share(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:
+    """Return the share of training rows that hold several documents, these read in the order of their datasets, which
+    training shuffles; None without a row."""
     shares = (compute_crossing_share(part.dataset.lengths[part.first : part.last], seq_length) for part in parts)
     return average_crossing_shares((part.weight for part in parts), shares)
 

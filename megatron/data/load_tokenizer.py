@@ -162,13 +162,19 @@ def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
         if (folder / TOKENIZER_FILE).is_file() and _is_same_tokenizer(load_tokenizer(folder), tokenizer, folder):
             return folder
     with describe_write_errors(folder):
-        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-        if names - _FILE_NAMES or (names and TOKENIZER_FILE not in names):
-            raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
+        check_tokenizer_folder(run)
         with atomic_directory(folder.resolve()) as new:
             tokenizer.copy_files(new)
             (new / TOKENIZER_FILE).write_text(tokenizer.metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def check_tokenizer_folder(run: str | Path) -> None:
+    """Check that nothing but a copy of a tokenizer is where a run's belongs. Raises UserError."""
+    folder = Path(run) / TOKENIZER_FOLDER
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if names - _FILE_NAMES or (names and TOKENIZER_FILE not in names):
+        raise UserError(f"{folder}: is not a run's copy of its tokenizer, which belongs there; move it away")
 
 
 def _is_same_tokenizer(copy: Tokenizer, tokenizer: Tokenizer, folder: Path) -> bool:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatron.config.load import LoadedConfig
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, list_stage_configs
+from megatron.config.stages import build_stages
 from megatron.data.document_starts import describe_crossing_share, estimate_crossing_share
-from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
     LaunchContext,
@@ -21,13 +20,16 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.check_resources import check_disk
-from megatron.training.resolve_data import resolve_data
+from megatron.training.check_start import UNCHECKED_ELSEWHERE, StartCheck, check_start, check_surroundings
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
     from megatron.training.trainer import TrainingHooks
+
+MAX_SILENCE = 6.0
+"""Seconds without a line before a run starts."""
 
 PrintNotes = Callable[[Iterable[str]], object]
 
@@ -71,7 +73,7 @@ def launch_training(
         config, launch = loaded.config, loaded.config.launch
         if uses_slurm(launch):
             return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-        hosts = None
+        hosts, is_here = None, False
         if launch_context is None and uses_ssh(launch):
             hosts = ssh_launcher.read_hostfile(launch)
             resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
@@ -79,22 +81,26 @@ def launch_training(
             rank_info = None if launch_context is None else launch_context.rank_info
             hardware = hardware or LocalHardware.detect()
             resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
+            is_here = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
         if dry_run:
             if is_main:
                 # First, so that nothing is printed of what is refused: it may be meant for a file.
-                _check_here(loaded, resolved, has_data=hosts is None)
+                with loaded.locate_errors():
+                    check = _check_start(
+                        resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_here=is_here
+                    )
                 settled, notes = resolved.config, resolved.notes
                 if hosts is None and resolved.world_size is not None:
-                    settled, epochs = resolve_data(settled)
-                    notes = (*notes, *epochs, *_describe_stages(settled))
+                    settled = check.config
+                    notes = (*notes, *check.data_notes, *_describe_stages(settled))
                 print(settled.to_yaml(), end="")
-                print_notes((*notes, *_describe_dry_run(loaded, resolved)))
+                print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_here=is_here)))
             return 0
         if is_main:
             print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
         with loaded.locate_errors():
             if hosts is not None:
-                check_disk(resolved.config)
+                check_surroundings(resolved.config, reads_data=False, has_own_python=False)
                 return ssh_launcher.train_over_ssh(config, hosts)
             return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
@@ -116,18 +122,45 @@ def suggest_rehearsal(resolved: ResolvedRun) -> tuple[str, ...]:
 
 
 def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: bool) -> int:
-    """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that
-    can be known."""
+    """Hand a run to SLURM, or print its batch script. What its ranks would refuse is refused here, as far as that can
+    be known."""
     resolved = resolve_remote_run(loaded.config)
+    launch = loaded.config.launch
     job = slurm.build_training_job(loaded.config)
-    _check_here(loaded, resolved)
-    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved) if dry_run else ())))
+    with loaded.locate_errors():
+        slurm.check_job_environment(launch)
+        check = _check_start(
+            resolved,
+            print_notes,
+            needs_data=not slurm.moves_folders(launch),
+            has_own_python=slurm.has_own_python(launch),
+            is_here=False,
+        )
+    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_here=False) if dry_run else ())))
     if dry_run:
         print(slurm.render_batch_script(job), end="")
         return 0
     for line in slurm.describe_submission(job, slurm.submit_job(job)):
         print(line)
+    print_notes(_describe_unchecked(resolved, check))
     return 0
+
+
+def _check_start(
+    resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_here: bool
+) -> StartCheck:
+    """Refuse what the run would refuse (`check_start`). Says so while it takes long."""
+    activity = "checking the data and the checkpoint to start from"
+    with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
+        return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_here=is_here)
+
+
+def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
+    """Return lines on what only the machines that train can check."""
+    lines = [f"the data are looked for there alone; here: {check.missing_data}"] if check.missing_data else []
+    if resolved.config.logging.use_wandb and not check.has_own_python:
+        lines.append("use_wandb: its package and login are looked for there alone")
+    return (f"not checked: {UNCHECKED_ELSEWHERE}", *lines)
 
 
 def _describe_stages(config: Config) -> tuple[str, ...]:
@@ -136,51 +169,36 @@ def _describe_stages(config: Config) -> tuple[str, ...]:
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
 
-def _describe_dry_run(loaded: LoadedConfig, resolved: ResolvedRun) -> tuple[str, ...]:
+def _describe_dry_run(
+    loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_here: bool
+) -> tuple[str, ...]:
     """What a dry run says beside the notes of a run."""
     return (
         *loaded.layers.replacements,
-        *_describe_documents(loaded.config),
-        *_describe_groups(loaded),
+        *_describe_start(check),
+        *_describe_groups(check),
+        *(() if is_here else _describe_unchecked(resolved, check)),
         *suggest_rehearsal(resolved),
     )
 
 
-def _describe_documents(config: Config) -> list[str]:
-    """How many rows hold several documents, if the data are here."""
-    try:
-        share = None if config.data.task else estimate_crossing_share(config.data, config.model.seq_length)
-    except FarfieldError:
+def _describe_start(check: StartCheck) -> list[str]:
+    """Return lines on what the run starts from, and on how many of its rows hold several documents."""
+    if (plan := check.plan) is None:
         return []
-    return describe_crossing_share(config.position.attention_mask, share)
+    lines = [*plan.resume.notes, *plan.notes]
+    if plan.config.data.task is not None:
+        return lines
+    share = estimate_crossing_share(plan.slices.get("train", []), plan.config.model.seq_length)
+    return [*lines, *describe_crossing_share(plan.config.position.attention_mask, share)]
 
 
-def _describe_groups(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Which algorithm steps each parameter. Where the data are elsewhere, the vocabulary is taken for the smallest."""
+def _describe_groups(check: StartCheck) -> tuple[str, ...]:
+    """Which algorithm steps each parameter."""
     from megatron.training.optimizer import describe_parameter_groups  # torch takes seconds
 
-    try:
-        vocab_size, title = read_vocabulary(loaded.config.data).size, "parameters:"
-    except FarfieldError:
-        vocab_size, title = 1, "parameters (the vocabulary is not known here, so of the smallest):"
-    with loaded.locate_errors():
-        return (title, *describe_parameter_groups(loaded.config, vocab_size))
-
-
-def _check_here(loaded: LoadedConfig, resolved: ResolvedRun, *, has_data: bool = True) -> None:
-    """Refuse what a run would refuse of its data, its folder, its disk and its method, without making anything.
-
-    has_data: are the data read on this machine? Over ssh, each machine looks for its own.
-    """
-    with loaded.locate_errors():
-        if has_data:
-            local_launcher.check_data_files(loaded.config)
-        local_launcher.check_run_folder(loaded.config)
-        check_disk(resolved.config)
-        from megatron.model.build import check_position_options  # torch takes seconds
-
-        for config in (loaded.config, *list_stage_configs(loaded.config)):
-            check_position_options(config.model, config.position)
+    unknown = " (the vocabulary is not known here, so of the smallest)" if check.plan is None else ""
+    return (f"parameters{unknown}:", *describe_parameter_groups(check.config, check.model))
 
 
 @contextmanager

@@ -14,26 +14,21 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint import run_folder
-from megatron.checkpoint.run_folder import LOCK, refuse_foreign_run_files
+from megatron.checkpoint.run_folder import LOCK
 from megatron.config.schema import Config
-from megatron.config.stages import list_stage_configs
-from megatron.data.blend import list_split_prefixes
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
 from megatron.launch.console import temporary_log
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
-from megatron.options.data import SPLITS
-from megatron.training.check_resources import check_disk
-from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
-from megatron.training.reporters import check_wandb_login
+from megatron.training.check_start import check_surroundings
+from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.resolve_run import ResolvedRun
-from megatron.utils.atomic_io import make_folder, parse_json, refuse_file_in_path, remove_empty_folders
+from megatron.utils.atomic_io import make_folder, parse_json, remove_empty_folders
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, end_with_parent
 
@@ -63,10 +58,7 @@ def train_on_this_machine(
     end_with_parent()
     config, world_size = resolved.config, resolved.world_size
     assert world_size is not None, "a dry run is not for training"
-    check_data_files(config)
-    check_run_folder(config)
-    check_disk(config)
-    check_wandb_login(config.logging)
+    check_surroundings(config)
     if launch_context is None and config.checkpoint.save is not None:
         _wait_for_folder(Path(config.checkpoint.save))
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
@@ -86,27 +78,6 @@ def train_on_this_machine(
             return run_ranks(config, log, rank_infos, ADDRESS, port)
         with _set_environment(rank_info.to_environment(ADDRESS, port)):
             return worker.run_rank(config, log, rank_info, hooks=hooks)
-
-
-def check_data_files(config: Config) -> None:
-    """Refuse missing files before torch is imported, or a job is submitted. Raises UserError."""
-    for stage_config in (config, *list_stage_configs(config)):
-        for split in SPLITS:
-            list_split_prefixes(stage_config.data, split)
-
-
-def check_run_folder(config: Config) -> None:
-    """Refuse files of others in the run's folder before anything is written there, a folder that is another run's, and
-    a `load` that has nothing to load, before torch is imported or a job is submitted. Raises UserError."""
-    options = config.checkpoint
-    refuse_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
-    if options.load is not None:
-        if options.save is None or os.path.abspath(options.load) != os.path.abspath(options.save):
-            checkpoints.resolve_checkpoint_path(options.load)
-    elif options.save is not None:
-        with suppress(OSError):  # a folder that cannot be used is refused where it is made
-            refuse_file_in_path("save", Path(options.save))
-            checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
 def _wait_for_folder(folder: Path) -> None:

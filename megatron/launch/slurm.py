@@ -83,6 +83,48 @@ def build_training_job(config: Config) -> SlurmJob:
     )
 
 
+def check_job_environment(launch: LaunchOptions) -> None:
+    """Check that the interpreter, the container image and the folders that a job names are there.
+
+    An image that its runtime fetches (`docker://…`, pyxis's `registry#image`) is left to the job.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    slurm = launch.slurm
+    if slurm.container is not None and _is_path(slurm.container, slurm.container_runtime):
+        _check_exists("slurm.container", slurm.container, "image")
+    if slurm.container is not None:
+        for mount in slurm.container_mounts:
+            _check_exists("slurm.container_mounts", mount.split(":")[0], "file or folder")
+    elif slurm.python is not None and os.sep in slurm.python and not os.access(slurm.python, os.X_OK):
+        raise UserError(f"slurm.python is {slurm.python}, which is not there or cannot be run", "slurm.python")
+
+
+def _is_path(container: str, runtime: str) -> bool:
+    """Return whether an image is a file, or for apptainer a folder, and not a name that the runtime resolves."""
+    if runtime == "pyxis":
+        return container.startswith(("/", "./", "../"))
+    return "://" not in container
+
+
+def _check_exists(key: str, path: str, kind: str) -> None:
+    if not os.path.exists(os.path.expanduser(path)):
+        raise UserError(f"{key}: no such {kind}: {path}", key)
+
+
+def moves_folders(launch: LaunchOptions) -> bool:
+    """Return whether a job sees folders under other paths than this machine does."""
+    return any(mount.split(":")[0] != (mount.split(":") * 2)[1] for mount in launch.slurm.container_mounts)
+
+
+def has_own_python(launch: LaunchOptions) -> bool:
+    """Return whether a job computes with this Python and its environment: its packages and logins are those here."""
+    slurm = launch.slurm
+    changes_environment = any("WANDB" in line or "NETRC" in line or "source " in line for line in slurm.setup)
+    return slurm.container is None and slurm.python is None and not changes_environment
+
+
 def render_batch_script(job: SlurmJob) -> str:
     """The batch script."""
     slurm, launch = job.launch.slurm, job.launch

@@ -30,7 +30,7 @@ from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import PORTS, RankInfo
-from megatron.launch.local_launcher import check_run_folder, open_run_log
+from megatron.launch.local_launcher import open_run_log
 from megatron.launch.rank_group import ROOT, ErrorReport, RankGroup, run_ranks
 from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import resolve_run
@@ -131,7 +131,6 @@ def train_over_ssh(config: Config, hosts: Sequence[Host]) -> int:
     end_with_parent()
     if config.checkpoint.save is None:
         raise UserError("a run over several machines needs save, a folder that all of them see")
-    check_run_folder(config)
     with open_run_log(config, True) as log, temporary_folder("ssh") as folder:
         error_files = [folder / f"{index}.txt" for index in range(len(hosts))]
 

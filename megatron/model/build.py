@@ -89,6 +89,14 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
             select_backend(model.attention_backend, model.attention_chunk_rows, *combination)
 
 
+def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
+    """Return whether a fresh score processor of a configuration changes what the model computes."""
+    with torch.random.fork_rng(devices=[]):
+        kinds, dims = find_layer_kinds(position, model.num_layers), build_attention_dims(model)
+        _, methods = _build_methods(model, position, kinds, dims)
+    return any(processor is not None and processor.has_effect() for _, processor in methods)
+
+
 Method = tuple[Encoding, Processor | None]
 """The encoding and the processor of one layer."""
 

@@ -197,11 +197,6 @@ def list_dispensable_weights(model: nn.Module) -> set[str]:
     }
 
 
-def has_processor_effect(model: nn.Module) -> bool:
-    """Does any of its processors change what the model computes?"""
-    return any(isinstance(module, Processor) and module.has_effect() for module in model.modules())
-
-
 def list_encoding_weights(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights of a model's encodings, by name."""
     return {

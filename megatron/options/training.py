@@ -390,7 +390,7 @@ def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> It
         return
     phases = {"lr_warmup_iters" if optimizer.lr_warmup_iters is not None else "warmup": warmup}
     if style == "wsd":
-        share = round(optimizer.lr_wsd_decay_fraction * steps)
+        share = max(1, round(optimizer.lr_wsd_decay_fraction * steps))
         is_share = optimizer.lr_wsd_decay_iters is None
         phases["lr_wsd_decay_fraction" if is_share else "lr_wsd_decay_iters"] = optimizer.lr_wsd_decay_iters or share
     if style == "infinite" and optimizer.lr_anneal_iters:
@@ -398,7 +398,10 @@ def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> It
     if len(phases) > 1 and sum(phases.values()) > steps:
         *_, last = phases
         end = "lr_decay_iters" if optimizer.lr_decay_iters else "train_iters"
-        parts = " + ".join(f"{name} {size}" for name, size in phases.items())
+        parts = " + ".join(
+            f"{name} {value:g}" if (value := getattr(optimizer, name)) == size else f"{name} {value:g} (steps: {size})"
+            for name, size in phases.items()
+        )
         yield last, f"{parts} are more steps than {end} {steps}"
 
 

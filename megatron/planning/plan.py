@@ -9,6 +9,7 @@ from megatron.config.parallelism import resolve_batch_size, resolve_mesh_shape, 
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages, list_stage_configs, resolve_stages
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends, supports_sdpa
+from megatron.planning.measured_times import StepTimeBand, estimate_measured_band
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory, find_largest_stage
 from megatron.planning.model_costs import (
     count_layer_kinds,
@@ -38,6 +39,8 @@ class BackendEstimate:
 
     memory: MemoryEstimate
     step_time: StepTime
+    measured: StepTimeBand | None
+    """As measured overheads of its score processor have it."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,14 @@ class Plan:
                     layout.config, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
                 ),
                 estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
+                estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
             )
             for name in list_common_backends(layout.config)
         }
+
+    def estimate_measured(self, layout: ParallelLayout) -> StepTimeBand | None:
+        """Return the time of a step of a layout as measured overheads of its score processor have it."""
+        return estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster)
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
         """Does a layout leave a tenth of the GPU's memory?"""
@@ -172,6 +180,7 @@ class Plan:
             "fits": self.fits_gpu(layout),
             "memory": layout.memory.to_dict(),
             "seconds": asdict(layout.step_time) | {"total": layout.step_time.total},
+            "seconds_as_measured": None if (band := self.estimate_measured(layout)) is None else asdict(band),
             "days": self.estimate_days(layout),
         }
 

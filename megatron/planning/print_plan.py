@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
+from megatron.planning.measured_times import StepTimeBand
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
 from megatron.planning.plan import Plan
@@ -50,6 +51,8 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
             f"NCCL and the allocator; memory peaks at {layout.memory.worst.name}, when what stands in brackets is "
             "partly or wholly freed"
         )
+        if (band := plan.estimate_measured(layout)) is not None:
+            console.print(describe_band(band), markup=False)
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
         console.print(f"a rehearsal measures it, without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
@@ -71,6 +74,15 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     best = plan.fitting_layouts[0]
     changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
     console.print(f"the first one's keys: {changed_keys}", soft_wrap=True, highlight=False)
+
+
+def describe_band(band: StepTimeBand) -> str:
+    """Return what measured steps say of a score processor's cost."""
+    return (
+        f"{band.processor}: by its FLOPs a step takes {band.planned_ratio:.2f} times as long as without it; "
+        f"measured steps say {band.low_ratio:.2f} to {band.high_ratio:.2f} times ({band.source}); ms/step and days of "
+        "the layouts below count FLOPs alone"
+    )
 
 
 def describe_auto(plan: Plan) -> str:
@@ -149,6 +161,10 @@ def _build_memory_table(plan: Plan) -> Table:
     add_row("the optimizer's step", "step")
     add_plain_row("[bold]at the worst moment[/]", "total")
     table.add_row("ms a step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
+    bands = [estimate.measured for estimate in columns.values()]
+    if any(bands):
+        cells = ("" if band is None else f"{1e3 * band.low:,.0f}–{1e3 * band.high:,.0f}" for band in bands)
+        table.add_row(f"  as measured of {', '.join(processors)}", *cells)
     return table
 
 

@@ -126,7 +126,7 @@ class MethodFacts:
         valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
         if valid and (expected is bool or not isinstance(value, bool)):
             return None
-        return f"is {value!r}; it must be of type {allowed[0]}"
+        return f"is {'null' if value is None else repr(value)}; it must be of type {allowed[0]}"
 
     def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
         """All options: those that are given, and defaults for the others."""

@@ -143,7 +143,8 @@ def _check_options(method: type[PositionModule], name: str, options: Mapping[str
         expected = next(kind for kind in types if kind is not NoneType)
         valid = isinstance(value, expected) or (expected is float and isinstance(value, int))
         if not valid or (isinstance(value, bool) and expected is not bool):
-            raise OptionError(option, f"is {value!r}; it must be of type {expected.__name__}")
+            shown = "null" if value is None else repr(value)
+            raise OptionError(option, f"is {shown}; it must be of type {expected.__name__}")
         if expected in MAX_OPTION and not abs(value) <= MAX_OPTION[expected]:
             raise OptionError(option, f"is {value}; it must be at most {MAX_OPTION[expected]:,}")
 

@@ -15,13 +15,13 @@ from megatron.config.stages import build_stages
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.distributed.hardware import detect_memory
 from megatron.distributed.mesh import ParallelSizes
-from megatron.launch.local_launcher import check_data_files, check_run_folder
 from megatron.options.data import SPLITS, TEXT_KEYS, DataOptions, Split
 from megatron.options.launch import LaunchOptions
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY
 from megatron.planning.memory_estimate import find_largest_stage
 from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
 from megatron.training.check_resources import OVERRULE, count_offloaded_bytes
+from megatron.training.check_start import check_data_files, check_run_folder
 from megatron.training.resolve_run import resolve_remote_run
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ from megatron.config.stages import build_stages, find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.launch import slurm
+from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.failures import RunFailure
 from megatron.reports.records import RESULTS_FILE, Record, read_records
@@ -30,6 +32,7 @@ from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.tasks.task_config import read_task_config
 from megatron.training import metrics_log
 from megatron.training.check_resources import estimate_disk_need, refuse_full_disk
+from megatron.training.check_start import check_start
 from megatron.training.metrics_log import has_logged_record
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError
@@ -237,6 +240,36 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
         needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
     text = f"the {runs} runs that are left need {{}} more" if runs > 1 else "the run that is left need {} more"
     refuse_full_disk("sweep.output", sweep.output_folder, needed, text)
+
+
+def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> None:
+    """Refuse what the trainings of a sweep would refuse before their first step, of one seed of each variant.
+
+    Args:
+        members: those that are to start now. One that has begun has passed this.
+        in_queue: the trainings wait in a queue, so that all tokens are checked now; else each checks its own.
+
+    Raises:
+        FarfieldError: as the training would, with the variant's name.
+    """
+    checked: set[tuple[str, str | None]] = set()
+    read: list[DataOptions] = []
+    for member in members:
+        if (key := (member.variant, member.benchmark)) in checked:
+            continue
+        checked.add(key)
+        data, launch = member.config.data, member.config.launch
+        try:
+            check_start(
+                member.resolved_run,
+                needs_data=not (in_queue and slurm.moves_folders(launch)),
+                has_own_python=not in_queue or slurm.has_own_python(launch),
+                is_here=not in_queue,
+                reads_tokens=in_queue and data not in read,
+            )
+        except FarfieldError as error:
+            raise type(error)(f"sweep.variants.{member.variant}: {error}") from None
+        read.append(data)
 
 
 def _build_scoring(member: SweepMember, options: EvaluationOptions) -> EvalEstimate:

@@ -51,6 +51,7 @@ from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
     build_failure,
+    check_member_starts,
     check_sweep_disk,
     estimate_work,
     find_finished_step,
@@ -158,6 +159,7 @@ def _build_array_job(
     launches = [member.config.launch for member in sweep.members]
     if not uses_slurm(launches[0]):
         return None
+    slurm.check_job_environment(launches[0])
     if any(launch != launches[0] for launch in launches):
         raise UserError("launcher slurm: all variants of a sweep need the same processes, devices and slurm keys")
     if launches[0].nodes not in (None, 1):
@@ -215,6 +217,11 @@ def _run_members(
             )
         if not indices:
             return []
+    if only_member is None:
+        begins = [m for m in (sweep.members[i] for i in indices) if finished_steps[m] <= m.first_step]
+        with WaitAnnouncer(log, "checking the data and what the runs start from"):
+            startable = [member for member in begins if member.origin is None or member.origin.is_dir()]
+            check_member_starts(startable, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):

@@ -44,7 +44,7 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
 from megatron.sweeps.validation import find_sweep_problems, refuse_owned_keys
 from megatron.training.resolve_data import resolve_data
-from megatron.training.resolve_run import resolve_remote_run, resolve_run
+from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
 
 EvaluationType = TypeVar("EvaluationType", bound=EvaluationOptions)
@@ -98,9 +98,9 @@ class SweepMember:
         return ", ".join(filter(None, [self.variant, self.benchmark, f"seed {self.seed}"]))
 
     @cached_property
-    def machine_config(self) -> Config:
-        """The configuration as its training will resolve it, its batch too, on this machine or on nodes of a job;
-        without what its data decide.
+    def resolved_run(self) -> ResolvedRun:
+        """The run as its training will resolve it, its batch too, on this machine or on nodes of a job; without what
+        its data decide.
 
         Raises what that would.
         """
@@ -109,7 +109,12 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
-        return resolve(self.config).config
+        return resolve(self.config)
+
+    @property
+    def machine_config(self) -> Config:
+        """The configuration of `resolved_run`. Raises as that."""
+        return self.resolved_run.config
 
     @cached_property
     def resolved_config(self) -> Config:

@@ -58,7 +58,8 @@ def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tupl
                 yield "task_options", f"task_options of {name}: {item['msg'].removeprefix('Value error, ')}"
             else:
                 reason = item["msg"][0].lower() + item["msg"][1:]
-                yield f"task_options.{option}", f"task_options.{option} is {item['input']!r}; {reason}"
+                value = "null" if item["input"] is None else repr(item["input"])
+                yield f"task_options.{option}", f"task_options.{option} is {value}; {reason}"
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:

@@ -60,7 +60,7 @@ class Engine:
         # The only optimizer of DeepSpeed's that steps without looking at the gradients first.
         self.is_plain_optimizer = self.precision == "fp32" and self.stage == 0
         if self.stage == 3:
-            _check_equal_calls(config, model)
+            check_equal_calls(config, model)
         param_groups = parameter_groups(
             model,
             config.optimizer.weight_decay,
@@ -260,7 +260,7 @@ class Engine:
         self.deepspeed.destroy()
 
 
-def _check_equal_calls(config: Config, model: nn.Module) -> None:
+def check_equal_calls(config: Config, model: nn.Module) -> None:
     """Refuse what calls modules once for each document: ZeRO 3 gathers parameters at each call, by all ranks together,
     and their rows hold different numbers of documents."""
     if config.position.attention_mask != "document" or not isinstance(model, GPT):

@@ -11,9 +11,8 @@ from torch import nn
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.process_groups import ProcessGroups, single_process
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import full_numel, is_replica
-from megatron.model.build import build_model
 from megatron.model.parameter_groups import find_model_parts, parameter_groups
 from megatron.options.training import OptimizerOptions
 from megatron.training.muon import MuonWithAdamW
@@ -135,15 +134,12 @@ def format_parameter_groups(weights: Sequence[GroupedWeights]) -> list[str]:
     return [first_line, *(line for row, names in zip(formatted, lines, strict=True) for line in (row, *names))]
 
 
-def describe_parameter_groups(config: Config, vocab_size: int) -> list[str]:
-    """The table of a configuration's model, which is built without memory."""
-    ranks = single_process()
-    # Without a check of backends: none computes.
-    model = build_model(config.model, config.position, vocab_size, groups=ranks, device="meta", backend="eager")
+def describe_parameter_groups(config: Config, model: nn.Module) -> list[str]:
+    """Return the table of a model's parameters under the optimizer of a configuration."""
     groups = parameter_groups(
         model,
         config.optimizer.weight_decay,
         config.optimizer.optimizer.algorithm,
         decay_positions=config.optimizer.decay_positions,
     )
-    return format_parameter_groups(list_grouped_weights(groups, model, ranks.mesh))
+    return format_parameter_groups(list_grouped_weights(groups, model, Mesh()))

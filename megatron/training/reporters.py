@@ -1,7 +1,8 @@
 """Where records go besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
 
 A resumed run continues its files: what they hold beyond the step it resumes from belongs to a future that did not
-happen, and is taken out, so no step occurs twice. Nothing here imports torch but TensorBoard's writer.
+happen, and is taken out, so no step occurs twice. Weights & Biases takes nothing out: there the run begins again under
+a new id, with the records that are kept. Nothing here imports torch but TensorBoard's writer.
 """
 
 import importlib.util
@@ -10,7 +11,7 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from megatron.config.schema import Config
 from megatron.options.training import LoggingOptions
 from megatron.training.metrics_log import (
+    DIVERGED_KIND,
     METRICS_FILE,
     UNREADABLE_FILE,
     DivergenceRecord,
@@ -31,6 +33,10 @@ from megatron.training.metrics_log import (
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import RunError, UserError, describe_cause
 
+STEP_METRIC = "step"
+"""Metric of Weights & Biases that holds the step of the run."""
+NO_TENSORBOARD = "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
+
 
 class Reporter(Protocol):
     """Takes records as they come."""
@@ -41,12 +47,15 @@ class Reporter(Protocol):
     def close(self) -> None: ...
 
 
-def build_reporters(config: Config, first_step: int) -> list[Reporter]:
-    """The reporters that a configuration asks for. For the first process only.
+def build_reporters(
+    config: Config, first_step: int, log: Callable[[str], object] = lambda line: None
+) -> list[Reporter]:
+    """Build the reporters that a configuration asks for. For the first process only.
 
     Args:
         config: the run's; without `save` there is no folder to write to, except one that is named.
         first_step: the step the run starts from, 0 or a checkpoint's.
+        log: takes a line for the user.
 
     Raises:
         UserError: a package that was asked for is not installed.
@@ -54,22 +63,37 @@ def build_reporters(config: Config, first_step: int) -> list[Reporter]:
     """
     options, run = config.logging, config.checkpoint.save
     reporters: list[Reporter] = []
+    past: list[dict[str, Any]] | None = None
     if run is not None:
-        reporters.append(JsonLines(Path(run) / METRICS_FILE, first_step))
+        metrics = Path(run) / METRICS_FILE
+        records = [record for _, record in read_metrics_log(metrics)] if options.use_wandb else []
+        if any(record["step"] > first_step for record in records):
+            past = [record for record in records if record["step"] <= first_step]
+        reporters.append(JsonLines(metrics, first_step))
     events = options.tensorboard_dir or (os.path.join(run, "tensorboard") if run is not None else None)
     if options.use_tensorboard and events is not None:
         reporters.append(TensorBoard(events, first_step))
     if options.use_wandb:
-        reporters.append(WeightsAndBiases(config))
+        reporters.append(WeightsAndBiases(config, past))
+        if past is not None:
+            log(f"use_wandb: steps after {first_step} are given up; Weights & Biases gets a new run without them")
     return reporters
 
 
-def check_wandb_login(options: LoggingOptions) -> None:
-    """Refuse a run that could not report to Weights & Biases, before it starts: without the package and the network.
+def check_reporters(config: Config) -> None:
+    """Check that the packages and the login that a run reports with are there, without importing them.
 
     Raises:
-        UserError: the package is not installed, or an online run has no login.
+        UserError: a package is not installed, or an online run has no login to Weights & Biases.
     """
+    options = config.logging
+    has_folder = options.tensorboard_dir is not None or config.checkpoint.save is not None
+    if options.use_tensorboard and has_folder and importlib.util.find_spec("tensorboard") is None:
+        raise UserError(NO_TENSORBOARD)
+    _check_wandb_login(options)
+
+
+def _check_wandb_login(options: LoggingOptions) -> None:
     if not options.use_wandb:
         return
     if importlib.util.find_spec("wandb") is None:
@@ -151,9 +175,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UserError(
-                "use_tensorboard: tensorboard is not installed; pip install tensorboard, or set it false"
-            ) from None
+            raise UserError(NO_TENSORBOARD) from None
         try:
             # purge_step hides what an earlier session wrote beyond the step it is resumed from.
             self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
@@ -178,9 +200,17 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Reports to Weights & Biases; offline (files only) unless `wandb_mode` is online."""
+    """Reports to Weights & Biases; offline (files only) unless `wandb_mode` is online.
 
-    def __init__(self, config: Config) -> None:
+    Its own counter of steps ignores what is logged behind it. So the step is a metric here, over which all others are
+    drawn.
+
+    Args:
+        config: the run's.
+        past: records to begin a new run with, because the one before holds steps that were given up; None continues it.
+    """
+
+    def __init__(self, config: Config, past: Sequence[Mapping[str, Any]] | None = None) -> None:
         try:
             import wandb
         except ImportError:
@@ -194,7 +224,7 @@ class WeightsAndBiases:
                 entity=options.wandb_team,
                 mode=options.wandb_mode,
                 name=folder.name if run is not None else None,
-                id=_wandb_id(folder) if run is not None else None,
+                id=_wandb_id(folder, is_new=past is not None) if run is not None else None,
                 resume="allow",
                 dir=folder,
                 config=config.to_flat(),
@@ -202,6 +232,11 @@ class WeightsAndBiases:
             )
         except Exception as error:  # wandb.errors.Error and what the network adds
             raise RunError(f"use_wandb: {str(error).splitlines()[0]}") from None
+        self._run.define_metric(STEP_METRIC)
+        self._run.define_metric("*", step_metric=STEP_METRIC)
+        for record in past or ():
+            if record["kind"] != DIVERGED_KIND:
+                self._log(record["kind"], record)
 
     def train(self, record: TrainRecord) -> None:
         self._log("train", record.as_dict())
@@ -212,17 +247,18 @@ class WeightsAndBiases:
     def divergence(self, record: DivergenceRecord) -> None:
         self._run.summary["diverged"] = f"step {record.step}: {record.reason}"
 
-    def _log(self, group: str, values: dict[str, Any]) -> None:
-        self._run.log({f"{group}/{k}": v for k, v in list_scalars(values).items()}, step=values["step"])
+    def _log(self, group: str, values: Mapping[str, Any]) -> None:
+        scalars = {f"{group}/{name}": value for name, value in list_scalars(values).items()}
+        self._run.log({STEP_METRIC: values["step"], **scalars})
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _wandb_id(run: Path) -> str:
-    """The id of a run, kept in its folder so that a resumed run continues the same curves."""
+def _wandb_id(run: Path, *, is_new: bool) -> str:
+    """Return the id of a run, kept in its folder so that a resumed run continues the same curves."""
     path = run / "wandb" / "id.txt"
-    if path.is_file():
+    if path.is_file() and not is_new:
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = secrets.token_hex(4)

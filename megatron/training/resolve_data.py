@@ -16,6 +16,7 @@ from megatron.config.yaml_files import format_value
 from megatron.data.blend import MAX_SHOWN, list_corpora, list_dataset_slices
 from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_corpus_names
 from megatron.options.section import MAX_STEPS
+from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
 
 MAX_DIFFERENCE = 0.01
@@ -105,7 +106,8 @@ def _resolve_epochs(config: Config) -> tuple[Config, tuple[str, ...]]:
     if any(abs(time / epochs - 1) > MAX_DIFFERENCE for time in times):
         counts = ", ".join(f"{s.dataset.prefix.name} {time:.2f} times" for s, time in zip(slices, times, strict=True))
         line += f"; by their weights that is {counts}"
-    return config.replace(train_iters=training.train_iters or steps), (line,)
+    config = config.replace(train_iters=training.train_iters or steps)
+    return config, (line, *(() if training.train_iters else describe_late_warmup(config)))
 
 
 def _count_steps(config: Config, num_tokens: int) -> int:

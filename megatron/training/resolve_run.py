@@ -16,6 +16,7 @@ from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.check_resources import check_memory
+from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
 
 
@@ -73,6 +74,8 @@ def resolve_run(
     if topology.ranks is not None and (num_late := count_unreached_stages(config)):
         train_iters = config.training.train_iters
         notes.append(f"stages: the last {num_late} would begin at train_iters {train_iters} or later, and do not")
+    if topology.ranks is not None and config.training.train_iters:
+        notes += describe_late_warmup(config)
     return ResolvedRun(config, topology.ranks, tuple(notes))
 
 

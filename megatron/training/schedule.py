@@ -9,6 +9,8 @@ trains with
 
     cosine f(x) = (1 + cos πx) / 2      linear f(x) = 1 − x      constant f(x) = 1
 
+as in Megatron-LM. GPT-NeoX's linear is another one with min_lr > 0: it is max(min_lr, lr · (1 − x)).
+
 inverse_sqrt (Vaswani et al. 2017, 1706.03762, section 5.3) knows no end: from w on it is lr · √((w + 1) / (s + 1)),
 and min_lr at least.
 
@@ -33,6 +35,8 @@ counts from there. That is how a schedule is restarted.
 import math
 from dataclasses import dataclass, replace
 
+from megatron.config.schema import Config
+from megatron.config.stages import build_stages
 from megatron.options.training import CooldownStyle, DecayStyle, OptimizerOptions, WsdDecayStyle
 
 COOLDOWN_TIMESCALE = 10
@@ -58,6 +62,11 @@ class LearningRateSchedule:
     cooldown_steps: int = 0
     cooldown_style: CooldownStyle = "cosine"
     first_step: int = 0
+
+    @property
+    def has_decay(self) -> bool:
+        """True if the rate is at its end after `decay_steps`."""
+        return self.style not in ("constant", "inverse_sqrt") and (self.style != "infinite" or self.final_steps > 0)
 
     def __call__(self, step: int) -> float:
         step -= self.first_step
@@ -143,6 +152,28 @@ def build_schedule(options: OptimizerOptions, train_iters: int, first_step: int 
         cooldown_style=options.lr_cooldown_style,
         first_step=first_step,
     )
+
+
+def describe_late_warmup(config: Config) -> tuple[str, ...]:
+    """Return a line for each schedule of a run whose warm-up is longer than its decay, or than the run."""
+    notes = []
+    for stage in build_stages(config):
+        options, first, end = stage.config.optimizer, stage.schedule_first, stage.schedule_end
+        schedule = build_schedule(options, end, first)
+        warmup, peak = schedule.warmup_steps, schedule.lr
+        is_share = options.lr_warmup_iters is None
+        given = f"warmup {options.warmup:g} ({warmup:,} steps)" if is_share else f"lr_warmup_iters {warmup}"
+        if warmup >= end - first:
+            last = "train_iters" if (first, end) == (0, config.training.train_iters) else "its last step"
+            reached = f"the rate reaches {schedule(end - 1) / peak:.0%} of {peak:g}"
+            notes.append(f"{given}: warm-up does not end before {last} {end - first:,}; {reached}")
+        elif warmup >= schedule.decay_steps and schedule.has_decay:
+            drop = f"{schedule(first + warmup - 1):.2e} to {schedule(first + warmup):.2e} at step {first + warmup:,}"
+            notes.append(
+                f"{given}: warm-up ends after lr_decay_iters {schedule.decay_steps:,}, which leaves no decay: "
+                f"the rate drops from {drop}"
+            )
+    return tuple(dict.fromkeys(notes))
 
 
 def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, step: int) -> str | None:

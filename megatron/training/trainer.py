@@ -383,8 +383,13 @@ class Trainer:
         self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
         flops = read * run.flops_per_token[length]
-        self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped, engine.z_loss)
-        self._check_loss(loss)
+        if not scored:
+            run.console.log(
+                f"step {step + 1}: no token of its batch is scored, so it has no loss and nothing is learned"
+            )
+        self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not scored, engine.z_loss)
+        if scored or engine.skipped:
+            self._check_loss(loss)
         run.console.step(self.data_position.step)
         return False
 

@@ -1,19 +1,17 @@
-"""A run from its configuration to its first step, in three phases.
+"""A run from its configuration to its first step, in four phases.
 
 The configuration was resolved by whoever starts the run (resolve_run.py).
 
     begin_session          the other processes, the folder's lock, seeds and determinism
-    build_components       data, model, engine: first what fails cheaply (names, vocabulary), then what takes long
+    plan_start             what it starts from and what it reads (start_plan.py): refuses what does not fit
+    build_components       data, model, engine
     restore_training_run   every state of the checkpoint to start from, if there is one; from then on the folder is this
                            run's
-
-What there is to start from is decided between the first and the second: all processes verify its files together, and
-it must fit the configuration before anything is built.
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,23 @@ import torch
 
 from megatron.checkpoint.engine_state import EngineCounters
 from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
-from megatron.checkpoint.resume import ResumePlan, move_superseded_aside, plan_resume
+from megatron.checkpoint.resume import ResumePlan, move_superseded_aside
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
 from megatron.config.method_names import compute_own_method_digests
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_longest_length, find_stage
+from megatron.config.stages import Stage, build_stages, find_stage
 from megatron.data.dataloader import Batch, build_dataloader
-from megatron.data.datasets import Datasets, SampleOrder, build_datasets
+from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.document_starts import draw_document_starts
-from megatron.data.load_tokenizer import Vocabulary, read_vocabulary, save_tokenizer
-from megatron.data.stage_order import StageOrder, begin_order, continue_order
+from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
 from megatron.distributed import rng
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.model.backend_choice import AttentionTarget, BackendChoice
-from megatron.model.build import build_model, check_position_options
+from megatron.model.build import build_model
 from megatron.model.device_dtype import get_torch_dtype
-from megatron.options.model import ModelOptions
-from megatron.options.position import PositionOptions
 from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
@@ -50,14 +45,19 @@ from megatron.training.optimizer import format_parameter_groups, merge_grouped_w
 from megatron.training.profiler import begin_memory_history
 from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
+from megatron.training.start_plan import (
+    DataPosition,
+    StartPlan,
+    check_eval_lengths,
+    list_eval_multiples,
+    plan_start,
+)
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.errors import FarfieldError
 from megatron.utils.progress import WaitAnnouncer
 
 MAX_SILENCE = 6.0
 """Seconds without a line while a run is built."""
-TASK_EVAL_ITERS = 100
-"""Batches of a validation on a task, whose text has no end, where eval_iters is absent."""
 PARAMETER_GROUPS = "parameter_groups.txt"
 """In the run's folder: which group of the optimizer's each parameter is in."""
 
@@ -122,50 +122,6 @@ def _set_determinism(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = deterministic
-
-
-@dataclass
-class DataPosition:
-    """How far a run is in its steps and in its data (`Stateful`)."""
-
-    step: int = 0
-    """Optimizer steps taken, skipped ones included."""
-    samples: int = 0
-    """Training sequences read."""
-    tokens: int = 0
-    ordered_samples: int = 0
-    """The number of samples that the order of the training data was built for."""
-    skipped_samples: int = 0
-    """Of those read, the ones that no weight has seen, because the run went back."""
-    order: StageOrder | None = None
-    """How the stage reads the text; None without stages: the samples are the order's first."""
-
-    @property
-    def next_sequence(self) -> int:
-        """Which sequence of the order is read next."""
-        return self.samples if self.order is None else self.order.find_sequence(self.samples)
-
-    def advance(self, samples: int, tokens: int) -> None:
-        """One step, over so many sequences and tokens."""
-        self.step += 1
-        self.samples += samples
-        self.tokens += tokens
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "consumed_samples": self.samples,
-            "consumed_tokens": self.tokens,
-            "train_samples": self.ordered_samples,
-            "skipped_samples": self.skipped_samples,
-            "data_order": None if self.order is None else self.order.to_dict(),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.step, self.ordered_samples = state_dict["step"], state_dict["train_samples"]
-        self.samples, self.tokens = state_dict["consumed_samples"], state_dict["consumed_tokens"]
-        self.skipped_samples, order = state_dict["skipped_samples"], state_dict["data_order"]
-        self.order = None if order is None else StageOrder.from_dict(order)
 
 
 @dataclass
@@ -257,15 +213,11 @@ def build_training_run(
     with WaitAnnouncer(log, "waiting for the run's processes and its folder", first=MAX_SILENCE):
         session = begin_session(config, rank_info)
     try:
-        with WaitAnnouncer(log, "reading the checkpoint to start from", first=MAX_SILENCE):
-            resume, order_notes = _enter_stage(plan_resume(config, session.groups))
-        if rollback is not None:
-            resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
-        begin_memory_history(config, session.groups, resume.trainer_state.step)
-        with _announce_resume(console, session, resume):
-            run = build_components(config, session, resume, console, kept_backend)
-            for note in order_notes:
-                run.console.log(note)
+        with WaitAnnouncer(log, "reading the data and the checkpoint to start from", first=MAX_SILENCE):
+            plan = plan_start(config, session.groups, rollback)
+        begin_memory_history(config, session.groups, plan.data_position.step)
+        with _announce_resume(console, session, plan.resume):
+            run = build_components(plan, session, console, kept_backend)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -283,37 +235,32 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 
 def build_components(
-    config: Config,
-    session: TrainingSession,
-    resume: ResumePlan,
-    console: ConsoleReporter,
-    kept_backend: str | None = None,
+    plan: StartPlan, session: TrainingSession, console: ConsoleReporter, kept_backend: str | None = None
 ) -> TrainingRun:
-    """Data, model and engine of a run that starts from `resume`, its states still fresh. All processes must call this.
+    """Build data, model and engine of a run, its states still fresh. All processes must call this.
 
     Raises:
         UserError: the data, the model and what it starts from do not fit together.
         RunError: a file is damaged or cannot be written.
     """
-    requested, config = config, resume.stage.config
-    if requested.training.train_iters != config.training.train_iters:  # epochs of a corpus that has changed since
-        requested = requested.replace(train_iters=config.training.train_iters)
-    training, groups = config.training, session.groups
-    resume.check_engine(config, groups.mesh.sizes)
-    vocabulary = read_vocabulary(config.data)
-    resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
-    method_notes = resume.check_methods(config.position)
-    checked: list[tuple[ModelOptions, PositionOptions]] = []
-    for stage in (resume.stage, *resume.stages):  # before the data leave anything behind, and hours pass
-        if (options := (stage.config.model, stage.config.position)) not in checked:
-            check_position_options(*options)
-            checked.append(options)
-    position = DataPosition()
-    resume.trainer_state.restore(position)
-    datasets = _build_datasets(config, resume.stage, position, vocabulary, groups)
+    config, resume, position, groups = plan.config, plan.resume, plan.data_position, session.groups
+    training, cache = config.training, config.data.data_cache
+    if cache is None and config.checkpoint.save is not None:
+        cache = str(Path(config.checkpoint.save) / "data_cache")
+    datasets = build_datasets(
+        config.data,
+        plan.order,
+        seq_length=config.model.seq_length,
+        cache=cache,
+        groups=groups,
+        vocabulary=plan.vocabulary,
+        keep_documents_apart=config.position.attention_mask == "document",
+        eval_multiples=list_eval_multiples(config),
+        slices=plan.slices,
+    )
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
-    for note in (*resume.notes, *method_notes, *datasets.notes, *_describe_rate_jump(config, resume)):
+    for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.further and training.eval_interval and training.eval_iters != 0:
         reporter.log("no validation: the configuration names no validation data")
@@ -328,8 +275,8 @@ def build_components(
         resumed_run=None if resume.checkpoint is None else get_run_of_checkpoint(resume.checkpoint),
         kept_backend=kept_backend,
     )
-    model = build_model(config.model, config.position, vocabulary.size, groups=groups, seed=seed, target=target)
-    _check_eval_lengths(config, model.max_length)
+    model = build_model(config.model, config.position, plan.vocabulary.size, groups=groups, seed=seed, target=target)
+    check_eval_lengths(config, model.max_length)
     for note in (*model.backend_choice.lines, *resume.load_weights(config, model)):
         reporter.log(note)
     # Counted before ZeRO divides the parameters among processes.
@@ -339,11 +286,11 @@ def build_components(
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
     return TrainingRun(
         config=config,
-        requested=requested,
+        requested=plan.requested,
         session=session,
         resume=resume,
         stage=resume.stage,
-        vocabulary=vocabulary,
+        vocabulary=plan.vocabulary,
         datasets=datasets,
         data_position=position,
         engine=Engine(config, model, groups),
@@ -364,19 +311,6 @@ def build_components(
         parameters=parameters,
         peak_tflops=find_peak_tflops(groups.device, training.compute_dtype, config.logging.peak_tflops),
     )
-
-
-def _check_eval_lengths(config: Config, max_length: int | None) -> None:
-    """UserError for lengths to validate at that the model has no positions for."""
-    for multiple in config.training.eval_lengths:
-        length = int(multiple.removesuffix("x")) * config.model.seq_length
-        if config.data.task is not None:
-            raise UserError("eval_lengths: a task is validated at its own lengths; leave it out", "eval_lengths")
-        if max_length is not None and length > max_length:
-            raise UserError(
-                f"eval_lengths: {multiple} is {length:,} tokens, but the model has {max_length:,} positions",
-                "eval_lengths",
-            )
 
 
 def restore_training_run(run: TrainingRun) -> None:
@@ -413,7 +347,7 @@ def restore_training_run(run: TrainingRun) -> None:
                 run.console.log(line)
             write_text_atomically(Path(folder) / PARAMETER_GROUPS, table)
         run.backend_choice.write_records(Path(folder))
-    run.reporters = build_reporters(config, resume.trainer_state.step)
+    run.reporters = build_reporters(config, resume.trainer_state.step, run.console.log)
 
 
 def _collect_parameter_groups(run: TrainingRun) -> str:
@@ -443,89 +377,9 @@ def _build_stage_schedule(stage: Stage) -> LearningRateSchedule:
     return build_schedule(stage.config.optimizer, stage.schedule_end, stage.schedule_first)
 
 
-def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
-    """What a run in stages begins from, with the order of the text in its stage; lines worth telling.
-
-    Of a run without stages, or one that learns a task, nothing changes.
-    """
-    state, config = resume.trainer_state, resume.stage.config
-    if config.data.task is not None or not (config.training.stages or state.data_order):
-        return resume, []
-    length, block = config.model.seq_length, find_longest_length(config)
-    num_blocks = sum((s.end_step - s.first_step) * s.tokens_per_step for s in resume.stages) // block + len(
-        resume.stages
-    )
-    order = None if state.data_order is None else StageOrder.from_dict(state.data_order)
-    notes = []
-    if resume.source is None or not resume.resumes:
-        order, state = begin_order(config.data, block, num_blocks), replace(state, train_samples=num_blocks)
-    else:
-        before = resume.source.config
-        if order is None:
-            order = begin_order(before.data, before.model.seq_length, state.train_samples)
-        if order.block_length == block:
-            order, left_out = continue_order(
-                order,
-                state.consumed_samples,
-                before=(before.data, before.model.seq_length),
-                now=(config.data, length),
-                num_blocks=state.train_samples,
-            )
-            if left_out:
-                notes.append(f"the text goes on at the next {length:,} tokens: {left_out:,} before them are left out")
-        else:
-            notes.append(
-                f"the text is cut into blocks of {block:,} tokens instead of {order.block_length:,}: a new order, "
-                "which may read again what was read before"
-            )
-            order = begin_order(config.data, block, num_blocks, first_sample=state.consumed_samples)
-            state = replace(state, train_samples=num_blocks)
-    return replace(resume, trainer_state=replace(state, data_order=order.to_dict())), notes
-
-
 def _draw_documents(config: Config, length: int, groups: ProcessGroups) -> torch.Tensor | None:
     """Rows like the run's, on which backends are checked that keep their documents apart; None where they do not."""
     if config.position.attention_mask != "document" or config.data.task is not None or groups.device.type == "cpu":
         return None
     starts = draw_document_starts(config.data, config.training.train_micro_batch_size_per_gpu, length)
     return torch.from_numpy(starts)
-
-
-def _build_datasets(
-    config: Config, stage: Stage, position: DataPosition, vocabulary: Vocabulary, groups: ProcessGroups
-) -> Datasets:
-    """The datasets; `position` learns how many samples the order of the training data is built for."""
-    training, batch = config.training, config.training.train_batch_size
-    assert batch is not None
-    # A resumed run keeps the order it began with, also when it is now longer, shorter or has another batch size.
-    total = position.next_sequence + max(0, stage.end_step - position.step) * batch
-    if position.order is not None:
-        total = max(1, position.order.count_blocks(total, config.model.seq_length))
-    position.ordered_samples = position.ordered_samples or total
-    eval_iters = training.eval_iters
-    if eval_iters is None and config.data.task is not None:
-        eval_iters = TASK_EVAL_ITERS
-    held_out = 0 if not training.eval_interval else None if eval_iters is None else eval_iters * batch
-    cache = config.data.data_cache
-    if cache is None and config.checkpoint.save is not None:
-        cache = str(Path(config.checkpoint.save) / "data_cache")
-    order = SampleOrder(
-        seed=training.seed,
-        train_samples=position.ordered_samples,
-        valid_samples=held_out,
-        test_samples=held_out,
-        extend_train_to=total,
-        batch_size=batch,
-        consumed_samples=position.samples,
-        stage=position.order,
-    )
-    return build_datasets(
-        config.data,
-        order,
-        seq_length=config.model.seq_length,
-        cache=cache,
-        groups=groups,
-        vocabulary=vocabulary,
-        keep_documents_apart=config.position.attention_mask == "document",
-        eval_multiples=[int(multiple.removesuffix("x")) for multiple in training.eval_lengths],
-    )

@@ -8,6 +8,7 @@ The record of the validation text at the training length is named `valid`, those
 `valid/NAME`, `valid/4x` and `valid/NAME/4x`.
 """
 
+import math
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -39,7 +40,7 @@ def validate(
     name: str,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> ValidationRecord:
-    """Return the mean loss per scored token of a dataset. All processes must call this.
+    """Return the mean loss per scored token of a dataset, NaN without one. All processes must call this.
 
     Args:
         engine: the model, at any length of sequences.
@@ -79,7 +80,7 @@ def validate(
     rng_state.restore_rng_state(states)
     once = groups.mesh.count_once
     all_losses, all_weights, all_counted = groups.all_reduce_sum(once(float(losses)), once(weights), once(counted))
-    loss = all_losses / all_weights if all_weights else 0.0
+    loss = all_losses / all_weights if all_weights else math.nan
     return ValidationRecord(
         step=step,
         split=name,
@@ -102,16 +103,18 @@ class Validator:
         """Report the losses on all validation sets at all lengths. All processes must call this."""
         datasets = self._run.datasets
         if datasets.valid is not None:
-            self.last = self._report("valid", datasets.valid, step)
+            self.last = self._report("valid", datasets.valid, step) or self.last
         for name, dataset in datasets.further.items():
             self._report(name, dataset, step)
 
     def test(self, step: int) -> ValidationRecord | None:
-        """Report and return the loss on the test text; None if there is none. All processes must call this."""
+        """Report and return the loss on the test text; None without text or without a scored token. All processes must
+        call this."""
         dataset = self._run.datasets.test
         return None if dataset is None else self._report("test", dataset, step)
 
-    def _report(self, name: str, dataset: Dataset, step: int) -> ValidationRecord:
+    def _report(self, name: str, dataset: Dataset, step: int) -> ValidationRecord | None:
+        """Report and return the loss on a dataset; None if no token of it is scored, which is said."""
         run = self._run
 
         def show_progress(name: str, done: int, total: int) -> None:
@@ -119,6 +122,9 @@ class Validator:
             run.console.show_validation(name, done, total)
 
         record = validate(run.engine, dataset, run.config, run.groups, step=step, name=name, progress=show_progress)
+        if record.tokens == 0:
+            run.console.log(f"step {step}: no token of {name} is scored, so it has no loss")
+            return None
         run.console.evaluation(record)
         report_to_all(run.reporters, record)
         return record

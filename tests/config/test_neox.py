@@ -16,6 +16,7 @@ from megatron.config import method_names, neox_keys, neox_rules
 from megatron.config.load import LoadedConfig, load_config
 from megatron.config.schema import list_config_keys
 from megatron.distributed.hardware import LocalHardware
+from megatron.model.build import check_position_options
 from megatron.options.model import ffn_hidden_size
 from megatron.options.training import OptimizerChoice
 from megatron.position import catalog, registry
@@ -225,7 +226,16 @@ def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
         ({"zero_optimization": {"round_robin_gradients": True}}, "another one's float32 master"),
         ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 999}}, "is 999; it must be even"),
         ({"attention_config": [[["local", "global"], 6]]}, "attention local is refused"),
-        ({"attention_config": "local"}, "attention local is refused"),
+        ({"attention_config": "local"}, "attention local is refused: sparse attention is not supported"),
+        (
+            {"attention_config": [[["mamba"], 12]]},
+            "attention mamba is refused: a recurrent layer, which is no attention",
+        ),
+        ({"attention_config": [[["rwkv"], 12]]}, "attention rwkv is refused: a recurrent layer"),
+        ({"attention_config": [[["ringX1"], 12]]}, "attention ringX1 is refused: context_parallel_size divides a"),
+        ({"attention_config": [[["ring"], 12]]}, "attention ring is refused: context_parallel_size divides a sequence"),
+        ({"attention_config": [[["gmlp"], 12]]}, "attention gmlp is refused: a gated MLP"),
+        ({"attention_config": [[["globel"], 12]]}, "attention globel is refused: it is no type of attention that GPT"),
         ({"sparsity_config": {"block": 16}}, "sparse attention"),
         ({"use_mup": True}, "needs mup_base_hidden_size"),
         ({"mup_output_temp": 2.0}, "has no effect without use_mup: true"),
@@ -270,6 +280,7 @@ def test_refused_with_what_to_use_instead(read, theirs, message):
         {"use_mup": False, "moe_num_experts": 1, "sparsity_config": {}},
         {"num_nodes": -1, "checkpoint_scale": "linear"},
         {"flops_profiler": {"enabled": False}},
+        {"bf16": {"bf16": True}, "fp16": {"fp16": True}},
         {"compile": {"enable": False}, "torch_compile": False},
         {"recompute_granularity": None, "recompute_num_layers": None, "recompute_modules": None},
     ],
@@ -511,3 +522,52 @@ def test_sections_for_deepspeed_pass_if_they_ask_for_nothing(read, value: Any, p
         return
     with pytest.raises(UserError, match=problem):
         read(keys)
+
+
+def load_null(folder: Path, values: dict[str, Any]) -> str | None:
+    """Load a file with these values and build the methods that it names; return the refusal."""
+    path = folder / "null.yml"
+    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
+    try:
+        loaded = load_config([path])
+        with loaded.locate_errors():
+            check_position_options(loaded.config.model, loaded.config.position)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_a_null_that_a_key_cannot_have_is_named_with_its_line(tmp_path: Path) -> None:
+    """Every key set to null: either it means something, or one line names it."""
+    refused = 0
+    for path in list_config_keys():
+        values: dict[str, Any] = {**SMALL, "train_data_paths": ["x"]}
+        *outer, last = path
+        inner = values
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = None
+        if (problem := load_null(tmp_path, values)) is not None:
+            refused += 1
+            assert re.fullmatch(rf".*null\.yml:\d+: {re.escape('.'.join(path))} is null; it must be .*", problem), (
+                problem
+            )
+    assert refused > 10
+
+
+@pytest.mark.parametrize("key", ["pos_emb", "score_processor", "attention_temperature"])
+def test_a_null_that_an_option_cannot_have_is_named_with_its_line(tmp_path: Path, key: str) -> None:
+    list_methods, read_facts = {
+        "pos_emb": (catalog.list_encodings, catalog.read_encoding_facts),
+        "score_processor": (catalog.list_processors, catalog.read_processor_facts),
+        "attention_temperature": (catalog.list_temperatures, catalog.read_temperature_facts),
+    }[key]
+    refused = 0
+    for method in list_methods():
+        for option in read_facts(method).option_types:
+            values = {**SMALL, "train_data_paths": ["x"], key: method, f"{key}_options": {option: None}}
+            if (problem := load_null(tmp_path, values)) is not None:
+                refused += 1
+                assert re.search(rf"null\.yml:\d+: .*\b{option}\b", problem), problem
+                assert "None" not in problem, problem
+    assert refused > 0

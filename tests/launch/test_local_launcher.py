@@ -15,6 +15,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
 from megatron.launch import dispatch, local_launcher, worker
 from megatron.launch.console import UnexpectedError
+from megatron.training import check_start
 from megatron.training.resolve_run import ResolvedRun, resolve_run
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
@@ -30,7 +31,7 @@ def settled(*overrides: str) -> ResolvedRun:
 
 @pytest.fixture(autouse=True)
 def _data_are_there(monkeypatch):
-    monkeypatch.setattr(local_launcher, "list_split_prefixes", lambda data, split: [])
+    monkeypatch.setattr(check_start, "list_split_prefixes", lambda data, split: [])
 
 
 @pytest.fixture

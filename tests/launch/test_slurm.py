@@ -11,7 +11,8 @@ import pytest
 
 from megatron.config.load import load_config
 from megatron.config.schema import Config
-from megatron.launch import local_launcher, slurm
+from megatron.launch import slurm
+from megatron.training.check_start import check_run_folder
 from megatron.utils.errors import RunError, UserError
 
 SMALL = [
@@ -127,14 +128,14 @@ def test_a_run_that_goes_on_by_itself_needs_nothing_when_it_is_requeued() -> Non
 
 def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    local_launcher.check_run_folder(job_config("save=a"))
-    local_launcher.check_run_folder(job_config("save=a", "load=./a"))  # begins at step 0
+    check_run_folder(job_config("save=a"))
+    check_run_folder(job_config("save=a", "load=./a"))  # begins at step 0
     with pytest.raises(UserError, match="b: no such folder"):
-        local_launcher.check_run_folder(job_config("save=a", "load=b"))
+        check_run_folder(job_config("save=a", "load=b"))
     (tmp_path / "a/checkpoints/step_0000004").mkdir(parents=True)
     with pytest.raises(UserError, match=r"a holds checkpoints already \(the last is step_0000004\); add load=a"):
-        local_launcher.check_run_folder(job_config("save=a"))
-    local_launcher.check_run_folder(job_config("save=a", "load=a"))
+        check_run_folder(job_config("save=a"))
+    check_run_folder(job_config("save=a", "load=a"))
 
 
 @pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])

@@ -13,6 +13,7 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
+from megatron.checkpoint.run_folder import LOCK
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.schema import Config
@@ -109,6 +110,7 @@ class Trainer:
         if name == self.diverges:
             config.save(run / "config.yml")
             shutil.rmtree(run / "checkpoints")
+            (run / LOCK).touch()
             with open(run / METRICS_FILE, "a") as file:
                 file.write('{"kind": "diverged", "step": 3, "reason": "its loss is nan"}\n')
             raise RunError("step 3: its loss is nan; no checkpoint was saved")

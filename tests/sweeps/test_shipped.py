@@ -79,3 +79,35 @@ def test_what_the_papers_state_of_their_training_is_told_and_ours_is_what_is_tol
             name == "dape_f3" and batch * config.model.seq_length == 2048
         )
         assert config.optimizer.min_lr == pytest.approx(config.optimizer.optimizer.params.lr / 10)
+
+
+SWEEPS = [
+    ["quickstart"],
+    ["quickstart", "zoo"],
+    *(["small", name] for name in EXPERIMENTS),
+    *([path.stem] for path in sorted((ROOT / "configs/task").glob("*.yml")) if path.stem != "chomsky_paper"),
+    ["chomsky", "chomsky_paper"],
+]
+
+
+@pytest.mark.parametrize("files", SWEEPS, ids=" ".join)
+def test_a_processor_stands_beside_its_encoding_with_as_many_parameters(files: list[str]) -> None:
+    """A gain of DAPE or CDAPE is the processor's alone: beside it is the same encoding, shared over layers as there."""
+    positions = {
+        member.variant: member.config.position for member in read_sweep(files).members if member.benchmark is None
+    }
+    for name, position in positions.items():
+        plain = [
+            other
+            for other in positions.values()
+            if other.processors == ["none"] and other.encodings == position.encodings
+        ]
+        if plain:
+            assert position.pos_emb_per_layer in {other.pos_emb_per_layer for other in plain}, name
+
+
+def test_papers_parameters_are_decayed_as_their_code_decays_them() -> None:
+    for name in PAPERS:
+        sweep = small(name)
+        assert all(member.config.optimizer.decay_positions for member in sweep.members), name
+        assert any("decay" in line for line in sweep.options.differences), name

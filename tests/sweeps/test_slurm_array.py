@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron.checkpoint.legacy import DEEPSPEED_FOLDER
 from megatron.launch.slurm import format_array_indices
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
@@ -75,7 +76,7 @@ def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None
     assert "2 runs branch from checkpoints that are not there yet; the same command submits them once they are" in said
     assert "1 of 3 runs submitted" in said
     trunk, *_ = read_sweep(["sweep.yml"]).members
-    trainer.save(trunk.resolved_config, trunk.folder, 3)
+    (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # states, for what looks
     _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
     assert "1 runs branch" in said
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
@@ -88,6 +89,16 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pyte
     assert sorted(place.rglob("*")) == before
     with pytest.raises(UserError, match="--dry-run shows the batch script of a sweep: it needs launcher=slurm"):
         sweeps.run_sweep(["sweep.yml"], dry=True)
+
+
+def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trainer: Trainer) -> None:
+    write(BASE.replace("{pos_emb: rotary}", "{pos_emb: learned, eval_lengths: [4x]}"))
+    with pytest.raises(UserError, match=r"^sweep.variants.rotary: eval_lengths: 4x is 64 tokens"):
+        run(*KEYS)
+    with pytest.raises(UserError, match=r"^slurm.container: no such image: nowhere.sif$"):
+        run(*KEYS, "slurm.container=nowhere.sif")
+    assert not Path("out/job.sbatch").exists()
+    assert trainer.calls() == []
 
 
 def test_what_cannot_be_an_array_is_refused(place: Path) -> None:

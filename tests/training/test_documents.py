@@ -129,3 +129,25 @@ def test_zero_3_refuses_what_is_computed_document_by_document(corpus: Path) -> N
     keys = {"attention_mask": "document", "zero_optimization": {"stage": 3}, "pos_emb": "fire"}
     with pytest.raises(UserError, match=r"attention_mask: document: pos_emb fire .*stage 3 cannot do; use stage 2"):
         train(tiny_config(corpus, **keys))
+
+
+def test_steps_and_texts_without_a_scored_token_have_no_loss(tmp_path: Path) -> None:
+    """A text of end tokens alone, whose loss is masked."""
+    from megatron.data.megatron_core import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{tmp_path / 'ends'}.bin", dtype=np.int32)
+    for _ in range(20):
+        builder.add_document(np.full(20, 256, np.int32), [20])
+    builder.finalize(f"{tmp_path / 'ends'}.idx")
+    text = {f"{split}_data_paths": [str(tmp_path / "ends")] for split in ("train", "valid", "test")}
+    config = tiny_config(
+        tmp_path, tmp_path / "run", tokenizer_type="bytes", eod_mask_loss=True, eval_interval=2, **text
+    )
+    out = io.StringIO()
+    result = train(config, Console(file=out, width=200))
+    said = out.getvalue()
+    assert (result.step, result.loss, result.valid_loss, result.test_loss) == (4, None, None, None)
+    assert "step 1: no token of its batch is scored, so it has no loss" in said
+    assert "step 2: no token of valid is scored, so it has no loss" in said
+    assert "step 4: no token of test is scored, so it has no loss" in said
+    assert "0.0000" not in said

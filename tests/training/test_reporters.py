@@ -13,7 +13,7 @@ from tiny_runs import tiny_config
 
 from megatron.config.schema import Config
 from megatron.training.console import ConsoleReporter, format_train_record
-from megatron.training.metrics_log import UNREADABLE_FILE, TrainRecord, ValidationRecord, perplexity
+from megatron.training.metrics_log import UNREADABLE_FILE, TrainRecord, ValidationRecord, list_scalars, perplexity
 from megatron.training.reporters import JsonLines, TensorBoard, build_reporters, set_damage_aside
 from megatron.utils.errors import RunError, UserError
 
@@ -110,11 +110,15 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
 
 class FakeRun:
     def __init__(self) -> None:
-        self.logged: list[tuple[int, dict[str, object]]] = []
+        self.logged: list[dict[str, object]] = []
+        self.metrics: dict[str, str | None] = {}
         self.finished = False
 
-    def log(self, values: dict[str, object], step: int) -> None:
-        self.logged.append((step, values))
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics[name] = step_metric
+
+    def log(self, values: dict[str, object]) -> None:
+        self.logged.append(values)
 
     def finish(self) -> None:
         self.finished = True
@@ -134,7 +138,7 @@ def test_wandb_is_offline_unless_asked_and_keeps_its_run(tmp_path: Path, wandb: 
         chosen = config(
             tmp_path / "run", use_wandb=True, wandb_group="g", **({} if mode == "offline" else {"wandb_mode": mode})
         )
-        reporters = build_reporters(chosen, 0)
+        reporters = build_reporters(chosen, 2)
         for reporter in reporters:
             reporter.train(record(1))
             reporter.evaluation(VALID)
@@ -145,10 +149,39 @@ def test_wandb_is_offline_unless_asked_and_keeps_its_run(tmp_path: Path, wandb: 
     assert one["project"] == "farfield"
     assert one["group"] == "g"
     assert one["config"]["num_layers"] == 2
-    assert wandb.run.logged[0][0] == 1
-    assert wandb.run.logged[0][1]["train/loss"] == 2.0
-    assert wandb.run.logged[1][1]["valid/loss"] == 2.5
+    assert wandb.run.logged[0] == {"step": 1, **{f"train/{k}": v for k, v in list_scalars(record(1).as_dict()).items()}}
+    assert (wandb.run.logged[1]["step"], wandb.run.logged[1]["valid/loss"]) == (2, 2.5)
     assert wandb.run.finished
+
+
+def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
+    tmp_path: Path, wandb: types.SimpleNamespace
+) -> None:
+    chosen, said = config(tmp_path / "run", use_wandb=True), []
+
+    def report(first_step: int, *steps: int) -> list[tuple[object, object]]:
+        wandb.run = FakeRun()
+        reporters = build_reporters(chosen, first_step, said.append)
+        for reporter in reporters:
+            for step in steps:
+                reporter.train(record(step, loss=float(10 * len(wandb.inits))))
+            reporter.evaluation(ValidationRecord(**{**VALID.__dict__, "step": steps[-1]}))
+            reporter.close()
+        assert wandb.run.metrics == {"step": None, "*": "step"}
+        return [(values["step"], values.get("train/loss", "valid")) for values in wandb.run.logged]
+
+    assert report(0, 1, 2, 3) == [(1, 10.0), (2, 10.0), (3, 10.0), (3, "valid")]
+    assert report(3, 4, 5) == [(4, 20.0), (5, 20.0), (5, "valid")]
+    assert said == []
+    assert report(4, 5) == [
+        *((1, 10.0), (2, 10.0), (3, 10.0), (3, "valid"), (4, 20.0)),
+        *((5, 30.0), (5, "valid")),
+    ]
+    assert said == ["use_wandb: steps after 4 are given up; Weights & Biases gets a new run without them"]
+    one, two, three = (keys["id"] for keys in wandb.inits)
+    assert one == two != three
+    assert report(5, 6) == [(6, 40.0), (6, "valid")]
+    assert wandb.inits[-1]["id"] == three
 
 
 def test_packages_are_needed_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

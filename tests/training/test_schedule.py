@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.load import load_config
+from megatron.config.schema import Config
 from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
-from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
+from megatron.training.schedule import (
+    LearningRateSchedule,
+    build_schedule,
+    describe_late_warmup,
+    describe_rate_jump,
+)
+from megatron.utils.errors import UserError
 
 
 def options(**keys: object) -> OptimizerOptions:
@@ -138,3 +146,57 @@ def test_a_decay_that_is_added_to_a_trunk_is_no_jump() -> None:
     assert [branch(step) for step in range(501)] == [trunk(step) for step in range(501)]
     late = describe_rate_jump(trunk, LearningRateSchedule(1e-3, 0.0, 2, 550, "wsd", 100, "linear"), 500)
     assert "drops to 5.00e-04: its decay now ends at step 550" in (late or "")
+
+
+def config(*keys: str) -> Config:
+    shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "optimizer.params.lr=1e-3")
+    return load_config([], [*shape, *keys]).config
+
+
+STYLES = {"linear": (), "cosine": (), "constant": (), "inverse_sqrt": (), "infinite": ("constant_lr=1e-4",)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_warm_up_that_is_longer_than_the_run_is_said_for_every_schedule(style: str) -> None:
+    keys = (f"lr_decay_style={style}", *STYLES[style])
+    assert describe_late_warmup(config("train_iters=5", "lr_warmup_iters=30", *keys)) == (
+        "lr_warmup_iters 30: warm-up does not end before train_iters 5; the rate reaches 16% of 0.001",
+    )
+    assert describe_late_warmup(config("train_iters=100", "lr_warmup_iters=30", *keys)) == ()
+    assert describe_late_warmup(config("train_iters=4", "warmup=1.0", *keys)) == (
+        "warmup 1 (4 steps): warm-up does not end before train_iters 4; the rate reaches 80% of 0.001",
+    )
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_a_warm_up_that_is_longer_than_the_decay_is_said(style: str) -> None:
+    keys = ("train_iters=100", "lr_warmup_iters=30", "lr_decay_iters=10", "min_lr=1e-5", f"lr_decay_style={style}")
+    assert describe_late_warmup(config(*keys)) == (
+        "lr_warmup_iters 30: warm-up ends after lr_decay_iters 10, which leaves no decay: the rate drops "
+        "from 9.68e-04 to 1.00e-05 at step 30",
+    )
+    assert describe_late_warmup(config(*keys, "lr_decay_style=constant")) == ()
+
+
+def test_a_stage_whose_warm_up_is_too_long_is_said() -> None:
+    stages = "stages=[{until: 50}, {lr_decay_style: cosine, lr_warmup_iters: 70}]"
+    (line,) = describe_late_warmup(config("train_iters=100", "train_batch_size=1", "save=runs/a", stages))
+    assert line.startswith("lr_warmup_iters 70: warm-up does not end before its last step 50; the rate reaches 70% of")
+
+
+def test_a_refusal_of_wsd_names_the_values_that_were_given() -> None:
+    with pytest.raises(
+        UserError, match=r"lr_warmup_iters 30 \+ lr_wsd_decay_fraction 0.1 \(steps: 1\) are more steps than"
+    ):
+        config("train_iters=5", "lr_warmup_iters=30", "lr_decay_style=wsd")
+
+
+def test_how_linear_differs_is_said_of_files_of_gpt_neox() -> None:
+    shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "min_lr=1e-5")
+    said = [note for note in load_config([], [*shape, "attention_config=[[[global], 1]]"]).notes if "linear" in note]
+    assert said == [
+        "command line: lr_decay_style linear reaches min_lr 1e-05 at its last step, as Megatron-LM's; GPT-NeoX's falls "
+        "towards 0 and stays at min_lr once it is there"
+    ]
+    for keys in (shape, (*shape, "attention_config=[[[global], 1]]", "min_lr=0.0")):
+        assert not any("linear" in note for note in load_config([], keys).notes)

@@ -226,10 +226,10 @@ def write_numbered(prefix: Path, first: int, tokens: int) -> Path:
 
 def printed_with_large_vocabulary(config: Config) -> list[str]:
     from megatron.data.load_tokenizer import Vocabulary
-    from megatron.training import training_run
+    from megatron.training import start_plan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_run, "read_vocabulary", lambda data: Vocabulary(50_000, "numbers", None, None))
+        patch.setattr(start_plan, "read_vocabulary", lambda data: Vocabulary(50_000, "numbers", None, None))
         return printed(config)
 
 

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron.options.training import LoggingOptions
-from megatron.training.reporters import check_wandb_login
+from megatron.config.load import load_config
+from megatron.config.schema import Config
+from megatron.training.reporters import check_reporters
 from megatron.utils.errors import UserError
 
-ONLINE = LoggingOptions(use_wandb=True, wandb_mode="online")
+
+def reporting(*keys: str) -> Config:
+    shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_data_paths=[nowhere]")
+    return load_config([], [*shape, *keys]).config
+
+
+ONLINE = reporting("use_wandb=true", "wandb_mode=online")
 
 
 @pytest.fixture(autouse=True)
@@ -21,23 +28,26 @@ def _nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_only_online_runs_need_a_login() -> None:
-    check_wandb_login(LoggingOptions())
-    check_wandb_login(LoggingOptions(use_wandb=True))
+    check_reporters(reporting())
+    check_reporters(reporting("use_wandb=true"))
     with pytest.raises(UserError, match=r"^wandb_mode online: no login for api\.wandb\.ai: run `wandb login`"):
-        check_wandb_login(ONLINE)
+        check_reporters(ONLINE)
 
 
 def test_a_key_or_a_netrc_is_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password 0\n")
-    check_wandb_login(ONLINE)
+    check_reporters(ONLINE)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(UserError, match=r"no login for wandb\.example\.org"):
-        check_wandb_login(ONLINE)
+        check_reporters(ONLINE)
     monkeypatch.setenv("WANDB_API_KEY", "0")
-    check_wandb_login(ONLINE)
+    check_reporters(ONLINE)
 
 
 def test_the_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="use_wandb: wandb is not installed"):
-        check_wandb_login(ONLINE)
+        check_reporters(ONLINE)
+    with pytest.raises(UserError, match="use_tensorboard: tensorboard is not installed"):
+        check_reporters(reporting("use_tensorboard=true", "save=runs/a"))
+    check_reporters(reporting("use_tensorboard=true"))  # writes none

@@ -1,0 +1,74 @@
+"""How much longer score processors take than their FLOPs say, by measured training steps.
+
+A processor's maps are read and written more slowly than they are computed, so `step_time.py`, which counts FLOPs, makes
+it look cheap. In each measurement a step with the processor and one without differ by so many times what the plan says:
+
+| processor | model, tokens     | step / step without | plan  | factor | source                                        |
+|-----------|-------------------|---------------------|-------|--------|-----------------------------------------------|
+| cdape     | 350M, 1 × 512     | 1.501               | 1.052 | 9.7    | H200, docs/results/gpu_check.md               |
+| cdape     | 350M, 32 × 512    | 1.815               | 1.052 | 15.8   | the same                                      |
+| cdape     | 350M, 1 × 512     | 1.331               | 1.052 | 6.4    | authors' module, DAPE V2 (2410.04798) Table 7 |
+| cdape     | 2.7B, 1 × 512     | 1.219               | 1.019 | 11.7   | the same                                      |
+| cdape     | 6.7B, 1 × 512     | 1.121               | 1.008 | 16.2   | the same                                      |
+| dape      | 350M, 1 × 512     | 1.181               | 1.017 | 10.5   | the same                                      |
+| dape      | 2.7B, 1 × 512     | 1.141               | 1.006 | 22.5   | the same                                      |
+| dape      | 6.7B, 1 × 512     | 1.085               | 1.003 | 34.0   | the same                                      |
+"""
+
+from dataclasses import dataclass
+
+from megatron.config.schema import Config
+from megatron.distributed.mesh import ParallelSizes
+from megatron.planning.step_time import Cluster, estimate_step_time
+
+
+@dataclass(frozen=True)
+class MeasuredOverhead:
+    """How many times the planned overhead of a processor was measured."""
+
+    low: float
+    high: float
+    source: str
+
+
+_PAPER = "DAPE V2 Table 7, 350M to 6.7B"
+MEASURED_OVERHEADS = {
+    "cdape": MeasuredOverhead(6.4, 16.2, f"350M on an H200, docs/results/gpu_check.md, and {_PAPER}"),
+    "dape": MeasuredOverhead(10.5, 34.0, _PAPER),
+}
+"""By the name of the score processor. Of others no step was measured."""
+
+
+@dataclass(frozen=True)
+class StepTimeBand:
+    """Seconds of a step between the smallest and the largest measured overhead of its processor."""
+
+    low: float
+    high: float
+    planned_ratio: float
+    """Planned step over the planned step without the processor."""
+    low_ratio: float
+    high_ratio: float
+    """Step by the smallest and by the largest overhead, over the planned step without the processor."""
+    processor: str
+    source: str
+
+
+def estimate_measured_band(
+    config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
+) -> StepTimeBand | None:
+    """Return the time of a step as measured overheads have it; None without a processor whose steps were measured.
+
+    Args: as of `estimate_step_time`.
+    """
+    processors = [name for name in config.position.processors if name != "none"]
+    if len(processors) != 1 or (overhead := MEASURED_OVERHEADS.get(processors[0])) is None:
+        return None
+    planned = estimate_step_time(config, sizes, vocab_size, cluster, backend=backend).total
+    own = config.position.score_processor
+    plain = ["none"] * len(own) if isinstance(own, list) else "none"
+    without = config.replace(score_processor=plain, score_processor_options={})
+    base = estimate_step_time(without, sizes, vocab_size, cluster, backend=backend).total
+    extra = max(0.0, planned - base)
+    low, high = base + overhead.low * extra, base + overhead.high * extra
+    return StepTimeBand(low, high, planned / base, low / base, high / base, processors[0], overhead.source)

@@ -1,0 +1,185 @@
+"""What a run refuses before its first step, found out where it is started: a night in a queue costs more.
+
+    check_surroundings   files, folders, disk and logins, in a second and without torch. Every start begins with it: a
+                         training on this machine, a dry run, a submission to SLURM and the runs of a sweep.
+    check_start          all else that the ranks of a run refuse before they train: they make a `StartPlan`, and so does
+                         this. A training on this machine leaves it to its ranks, so that nothing is done twice.
+
+What remains are facts of the machines that train (`UNCHECKED_ELSEWHERE`).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.checkpoint import layout as checkpoints
+from megatron.checkpoint.run_folder import refuse_foreign_run_files
+from megatron.config.parallelism import ranks_per_replica, resolve_batch_size, resolve_mesh_shape
+from megatron.config.schema import Config
+from megatron.config.stages import list_stage_configs, resolve_stages
+from megatron.data.blend import list_split_prefixes
+from megatron.options.data import SPLITS
+from megatron.training.check_resources import check_disk
+from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
+from megatron.training.reporters import check_reporters
+from megatron.training.resolve_data import resolve_data
+from megatron.training.resolve_run import ResolvedRun
+from megatron.utils.atomic_io import refuse_file_in_path
+from megatron.utils.errors import FarfieldError, UserError
+
+if TYPE_CHECKING:
+    from megatron.model.gpt import GPT
+    from megatron.training.start_plan import StartPlan
+
+UNCHECKED_ELSEWHERE = (
+    "what only the training machines know: GPUs, memory, CUDA, network, and files that only they see"
+)
+
+
+def check_data_files(config: Config) -> None:
+    """Refuse missing datasets. Raises UserError."""
+    for stage_config in (config, *list_stage_configs(config)):
+        for split in SPLITS:
+            list_split_prefixes(stage_config.data, split)
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuse files of others in the run's folder before anything is written there, a folder that is another run's, and
+    a `load` that has nothing to load. Raises UserError."""
+    options = config.checkpoint
+    refuse_foreign_run_files(options.save, (METRICS_FILE, HEARTBEAT_FILE))
+    if options.load is not None:
+        if options.save is None or os.path.abspath(options.load) != os.path.abspath(options.save):
+            try:
+                checkpoints.resolve_checkpoint_path(options.load)
+            except UserError as error:
+                raise UserError(f"load: {error}") from None
+    elif options.save is not None:
+        with suppress(OSError):  # a folder that cannot be used is refused where it is made
+            refuse_file_in_path("save", Path(options.save))
+            checkpoints.refuse_existing_run(options.save, checkpoints.find_latest_checkpoint(options.save))
+
+
+def check_surroundings(config: Config, *, reads_data: bool = True, has_own_python: bool = True) -> None:
+    """Check the files, the folders, the disk and the logins of a run, without torch and without making anything.
+
+    Args:
+        config: resolved (`resolve_run`).
+        reads_data: this machine sees the data under the paths of the configuration.
+        has_own_python: the run uses this Python, with its packages and environment.
+
+    Raises:
+        UserError: something is missing, in the way, or too small.
+    """
+    if reads_data:
+        check_data_files(config)
+    check_run_folder(config)
+    check_disk(config)
+    if has_own_python:
+        check_reporters(config)
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """A run that could start, as far as this machine can know."""
+
+    config: Config
+    """The configuration with what its data decide, and with a batch where that was open."""
+    data_notes: tuple[str, ...]
+    """What the data decided."""
+    plan: StartPlan | None
+    """What it starts from and reads; None if the data are not here."""
+    model: GPT
+    """The model without memory; with the smallest vocabulary if the data are not here."""
+    missing_data: str | None
+    """Why the data could not be read here."""
+    has_own_python: bool
+    """True if the packages and logins of this machine were checked: the run uses them."""
+
+
+def check_start(
+    resolved: ResolvedRun,
+    *,
+    needs_data: bool = True,
+    has_own_python: bool = True,
+    is_here: bool = True,
+    reads_tokens: bool = True,
+) -> StartCheck:
+    """Check all that a run refuses before its first step, without making anything.
+
+    Args:
+        resolved: the run.
+        needs_data: refuse a run whose data cannot be read here; otherwise `missing_data` says so.
+        has_own_python: the run uses this Python, with its packages and environment.
+        is_here: the run takes place on this machine, so that its limits count.
+        reads_tokens: check the tokens of the datasets as their first use does; otherwise a sample of them.
+
+    Raises:
+        FarfieldError: as the run would.
+    """
+    config = _settle_batch(resolved)
+    data_notes: tuple[str, ...] = ()
+    sizes = resolve_mesh_shape(config, _count_ranks(config, resolved.world_size))
+    missing = None
+    try:
+        check_data_files(config)
+        config, data_notes = resolve_data(config)
+    except FarfieldError as error:
+        if needs_data:
+            raise
+        missing = str(error)
+    check_surroundings(config, reads_data=False, has_own_python=has_own_python)
+
+    # torch takes seconds
+    from megatron.checkpoint.resume import plan_resume
+    from megatron.data.datasets import check_index_size, check_slice_contents
+    from megatron.distributed.process_groups import ProcessGroups, single_process
+    from megatron.model.build import build_model
+    from megatron.training.engine import check_equal_calls
+    from megatron.training.start_plan import check_eval_lengths, check_stages, plan_start
+
+    plan, vocab_size = None, 1
+    if missing is None:
+        plan = plan_start(config, ProcessGroups(), sizes=sizes, checksums=False)
+        vocab_size = plan.vocabulary.size
+        if reads_tokens:
+            check_slice_contents(plan.slices, plan.vocabulary)
+        if is_here and config.data.task is None:
+            check_index_size(plan.order)
+        started = plan.config
+    else:
+        resume = plan_resume(config, ProcessGroups(), sizes=sizes, checksums=False)
+        resume.check_engine(config, sizes)
+        started = resume.stage.config
+        resume.check_methods(started.position)
+        check_stages(resume)
+    model = build_model(started.model, started.position, vocab_size, groups=single_process(), device="meta")
+    check_eval_lengths(started, model.max_length)
+    if started.model.attention_backend != "auto" or started.launch.device == "cpu":
+        check_equal_calls(started, model)  # auto's choice on a GPU is not known before
+    return StartCheck(config, data_notes, plan, model, missing, has_own_python)
+
+
+def _settle_batch(resolved: ResolvedRun) -> Config:
+    """Return the configuration with a batch and with stages, which a dry run leaves open if it cannot count GPUs."""
+    config = resolved.config
+    if resolved.world_size is not None:
+        return config
+    return resolve_stages(resolve_batch_size(config, _guess_data_ranks(config)))
+
+
+def _guess_data_ranks(config: Config) -> int:
+    """Return how many ranks divide the batch, as the batch sizes say; 1 if they leave it open."""
+    training = config.training
+    given = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= training.model_fields_set
+    product = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+    return max(1, training.train_batch_size // product) if given and training.train_batch_size is not None else 1
+
+
+def _count_ranks(config: Config, world_size: int | None) -> int:
+    """Return the processes of a run; as the batch sizes say where a dry run leaves them open."""
+    return world_size or _guess_data_ranks(config) * ranks_per_replica(config)

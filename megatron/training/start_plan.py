@@ -1,0 +1,234 @@
+"""What a run starts from and what it reads, settled and checked before anything is built.
+
+Every rank of a run makes a `StartPlan` before it builds data and model. A dry run and a submission to SLURM make one
+without a rank (check_start.py): so both refuse what the run would refuse, by the same code.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.checkpoint.resume import ResumePlan, plan_resume
+from megatron.checkpoint.weights import check_added_processors
+from megatron.config.schema import Config
+from megatron.config.stages import Stage, find_longest_length
+from megatron.data.blend import DatasetSlice
+from megatron.data.datasets import SampleOrder, open_dataset_slices
+from megatron.data.load_tokenizer import Vocabulary, check_tokenizer_folder, read_vocabulary
+from megatron.data.stage_order import StageOrder, begin_order, continue_order
+from megatron.distributed.mesh import ParallelSizes
+from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.build import check_position_options
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
+from megatron.training.loss_guard import Rollback
+from megatron.utils.errors import UserError
+
+TASK_EVAL_ITERS = 100
+"""Batches of a validation on a task, whose text has no end, where eval_iters is absent."""
+
+
+@dataclass
+class DataPosition:
+    """How far a run is in its steps and in its data (`Stateful`)."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    samples: int = 0
+    """Training sequences read."""
+    tokens: int = 0
+    ordered_samples: int = 0
+    """The number of samples that the order of the training data was built for."""
+    skipped_samples: int = 0
+    """Of those read, the ones that no weight has seen, because the run went back."""
+    order: StageOrder | None = None
+    """How the stage reads the text; None without stages: the samples are the order's first."""
+
+    @property
+    def next_sequence(self) -> int:
+        """Which sequence of the order is read next."""
+        return self.samples if self.order is None else self.order.find_sequence(self.samples)
+
+    def advance(self, samples: int, tokens: int) -> None:
+        """One step, over so many sequences and tokens."""
+        self.step += 1
+        self.samples += samples
+        self.tokens += tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "consumed_samples": self.samples,
+            "consumed_tokens": self.tokens,
+            "train_samples": self.ordered_samples,
+            "skipped_samples": self.skipped_samples,
+            "data_order": None if self.order is None else self.order.to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.step, self.ordered_samples = state_dict["step"], state_dict["train_samples"]
+        self.samples, self.tokens = state_dict["consumed_samples"], state_dict["consumed_tokens"]
+        self.skipped_samples, order = state_dict["skipped_samples"], state_dict["data_order"]
+        self.order = None if order is None else StageOrder.from_dict(order)
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a run starts from, and what it reads."""
+
+    config: Config
+    """Configuration of the stage in which the run starts."""
+    requested: Config
+    """Configuration of all stages, as the run was started."""
+    resume: ResumePlan
+    vocabulary: Vocabulary
+    data_position: DataPosition
+    order: SampleOrder
+    slices: Mapping[str, list[DatasetSlice]]
+    """Datasets of each split and each further validation set; empty for a task."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user, besides those of `resume`."""
+
+
+def plan_start(
+    config: Config,
+    groups: ProcessGroups,
+    rollback: Rollback | None = None,
+    *,
+    sizes: ParallelSizes | None = None,
+    checksums: bool = True,
+) -> StartPlan:
+    """Settle what a run starts from and what it reads, without making anything. All processes must call this.
+
+    Args:
+        config: resolved (`resolve_run`), with what its data decide (`resolve_data`).
+        groups: the processes that call this; they share the work of reading a checkpoint.
+        rollback: set if the run went back because of its loss; the data that did it are skipped.
+        sizes: mesh of the run; that of `groups` if absent.
+        checksums: read every byte of the checkpoint; otherwise compare names and sizes of its files alone.
+
+    Raises:
+        UserError: the configuration, the data and what there is to start from do not fit together.
+        RunError: a dataset or a checkpoint is damaged.
+    """
+    sizes = sizes or groups.mesh.sizes
+    resume, order_notes = _enter_stage(plan_resume(config, groups, sizes=sizes, checksums=checksums))
+    if rollback is not None:
+        resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
+    requested, config = config, resume.stage.config
+    if requested.training.train_iters != config.training.train_iters:  # epochs of a corpus that has changed since
+        requested = requested.replace(train_iters=config.training.train_iters)
+    resume.check_engine(config, sizes)
+    vocabulary = read_vocabulary(config.data)
+    resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
+    if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
+        with suppress(OSError):  # a folder that cannot be read is refused where it is written
+            check_tokenizer_folder(config.checkpoint.save)
+    method_notes = resume.check_methods(config.position)
+    check_stages(resume)
+    if resume.source is not None and not resume.resumes:
+        check_added_processors(config, resume.source.path, resume.source.config)
+    position = DataPosition()
+    resume.trainer_state.restore(position)
+    order = _build_sample_order(config, resume.stage, position)
+    slices = open_dataset_slices(
+        config.data,
+        order,
+        seq_length=config.model.seq_length,
+        vocabulary=vocabulary,
+        keep_documents_apart=config.position.attention_mask == "document",
+    )
+    return StartPlan(config, requested, resume, vocabulary, position, order, slices, (*method_notes, *order_notes))
+
+
+def list_eval_multiples(config: Config) -> list[int]:
+    """Return the further lengths to validate at, as multiples of seq_length."""
+    return [int(multiple.removesuffix("x")) for multiple in config.training.eval_lengths]
+
+
+def check_eval_lengths(config: Config, max_length: int | None) -> None:
+    """UserError for lengths to validate at that the model has no positions for."""
+    for multiple in list_eval_multiples(config):
+        length = multiple * config.model.seq_length
+        if config.data.task is not None:
+            raise UserError("eval_lengths: a task is validated at its own lengths; leave it out", "eval_lengths")
+        if max_length is not None and length > max_length:
+            raise UserError(
+                f"eval_lengths: {multiple}x is {length:,} tokens, but the model has {max_length:,} positions",
+                "eval_lengths",
+            )
+
+
+def check_stages(resume: ResumePlan) -> None:
+    """Check the methods of all stages, before hours pass."""
+    checked: list[tuple[ModelOptions, PositionOptions]] = []
+    for stage in (resume.stage, *resume.stages):
+        if (options := (stage.config.model, stage.config.position)) not in checked:
+            check_position_options(*options)
+            checked.append(options)
+
+
+def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
+    """What a run in stages begins from, with the order of the text in its stage; lines worth telling.
+
+    Of a run without stages, or one that learns a task, nothing changes.
+    """
+    state, config = resume.trainer_state, resume.stage.config
+    if config.data.task is not None or not (config.training.stages or state.data_order):
+        return resume, []
+    length, block = config.model.seq_length, find_longest_length(config)
+    num_blocks = sum((s.end_step - s.first_step) * s.tokens_per_step for s in resume.stages) // block + len(
+        resume.stages
+    )
+    order = None if state.data_order is None else StageOrder.from_dict(state.data_order)
+    notes = []
+    if resume.source is None or not resume.resumes:
+        order, state = begin_order(config.data, block, num_blocks), replace(state, train_samples=num_blocks)
+    else:
+        before = resume.source.config
+        if order is None:
+            order = begin_order(before.data, before.model.seq_length, state.train_samples)
+        if order.block_length == block:
+            order, left_out = continue_order(
+                order,
+                state.consumed_samples,
+                before=(before.data, before.model.seq_length),
+                now=(config.data, length),
+                num_blocks=state.train_samples,
+            )
+            if left_out:
+                notes.append(f"the text goes on at the next {length:,} tokens: {left_out:,} before them are left out")
+        else:
+            notes.append(
+                f"the text is cut into blocks of {block:,} tokens instead of {order.block_length:,}: a new order, "
+                "which may read again what was read before"
+            )
+            order = begin_order(config.data, block, num_blocks, first_sample=state.consumed_samples)
+            state = replace(state, train_samples=num_blocks)
+    return replace(resume, trainer_state=replace(state, data_order=order.to_dict())), notes
+
+
+def _build_sample_order(config: Config, stage: Stage, position: DataPosition) -> SampleOrder:
+    """Return how many samples of each split the run reads; `position` learns for how many its order is made."""
+    training, batch = config.training, config.training.train_batch_size
+    assert batch is not None
+    # A resumed run keeps the order it began with, also when it is now longer, shorter or has another batch size.
+    total = position.next_sequence + max(0, stage.end_step - position.step) * batch
+    if position.order is not None:
+        total = max(1, position.order.count_blocks(total, config.model.seq_length))
+    position.ordered_samples = position.ordered_samples or total
+    eval_iters = training.eval_iters
+    if eval_iters is None and config.data.task is not None:
+        eval_iters = TASK_EVAL_ITERS
+    held_out = 0 if not training.eval_interval else None if eval_iters is None else eval_iters * batch
+    return SampleOrder(
+        seed=training.seed,
+        train_samples=position.ordered_samples,
+        valid_samples=held_out,
+        test_samples=held_out,
+        extend_train_to=total,
+        batch_size=batch,
+        consumed_samples=position.samples,
+        stage=position.order,
+    )

@@ -1,0 +1,75 @@
+"""The band that a plan prints for score processors holds every step that was measured."""
+
+import re
+
+import pytest
+from rich.console import Console
+
+from megatron.config.load import load_config
+from megatron.config.schema import Config
+from megatron.distributed.hardware import get_gpu_spec
+from megatron.distributed.mesh import ParallelSizes
+from megatron.planning import measured_times
+from megatron.planning.measured_times import MEASURED_OVERHEADS, estimate_measured_band
+from megatron.planning.plan import make_plan
+from megatron.planning.print_plan import print_plan
+from megatron.planning.step_time import Cluster
+
+ONE_GPU = Cluster(get_gpu_spec("a100-40gb"), 1)
+ROW = re.compile(r"\| (c?dape) +\| (\S+), (\d+) × (\d+) +\| ([\d.]+) +\| ([\d.]+) +\| ([\d.]+) +\|")
+MEASURED = ROW.findall(measured_times.__doc__ or "")
+NAMES = {"350M": "350M", "2.7B": "2-7B", "6.7B": "6-7B"}
+
+
+def configure(model: str, processor: str, micro: int = 1, length: int = 512, **keys: object) -> Config:
+    flat = {
+        "seq_length": length, "precision": "bf16", "checkpoint_activations": False, "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": micro, "train_batch_size": micro, "score_processor": processor,
+    }  # fmt: skip
+    return load_config([model, "kerple_log"]).config.replace(**(flat | keys))
+
+
+def test_every_measurement_is_in_the_table() -> None:
+    assert len(MEASURED) == 8
+    assert {row[0] for row in MEASURED} == set(MEASURED_OVERHEADS)
+
+
+@pytest.mark.parametrize(("processor", "model", "micro", "length", "measured", "planned", "factor"), MEASURED)
+def test_a_band_holds_what_was_measured(
+    processor: str, model: str, micro: str, length: str, measured: str, planned: str, factor: str
+) -> None:
+    config = configure(NAMES[model], processor, int(micro), int(length))
+    band = estimate_measured_band(config, ParallelSizes(), 50257, ONE_GPU)
+    assert band is not None
+    assert band.planned_ratio == pytest.approx(float(planned), abs=6e-4)
+    assert band.low_ratio - 0.005 <= float(measured) <= band.high_ratio + 0.005
+    assert float(factor) == pytest.approx((float(measured) - 1) / (band.planned_ratio - 1), rel=0.05)
+    assert MEASURED_OVERHEADS[processor].low <= float(factor) <= MEASURED_OVERHEADS[processor].high
+
+
+def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    config = configure("350M", "cdape", 32)
+    console = Console(width=240, highlight=False)
+    print_plan(make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)), console, 3)
+    said = capsys.readouterr().out
+    assert (
+        "cdape: by its FLOPs a step takes 1.05 times as long as without it; measured steps say 1.33 to 1.84 times"
+        in said
+    )
+    assert "docs/results/gpu_check.md" in said
+    assert re.search(r"as measured of cdape +\d+–\d+", said)
+    layout = make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)).to_dict(1)["layouts"][0]
+    assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]
+    print_plan(make_plan(configure("350M", "none", 32), 50257, ONE_GPU), console, 3)
+    assert "measured" not in capsys.readouterr().out.replace("a rehearsal measures", "")
+    assert estimate_measured_band(configure("350M", "talking_heads"), ParallelSizes(), 50257, ONE_GPU) is None
+
+
+@pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])
+def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> None:
+    """Within 3% of the same layout without recomputation, and within 13% of the best layout."""
+    cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
+    plan = make_plan(load_config([model, "cdape_kerple_log", "a100_512"]).config, 50257, cluster)
+    assert plan.configured_layout is not None
+    assert plan.fits_gpu(plan.configured_layout)
+    assert plan.configured_layout.step_time.total < 1.13 * plan.fitting_layouts[0].step_time.total
