@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron.reports import paper_experiment, plots, records
@@ -146,3 +148,31 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=message):
         combine_results([tmp_path / "nowhere.json"], Console(quiet=True), output=tmp_path / output)
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda method, seed, run, step, digest, length: record(
+                method, length, 5.0, seed=seed, run=run, step=step, training_digest=digest
+            ),
+            st.sampled_from("ab"),
+            st.integers(1, 3),
+            st.sampled_from([None, "r/seed_1", "r/seed_2", "s/seed_1", "p"]),
+            st.sampled_from([10, 20]),
+            st.sampled_from([None, "x", "y"]),
+            st.sampled_from([64, 128]),
+        ),
+        max_size=8,
+    )
+)
+def test_every_row_is_one_training_with_one_run_of_each_seed(found: list[Record]) -> None:
+    named = disambiguate_methods(found)
+    assert disambiguate_methods(named) == named
+    rows: dict[str, list[Record]] = {}
+    for each in named:
+        rows.setdefault(each.method, []).append(each)
+    for row in rows.values():
+        assert len({each.step for each in row}) == 1
+        assert len({each.training_digest for each in row} - {None}) <= 1
+        assert len({(each.seed, each.run) for each in row}) == len({each.seed for each in row})
