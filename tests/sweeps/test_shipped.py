@@ -109,5 +109,8 @@ def test_a_processor_stands_beside_its_encoding_with_as_many_parameters(files: l
 def test_papers_parameters_are_decayed_as_their_code_decays_them() -> None:
     for name in PAPERS:
         sweep = small(name)
+        if name.startswith("kerple"):  # its released settings decay nothing
+            assert all(member.config.optimizer.weight_decay == 0 for member in sweep.members), name
+            continue
         assert all(member.config.optimizer.decay_positions for member in sweep.members), name
         assert any("decay" in line for line in sweep.options.differences), name

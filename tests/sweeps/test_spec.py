@@ -114,8 +114,8 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     configs = ROOT / "configs"
     zoo = read_sweep([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
     quickstart = read_sweep([str(configs / "quickstart.yml")])
-    assert (zoo.options.output, zoo.options.evaluate, zoo.options.corpus, zoo.options.seeds) == (
-        "runs/zoo", quickstart.options.evaluate, quickstart.options.corpus, quickstart.options.seeds,
+    assert (zoo.options.output, zoo.options.evaluate, zoo.options.seeds) == (
+        "runs/zoo", quickstart.options.evaluate, quickstart.options.seeds,
     )  # fmt: skip
     texts = [member for member in zoo.members if member.benchmark is None]
     positions = {member.variant: member.config.position for member in texts}
@@ -134,10 +134,11 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     positional = {"save", "max_position_embeddings", "attention_output_gate", *PositionOptions.model_fields}
     groups = {name: [m for m in zoo.members if m.benchmark == name] for name in (None, *zoo.options.benchmarks)}
     steps = {"train_iters", "eval_interval", "checkpoint_factor"}
+    data = {"train_data_paths", "valid_data_paths", "test_data_paths"}
     for text in texts:
         text_keys, quickstart_keys = text.config.to_flat(), quickstart.members[0].config.to_flat()
         differing = {key for key, value in text_keys.items() if quickstart_keys[key] != value}
-        assert differing <= {*positional, *steps, "seed"}
+        assert differing <= {*positional, *steps, *data, "seed"}
     for name, members in groups.items():
         budgets = [
             {key: value for key, value in member.config.to_flat().items() if key not in {*positional, "seed"}}
