@@ -35,7 +35,11 @@ WITH_MAPS = {
     "talking heads": {"pos_emb": "rotary", "score_processor": "talking_heads"},
     "mta": {"pos_emb": "kerple_log", "score_processor": "mta"},
     "selective": {"pos_emb": "rotary", "score_processor": "selective"},
-}
+    "ssmax_prior": {"pos_emb": "rotary", "score_processor": "ssmax_prior"},
+    "ssmax_prior, fixed": {
+        "pos_emb": "rotary", "score_processor": "ssmax_prior", "score_processor_options": {"learned": False}
+    },
+}  # fmt: skip
 """Processors that make other maps than hidden values of convolutions."""
 
 

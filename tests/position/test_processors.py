@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
-from models import disturb
+from models import build_model, disturb
 from position_methods import SHAPE, random_qkv
 from torch import Tensor
 
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_attention, compute_dense_terms
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.position.facts import OptionError
 from megatron.position.processor import Processor
@@ -93,6 +95,40 @@ def test_selective_attention() -> None:
     torch.testing.assert_close(ours, softmax(logits - masking[:, None]) @ v)
 
 
+@pytest.mark.parametrize("options", [{}, {"s": 0.43, "learned": False}])
+def test_scalable_softmax_of_scores_and_prior(options: dict[str, object]) -> None:
+    """BAM's released code with `ssmax_prior`: logits are (q·k/√d + prior)·s·log n, n the keys that a row sees."""
+    processor = registry.build_processor("ssmax_prior", SHAPE, options, has_bias=True).double()
+    s = torch.full((3,), 0.43, dtype=torch.float64)
+    if processor.s is not None:
+        s = torch.linspace(0.3, 1.7, 3, dtype=torch.float64)
+        processor.s.value.data.copy_(s)
+    ours, logits, v = attend(processor)
+    log_n = torch.arange(1, LENGTH + 1, dtype=torch.float64).log()
+    torch.testing.assert_close(ours, softmax(logits * s[:, None, None] * log_n[:, None]) @ v)
+
+
+def test_scalable_softmax_counts_the_keys_that_a_row_sees() -> None:
+    """Those of its window, of its document and of no padding; without a bias it is the temperature."""
+    model = ModelOptions(num_attention_heads=3, hidden_size=24, seq_length=16, num_layers=2)
+    tokens = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.arange(12) >= torch.tensor([[3], [0]])
+    for keys in ({}, {"attention_window": [4, None]}):
+        gpts = [
+            build_model(model, PositionOptions(pos_emb="rotary", **keys, **{name: value}), 50).eval()
+            for name, value in (("attention_temperature", "ssmax"), ("score_processor", "ssmax_prior"))
+        ]
+        for number, layer in enumerate(gpts[0].local_layers):
+            layer.self_attention.core_attention.temperature.s.value.data = torch.tensor([0.5, 1.0, 2.0]) + number
+        gpts[1].load_state_dict({k.replace(".temperature.", ".processor."): v for k, v in gpts[0].state_dict().items()})
+        starts = torch.tensor([[0] * 5 + [5] * 7, [0] * 12])
+        for choices in ({}, {"document_starts": starts}, {"attention_mask": mask}):
+            with torch.no_grad():
+                expected, found = (gpt(tokens, **choices) for gpt in gpts)
+            read = mask if "attention_mask" in choices else torch.ones_like(mask)
+            torch.testing.assert_close(found[read], expected[read], rtol=1e-4, atol=1e-5)
+
+
 def test_what_starts_without_effect_says_so() -> None:
     for name, options in (("talking_heads", {}), ("mta", {"group_norm": False})):
         fresh = registry.build_processor(name, SHAPE, options, has_bias=True)
@@ -114,3 +150,5 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(OptionError, match=problem):
             registry.build_processor("mta", SHAPE, options, has_bias=False)
+    with pytest.raises(OptionError, match=r"s of ssmax_prior is 0\.0; it must be greater than 0"):
+        registry.build_processor("ssmax_prior", SHAPE, {"s": 0.0}, has_bias=False)

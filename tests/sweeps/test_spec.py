@@ -122,7 +122,9 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     default = PositionOptions()
     for name in list_encodings():
         assert positions[name] == default.replace(pos_emb=name)
-    assert {position.score_processor for position in positions.values()} == {"none", *list_processors()}
+    assert {position.score_processor for position in positions.values()} == {"none", *list_processors()} - {
+        "ssmax_prior"  # the leaderboard's runs were trained before there was this
+    }
     assert {position.temperature for position in positions.values() if position.period == 1} == {
         "none", *list_temperatures(),
     }  # fmt: skip

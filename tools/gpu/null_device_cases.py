@@ -30,7 +30,7 @@ REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "
 """Methods that every kernel and every route of the backends is needed for."""
 REFUSED_BY_TRITON = {
     **dict.fromkeys(("cope", "transformer_xl", "grape_a"), "contextual terms"),
-    **dict.fromkeys(("talking_heads", "mta", "selective"), "this processor"),
+    **dict.fromkeys(("talking_heads", "mta", "selective", "ssmax_prior"), "this processor"),
 }
 """Methods that the kernels say they cannot compute, when the model is built."""
 LONGEST_XPOS = 67_000

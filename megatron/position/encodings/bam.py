@@ -29,10 +29,10 @@ class Bam(Encoding):
         "shares one prior over all layers and learns the location: `location`, with pos_emb_per_layer off"
     )
     advice = (
-        "For retrieval from far past the training length, with the temperature ssmax: its authors train on 512 tokens "
-        "and report passkeys found at 500 times that. A head whose β falls below 0 sees far tokens better than near "
-        "ones. Theorem 3.4 of Exploring Transformer Extrapolation promises nothing for such a head: its bias tends to "
-        "0, so the series diverges."
+        "For retrieval from far past the training length, under ssmax_prior: its authors train on 512 tokens and "
+        "report passkeys found at 500 times that. A head whose β falls below 0 sees far tokens better than near ones. "
+        "Theorem 3.4 of Exploring Transformer Extrapolation promises nothing for such a head: its bias tends to 0, so "
+        "the series diverges."
     )
     other_names = ("ggd_bam", "bayesian_attention_mechanism")
     has_independent_heads = True

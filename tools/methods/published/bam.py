@@ -22,8 +22,8 @@ BAM's scales of scores start at 1, and can be kept there, as `ssmax` can.
 It multiplies scores where we multiply queries, and it counts the keys of a row's own document, as we do.
 Of a single token its code makes no scores' scale at all, where the factor log 1 = 0 changes nothing: softmax over one
 key is 1. So lengths begin at 2.
-With SSMax its prior is scaled too unless `ssmax_prior` is false; a temperature here leaves a bias as it is, so the row
-is with false.
+With SSMax its prior is scaled too unless `ssmax_prior` is false. The processor `ssmax_prior` does that; the temperature
+`ssmax` leaves a bias as it is, so its row is with false.
 BAM's prior may have a location, which its authors keep at 0, and `bam` has none.
 """
 
@@ -41,11 +41,17 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
             share_weights(ours, theirs, "bam", adjacent_pairs=encoding == "rotary")
             title = f"ssmax, {encoding}{', documents' if documents else ''}: BAM's models/{stem}.py"
             yield ModelComparison(title, ours, theirs, documents)
-    for temperature, stem, name in (("none", "bam", "BA"), ("ssmax", "bam_ssmax", "SSMaxBA")):
+    ssmax: dict[str, dict[str, str]] = {
+        "": {},
+        ", ssmax": {"attention_temperature": "ssmax"},
+        ", ssmax_prior": {"score_processor": "ssmax_prior"},
+    }
+    for title, own_keys in ssmax.items():
+        stem, name = ("bam_ssmax", "SSMaxBA") if title else ("bam", "BA")
         module = load_module(clone / "models" / f"{stem}.py")
-        keys = {"ssmax_prior": False} if temperature == "ssmax" else {}
+        keys = {"ssmax_prior": "score_processor" in own_keys} if title else {}
         theirs = getattr(module, f"{name}Transformer")(getattr(module, f"{name}TModelArgs")(**sizes, **keys)).eval()
-        ours = build_gpt(pos_emb="bam", attention_temperature=temperature)
+        ours = build_gpt(pos_emb="bam", **own_keys)
         share_weights(ours, theirs, "bam")
         with torch.no_grad():
             # Exponents of either sign, and scales that leave far tokens visible.
@@ -54,5 +60,4 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
             theirs.prior.scale.copy_(torch.linspace(-4.0, -1.0, HEADS).view(1, HEADS, 1, 1))
             ours.position.exponent.value.copy_(theirs.prior.shape.flatten())
             ours.position.log_scale.value.copy_(theirs.prior.scale.flatten())
-        title = f"bam{'' if temperature == 'none' else ', ' + temperature}: BAM's models/{stem}.py"
-        yield ModelComparison(title, ours, theirs)
+        yield ModelComparison(f"bam{title}: BAM's models/{stem}.py", ours, theirs)
