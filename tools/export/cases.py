@@ -16,6 +16,7 @@ from megatron.checkpoint.layout import CHECKPOINTS, CONFIG, WEIGHTS, format_chec
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
 from megatron.config.schema import Config
+from megatron.config.yaml_files import dump_yaml
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
 from megatron.distributed.process_groups import single_process
@@ -189,7 +190,9 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     checkpoint.mkdir(parents=True)
     tensors = {**dict(gpt.named_parameters()), **dict(list_persistent_buffers(gpt))}
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
-    config.save(checkpoint / CONFIG)
+    # The keys that are set alone, as in an imported run: reading all of them takes longer than all else here.
+    keys = {**config.model.model_dump(exclude_unset=True), **config.position.model_dump(exclude_unset=True)}
+    (checkpoint / CONFIG).write_text(dump_yaml(keys), encoding="utf-8")
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
     if config.position.attention_mask == "document":
         vocabulary["eod"] = tokenizer.eod

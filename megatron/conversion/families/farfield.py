@@ -251,7 +251,8 @@ def _list_layer_norms(model: ModelOptions) -> Iterator[tuple[str, str]]:
 def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     model = config.model
     layers = list_layer_positions(config.position, model.num_layers)
-    parameters = {id(own): _list_position_parameters(config, own) for own in layers}
+    kinds = {id(own): own for own in layers}  # layers that are alike are one object
+    parameters = {key: _list_position_parameters(config, own) for key, own in kinds.items()}
     norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
@@ -317,13 +318,17 @@ def _list_position_parameters(config: Config, own: PositionOptions) -> tuple[lis
 def _find_other_conflict(config: Config) -> str | None:
     import torch
 
-    from megatron.model.position_modules import build_attention_dims, build_encoding_from_options
+    from megatron.model.position_modules import (
+        build_attention_dims,
+        build_encoding_from_options,
+        find_layer_kinds,
+    )
 
     options = config.position.pos_emb_options
     unknown = "the cache of transformers does not say how long a text will get"
     with torch.device("meta"):
         dims = build_attention_dims(config.model)
-        for own in list_layer_positions(config.position, config.model.num_layers):
+        for own in find_layer_kinds(config.position, config.model.num_layers):
             if build_encoding_from_options(own, dims).depends_on_length:
                 cause = f" (pos_emb_options.scaling is {scaling})" if (scaling := options.get("scaling")) else ""
                 return f"pos_emb {own.encoding} depends on the length of the whole text{cause}; {unknown}"
