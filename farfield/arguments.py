@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, refuse_exits
 
 
 @contextmanager
 def method_errors() -> Iterator[None]:
-    """Errors of the user's own methods as errors of the user."""
+    """Errors of the user's own methods as errors of the user, also if a method calls sys.exit()."""
     try:
-        yield
+        with refuse_exits():
+            yield
     except MethodFileError as error:
         raise UserError(str(error)) from error
 

@@ -27,7 +27,7 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.folder_lock import FolderLock
 
 LOCK = ".lock"
@@ -74,6 +74,19 @@ class RunLock(FolderLock):
         patience: float | None = None,
     ) -> None:
         super().__init__(run, name=name, key=key, busy=busy, patience=LOCK_TIMEOUT if patience is None else patience)
+        self._run = run
+
+    def check_folder(self) -> None:
+        """Raise MissingFolderError if the folder was moved or removed since it was locked."""
+        if not self.is_in_place:
+            raise MissingFolderError(
+                f"save: {self._run}: the folder was moved or removed while the run trained; if it was moved, start "
+                "again with the new folder as save and load to continue from its last checkpoint"
+            )
+
+
+class MissingFolderError(RunError):
+    """A run's folder was moved or removed while it trained."""
 
 
 RESOLVED_CONFIG = "config.resolved.yml"

@@ -183,6 +183,10 @@ def _check_here(loaded: LoadedConfig, resolved: ResolvedRun, *, has_data: bool =
             check_position_options(config.model, config.position)
 
 
+class ReportedExit(SystemExit):
+    """End of a rank whose error another rank reports."""
+
+
 @contextmanager
 def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
     """Let one rank alone report an error that all have, where somebody else started them and shows what all write.
@@ -199,4 +203,4 @@ def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
             raise type(error)(f"rank {launch_context.rank_info.rank}: {error}") from error
         if launch_context.rank_info.local_rank == 0:
             raise
-        raise SystemExit(error.exit_code) from error
+        raise ReportedExit(error.exit_code) from error

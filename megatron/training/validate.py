@@ -23,7 +23,6 @@ from megatron.data.validation_dataset import PaddedDataset
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
-from megatron.training.reporters import report_to_all
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
 
@@ -120,7 +119,7 @@ class Validator:
 
         record = validate(run.engine, dataset, run.config, run.groups, step=step, name=name, progress=show_progress)
         run.console.evaluation(record)
-        report_to_all(run.reporters, record)
+        run.report(record)
         return record
 
 

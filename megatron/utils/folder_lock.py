@@ -74,6 +74,11 @@ class FolderLock:
         os.close(self._descriptor)  # its owner removed the file before this process had locked it
         return False
 
+    @property
+    def is_in_place(self) -> bool:
+        """True if the folder is still where it was locked, neither moved nor removed."""
+        return _is_same_file(self._path, self._descriptor)
+
     def release(self, *, remove_file: bool = False) -> None:
         """Let other processes lock the folder. With `remove_file`, no lock file stays in it."""
         if remove_file:
