@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron.options.evaluation import LENGTHS_METAVAR, LengthOptions
+from megatron.options.model import MAX_LENGTH
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
@@ -42,7 +43,9 @@ class AnalysisOptions(LengthOptions):
         "that learned a task, sequences of that task",
     )
     windows: int = config_field(4, "windows that attention is averaged over, at each length", ge=1)
-    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    window: int | None = config_field(
+        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+    )
     attention_temperature: str | None = config_field(
         None,
         "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
@@ -81,7 +84,9 @@ class GenerationOptions(ConfigSection):
         list, "a text that ends what is written where it occurs, and is left out; as many as you like"
     )
     batch_size: int = config_field(8, "prompts that are read together, at most", ge=1)
-    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    window: int | None = config_field(
+        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+    )
     attention_temperature: str | None = config_field(
         None,
         "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "

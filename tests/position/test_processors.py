@@ -114,3 +114,8 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(OptionError, match=problem):
             registry.build_processor("mta", SHAPE, options, has_bias=False)
+
+
+def test_talking_heads_that_mix_nothing_are_refused() -> None:
+    with pytest.raises(OptionError, match="is false, as is before_softmax: nothing is mixed"):
+        build("talking_heads", before_softmax=False, after_softmax=False)
