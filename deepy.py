@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Farfield's command line. `./deepy.py --help` lists its commands, which live in megatron/cli/."""
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # Python does not do it with -P or PYTHONSAFEPATH
+
 from megatron.utils.signals import install_exit_handlers
 
 if __name__ == "__main__":
     install_exit_handlers()  # until `main` takes care of them
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 
 if importlib.util.find_spec("typer") is None:  # a bare python3: continue in the environment that `make` made

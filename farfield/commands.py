@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farfield.arguments import method_errors, to_paths
+from farfield.arguments import check_characters, describe_value, method_errors, to_optional_path, to_path, to_paths
 from megatron.launch.child_command import DEEPY, build_command_error, stop_child
 from megatron.utils.errors import UserError
 from megatron.utils.signals import get_parent_variable
@@ -48,7 +48,7 @@ def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     save = load_config(names, format_overrides(keys)).config.checkpoint.save
     if save is None:
         raise UserError("save is not set; a training in a script needs the folder of its run")
-    run_command("train", *names, *format_overrides(keys), quiet=quiet)
+    run_command("train", "--", *names, *format_overrides(keys), quiet=quiet)
     return Path(save)
 
 
@@ -71,19 +71,22 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
     if not names:
         raise UserError("name the files of the sweep")
     output = read_sweep(names, overrides).output_folder
-    run_command("sweep", *names, *overrides, quiet=quiet)
+    run_command("sweep", "--", *names, *overrides, quiet=quiet)
     return read_results(output)
 
 
-def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **options: Any) -> Path:
+def prepare(
+    *sources: str | Path, output: str | Path, overwrite: bool = False, quiet: bool = False, **options: Any
+) -> Path:
     """Make a corpus of texts as `./deepy.py prepare` does.
 
     Args:
         sources: files, folders, `python` for the standard library's own code, or `shakespeare` for the plays that come
             with Farfield.
         output: the corpus' folder.
+        overwrite: replace a corpus that was made differently.
         quiet: print nothing of it.
-        options: those of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`, `overwrite=True`.
+        options: those of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`.
 
     Returns:
         The folder.
@@ -91,8 +94,17 @@ def prepare(*sources: str | Path, output: str | Path, quiet: bool = False, **opt
     Raises:
         UserError, RunError: as the command ends with.
     """
-    run_command("prepare", *to_paths("sources", sources), "--output", str(output), *format_flags(options), quiet=quiet)
-    return Path(output)
+    from megatron.config.validation_errors import parse_section
+    from megatron.options.data import CorpusOptions
+
+    folder, names = to_path("output", output), to_paths("sources", sources)
+    if not isinstance(overwrite, bool):
+        raise UserError(f"overwrite is {describe_value(overwrite)}; it must be True or False")
+    plain = {name: _to_plain_option(value) for name, value in options.items()}
+    parse_section(CorpusOptions, {**plain, "sources": names}, source=None)  # in the words of Python
+    flags = [f"--output={folder}", *format_flags({**plain, "overwrite": overwrite})]
+    run_command("prepare", *flags, "--", *names, quiet=quiet)
+    return Path(folder)
 
 
 @method_errors()
@@ -118,7 +130,9 @@ def evaluate(
     from megatron.options.evaluation import EvaluationOptions
 
     records = evaluate_runs(
-        to_paths("runs", runs), parse_section(EvaluationOptions, options, source=None), output=output
+        to_paths("runs", runs),
+        parse_section(EvaluationOptions, options, source=None),
+        output=to_optional_path("output", output),
     )
     return [record.to_row() for record in records]
 
@@ -130,7 +144,7 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     """
     from megatron.reports.records import RESULTS_FILE, read_records
 
-    (file,) = map(Path, to_paths("path", [path]))
+    file = Path(to_path("path", path))
     return [record.to_row() for record in read_records(file / RESULTS_FILE if file.is_dir() else file)]
 
 
@@ -153,7 +167,11 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
     from megatron.config.validation_errors import parse_section
     from megatron.options.commands import AnalysisOptions
 
-    return analyze_runs(to_paths("runs", runs), parse_section(AnalysisOptions, options, source=None), output=output)
+    return analyze_runs(
+        to_paths("runs", runs),
+        parse_section(AnalysisOptions, options, source=None),
+        output=to_optional_path("output", output),
+    )
 
 
 @method_errors()
@@ -174,7 +192,14 @@ def list_methods() -> list[dict[str, Any]]:
 
 def format_overrides(keys: dict[str, Any]) -> list[str]:
     """Keys with their values as the command line takes them: KEY=VALUE, values in YAML."""
-    return [f"{name}={json.dumps(value, default=_to_plain, ensure_ascii=False)}" for name, value in keys.items()]
+    return [f"{name}={_format_value(name, value)}" for name, value in keys.items()]
+
+
+def _format_value(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, default=_to_plain, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(f"{name} is {describe_value(value)}; it is no value of a configuration") from None
 
 
 def _to_plain(value: Any) -> Any:
@@ -183,7 +208,14 @@ def _to_plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise UserError(f"{value!r} is no value of a configuration")
+    raise UserError(f"{describe_value(value)} is no value of a configuration")
+
+
+def _to_plain_option(value: Any) -> Any:
+    """Paths as texts, NumPy's numbers as Python's, and tuples as lists. Anything else stays."""
+    if isinstance(value, list | tuple):
+        return [_to_plain_option(each) for each in value]
+    return _to_plain(value) if isinstance(value, Path) or hasattr(value, "tolist") else value
 
 
 def format_flags(options: dict[str, Any]) -> list[str]:
@@ -205,6 +237,8 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
     Raises:
         UserError, RunError: with the line that the command ended with.
     """
+    for argument in arguments:
+        check_characters("an argument", argument)
     lines: deque[str] = deque(maxlen=KEPT_LINES)
     child = subprocess.Popen(
         [sys.executable, str(DEEPY), verb, *arguments],

@@ -7,17 +7,18 @@ Nothing is computed here that the command line computes otherwise: losses are th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farfield.arguments import method_errors, to_integer, to_paths, to_text
+from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_text
 from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
+from megatron.options.model import MAX_LENGTH
 from megatron.utils.errors import UserError
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.suggestions import format_choices
@@ -61,13 +62,13 @@ def load(
         from megatron.checkpoint.load_model import load_model
     from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 
-    check_precision(precision, to_text("device", device))
-    check_backend(backend)
-    window = None if window is None else to_integer("window", window, 1)
+    check_precision(to_text("precision", precision), to_text("device", device))
+    check_backend(None if backend is None else to_text("backend", backend))
+    window = None if window is None else to_integer("window", window, 1, MAX_LENGTH)
     for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
         if value is not None:
             to_text(name, value)
-    (path,) = to_paths("run", [run])
+    path = to_path("run", run)
     opened = open_run(path)
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
     place = resolve_device(device)
@@ -134,11 +135,13 @@ class Model:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the tokenizer's beginning of a text where it has one."""
-        return self.tokenizer.encode_with_bos(text)
+        return self.tokenizer.encode_with_bos(to_text("text", text))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens."""
-        return self.tokenizer.decode(self._to_tokens(list(tokens)).tolist())
+        if isinstance(tokens, Iterator):
+            tokens = list(tokens)
+        return self.tokenizer.decode(self._check_tokens("tokens", tokens).tolist())
 
     def score(
         self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
@@ -196,8 +199,8 @@ class Model:
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
         if not isinstance(prompt, str | Sequence):
-            raise UserError(f"prompt is {prompt!r}; it must be a text, or a list of texts")
-        prompts = [prompt] if isinstance(prompt, str) else [to_text("prompt", each) for each in prompt]
+            raise UserError(f"prompt is {describe_value(prompt)}; it must be a text, or a list of texts")
+        prompts = [to_text("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
         texts = [""] * len(prompts)
@@ -254,9 +257,10 @@ class Model:
         from megatron.analysis.attention_capture import run_forward
 
         tokens = self._to_tokens(text)
-        if layers is not None and not isinstance(layers, Iterable):
-            raise UserError(f"layers is {layers!r}; it must be a list of layers")
-        asked = range(self.num_layers) if layers is None else layers
+        try:
+            asked = list(range(self.num_layers) if layers is None else layers)
+        except TypeError:
+            raise UserError(f"layers is {describe_value(layers)}; it must be a list of layers") from None
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not wanted:
             raise UserError("layers is empty; name some of the layers, or leave it out for all of them")
@@ -285,14 +289,21 @@ class Model:
         return analyze([str(self._loaded.checkpoint)], output, **{**self._reading, **options})
 
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(text, str):
+            return np.asarray(self.encode(text), dtype=np.int64)
+        return self._check_tokens("text", text, "it must be a text or tokens; ")
+
+    def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
+        """Tokens as int64. Raises UserError, naming the argument and the value."""
         size = self.tokenizer.vocab_size
         try:
-            tokens = np.asarray(self.encode(text) if isinstance(text, str) else text)
-        except ValueError:  # lists of different lengths
-            raise UserError(f"tokens must be a list of whole numbers from 0 to {size - 1:,}") from None
+            tokens = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError):  # lists of different lengths, a tensor on a GPU
+            tokens = np.zeros((0, 0))
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
-            raise UserError(f"tokens must be a list of whole numbers from 0 to {size - 1:,}")
+            expected = f"tokens must be a list of whole numbers from 0 to {size - 1:,}"
+            raise UserError(f"{name} is {describe_value(value)}; {others}{expected}")
         return tokens.astype(np.int64)
 
     def _check_length(self, length: int) -> None:

@@ -657,3 +657,29 @@ def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(
     common = sorted(one.keys() & two.keys())[:2]  # rounding grows with the steps
     assert common
     assert [two[step] for step in common] == pytest.approx([one[step] for step in common], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("evaluate", "run", "-o", ""), "-o"),
+        (("evaluate", "run", "--output="), "--output"),
+        (("evaluate", "run", "--data", ""), "--data"),
+        (("evaluate", ""), "an argument"),
+        (("report", "run", "--output", ""), "--output"),
+        (("prepare", "text.txt", "-o", ""), "-o"),
+        (("export", "run", ""), "an argument"),
+        (("train", "162M", "--conf-dir", ""), "--conf-dir"),
+        (("generate", "run", "--stop", ""), "--stop"),
+        (("status", ""), "an argument"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(tmp_path, inside, words, name):
+    done = inside(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"error: {name} is empty; give a value, or leave it out\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_prompt_is_a_prompt(tmp_path, inside):
+    done = inside("generate", "run", "--prompt", "", cwd=tmp_path)
+    assert "run: no such" in done.stderr

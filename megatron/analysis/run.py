@@ -34,10 +34,11 @@ from megatron.analysis.jobs import (
     load_analysis_context,
     read_analysis_request,
 )
-from megatron.evaluation.jobs import RunJob, make_log_function
+from megatron.evaluation.jobs import LogFunction, RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.options.commands import AnalysisOptions
 from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.folder_lock import FolderLock
 from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from megatron.analysis.page import PageSection
 
 # What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
+
+LOCK_FILE = ".analysis.lock"
+LOCKED_MESSAGE = "another analysis is writing there; wait for its end, or choose another folder"
 
 
 def analyze(
@@ -75,6 +79,14 @@ def analyze(
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
     log(f"the page will be written to {request.folder / PAGE_FILE}")
+    lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy=LOCKED_MESSAGE, patience=0.0)
+    try:
+        return _write_analysis(request, console, log)
+    finally:
+        lock.release(remove_file=True)
+
+
+def _write_analysis(request: AnalysisRequest, console: Console | None, log: LogFunction) -> Path:
     with WaitAnnouncer(log, IMPORTING):
         jobs = build_analysis_jobs(request)
     only = request.options.only

@@ -3,8 +3,7 @@
 Two runs in one folder would mix their metrics, and the second would find "its" checkpoints written by the first. The
 lock (`RunLock`) belongs to the process: however it ends, the system releases it, so no stale lock is ever left to
 remove. What a killed process leaves for a moment (its other ranks, the processes that read its data) may still hold it,
-so a run that begins right after waits a little. filelock is not used: on a file system that has no locks (ENOLCK) it
-gets none and the run would not begin, which should go on without.
+so a run that begins right after waits a little.
 
 What a person wrote is never written over. A configuration of theirs keeps its name, and the run's goes beside it:
 
@@ -18,10 +17,8 @@ All of this works without torch, so that a listing of a thousand checkpoints on 
 must.
 """
 
-import errno
 import fcntl
 import os
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +28,7 @@ from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.folder_lock import FolderLock
 
 LOCK = ".lock"
 SWEEP_LOCK = ".sweep.lock"
@@ -63,20 +61,8 @@ def is_sweep_running(folder: Path) -> bool:
     return bool(is_lock_held(folder / SWEEP_LOCK))
 
 
-class RunLock:
-    """Holds a run's folder, or a sweep's, until `release`.
-
-    Args:
-        run: the folder.
-        name: of the file that is locked there.
-        key: that names the folder.
-        busy: what to say of a folder that somebody else holds.
-        patience: seconds to wait for them.
-
-    Raises:
-        UserError: another process holds it, and went on to for `patience` seconds.
-        RunError: the folder cannot be written.
-    """
+class RunLock(FolderLock):
+    """Lock on a run's folder, or on a sweep's. `patience` is `LOCK_TIMEOUT` if None; see `FolderLock`."""
 
     def __init__(
         self,
@@ -87,33 +73,20 @@ class RunLock:
         busy: str = BUSY,
         patience: float | None = None,
     ) -> None:
-        self._key, path = key, Path(run) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RunError(f"{key}: {run}: cannot be written: {error.strerror}") from error
-        deadline = time.monotonic() + (LOCK_TIMEOUT if patience is None else patience)
-        while not self._try_lock(run):
-            if time.monotonic() > deadline:
-                os.close(self._descriptor)
-                raise UserError(f"{key}: {run}: {busy}") from None
-            time.sleep(0.05)
+        super().__init__(run, name=name, key=key, busy=busy, patience=LOCK_TIMEOUT if patience is None else patience)
+        self._run = run
 
-    def _try_lock(self, run: str | Path) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # file systems that have no locks
-                os.close(self._descriptor)
-                raise RunError(f"{self._key}: {run}: cannot be locked: {error.strerror}") from error
-        return True
+    def check_folder(self) -> None:
+        """Raise MissingFolderError if the folder was moved or removed since it was locked."""
+        if not self.is_in_place:
+            raise MissingFolderError(
+                f"save: {self._run}: the folder was moved or removed while the run trained; if it was moved, start "
+                "again with the new folder as save and load to continue from its last checkpoint"
+            )
 
-    def release(self) -> None:
-        """Let others have the folder."""
-        os.close(self._descriptor)
+
+class MissingFolderError(RunError):
+    """A run's folder was moved or removed while it trained."""
 
 
 RESOLVED_CONFIG = "config.resolved.yml"

@@ -26,11 +26,13 @@ from typing import Any
 
 from megatron.checkpoint import layout, manifest, sharded_state
 from megatron.checkpoint.manifest import FileChecksum
+from megatron.checkpoint.run_folder import MissingFolderError
 from megatron.checkpoint.sharded_state import NonFiniteWeightError, PinnedStagingBuffers, Snapshot
 from megatron.checkpoint.tensor_files import OpenFile, open_plain_file
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.utils.atomic_io import remove_empty_folders
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
 
 Entries = dict[str, FileChecksum]
@@ -88,6 +90,8 @@ class Saver:
     last_checkpoint: Path | None = None
     """The last checkpoint that is whole: of this run, or the one that it resumed from."""
     hooks: SaveHooks = field(default_factory=SaveHooks)
+    check_folder: Callable[[], None] = lambda: None
+    """Raises MissingFolderError if the run's folder was moved or removed; the first rank alone can know."""
     _save: _PendingSave | None = None
     _good_step: int = 0
     """Last step that is known to be good (`confirm`)."""
@@ -133,7 +137,7 @@ class Saver:
             save.job = Future()
             save.job.set_exception(RunError(f"its states cannot be copied ({describe_cause(error)})"))
         else:
-            save.job = self._threads.submit(snapshot.write, save.temporary, self.hooks.open_file)
+            save.job = self._submit(snapshot.write, save.temporary, self.hooks.open_file)
 
     def advance(self) -> None:
         """Go on with the pending save, whose phase all ranks have done (or are waited for).
@@ -151,6 +155,10 @@ class Saver:
             self._save = None
             if self.groups.is_main:
                 shutil.rmtree(save.temporary, ignore_errors=True)
+            if isinstance(error, MissingFolderError):
+                if self.groups.is_main:  # other ranks may have made it anew
+                    remove_empty_folders([save.final.parent, self.run])
+                raise error
             if save.final.is_dir():
                 raise RunError(f"{save.final}: saved, but older ones cannot be deleted: {error}")
             if isinstance(error, NonFiniteWeightError):
@@ -162,7 +170,20 @@ class Saver:
         save.publishing, save.job = True, None
         if self.groups.is_main:
             entries = {name: entry for _, part in outcomes for name, entry in part.items()}
-            save.job = self._threads.submit(self._publish, self.run, save, entries)
+            save.job = self._submit(self._publish, self.run, save, entries)
+
+    def _submit(self, write: Callable[..., Entries], *arguments: Any) -> "Future[Entries]":
+        """Let the thread write, unless the run's folder is gone."""
+
+        def work() -> Entries:
+            self.check_folder()
+            try:
+                return write(*arguments)
+            except (OSError, FarfieldError):
+                self.check_folder()
+                raise
+
+        return self._threads.submit(work)
 
     def finish(self) -> None:
         """Wait until the pending save has its name. Raises RunError if it cannot be finished."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from megatron.cli.analyze import analyze
 from megatron.cli.convert import export, import_
@@ -23,6 +23,7 @@ from megatron.cli.runs import checkpoints, status
 from megatron.cli.sweep import sweep
 from megatron.cli.train import train
 from megatron.options.section import read_docstring
+from megatron.utils.errors import UserError
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (train, "docs/training.md"),
@@ -61,6 +62,28 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
 
 
+class Command(TyperCommand):
+    """A command that refuses empty arguments and values: as a path, an empty text is the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for param in self.params for flag in param.opts if flag.startswith("-")}
+        for word, previous in zip(args, ["", *args], strict=False):
+            flag, has_value, value = word.partition("=")
+            if word == "":
+                name = previous if previous in flags else "an argument"
+            elif has_value and not value and flag in flags:
+                name = flag
+            else:
+                continue
+            if name not in EMPTY_OPTIONS:
+                raise UserError(f"{name} is empty; give a value, or leave it out")
+        return super().parse_args(ctx, args)
+
+
+EMPTY_OPTIONS = ("-p", "--prompt")
+"""Options whose value may be an empty text."""
+
+
 def format_help(text: str) -> str:
     """Help as rich should show it: paragraphs wrapped to the terminal, indented lines as they are."""
     blocks = inspect.cleandoc(text).split("\n\n")
@@ -92,7 +115,7 @@ app = typer.Typer(
 def add_command(function: Callable[..., Any], page: str) -> None:
     """Add a command whose help is the function's docstring."""
     text = f"{format_help(read_docstring(function))}\n\nMore: {page}"
-    app.command(function.__name__.rstrip("_"), help=text)(function)
+    app.command(function.__name__.rstrip("_"), cls=Command, help=text)(function)
 
 
 for function, page in COMMANDS:

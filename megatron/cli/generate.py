@@ -10,6 +10,7 @@ import typer
 from megatron.cli.arguments import with_options
 from megatron.cli.console import print_to_stderr
 from megatron.options.commands import GenerationOptions
+from megatron.utils.errors import refuse_exits
 
 
 @with_options(GenerationOptions)
@@ -58,7 +59,8 @@ def generate(
         WaitAnnouncer(lambda line: print(line, file=stderr, flush=True), f"loading {run}"),
     ):
         writer = generation.load_text_generator(request)
-    if prompts:
-        generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
-    else:
-        generation.run_interactive(writer, sys.stdout, print_to_stderr)
+    with refuse_exits():
+        if prompts:
+            generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
+        else:
+            generation.run_interactive(writer, sys.stdout, print_to_stderr)

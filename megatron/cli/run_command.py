@@ -22,7 +22,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import FarfieldError, FarfieldWarning, UserError, describe_error, to_path_error
+from megatron.utils.errors import (
+    FarfieldError,
+    FarfieldWarning,
+    UserError,
+    describe_error,
+    describe_file_limit,
+    is_out_of_files,
+    to_path_error,
+)
 from megatron.utils.output import redirect_to_null, set_ascii_fallback
 from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raising_on_signals
 
@@ -92,7 +100,7 @@ def _run_app(app: Any, name: str) -> int:
             return path_error.exit_code
         # What fails with a file is reported by whoever opened it; this is standard output on a disk that is full.
         if error.errno != errno.ENOSPC or error.filename is not None:
-            _print_error(_write_traceback(error))
+            _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
             return 1
         redirect_to_null(1)
         _print_error(f"standard output: {error.strerror}")
@@ -113,7 +121,7 @@ def _run_app(app: Any, name: str) -> int:
             if message := _describe_usage_error(error):
                 _print_error(f"{message} (see {_get_help_hint(error, name)})")
             return 2
-        _print_error(_write_traceback(error))
+        _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
         return 1
 
 

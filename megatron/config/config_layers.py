@@ -257,9 +257,6 @@ class ConfigLayers:
                     f"{where}: {name} is {format_value(value)}; it must be a mapping of keys to values"
                 )
             return  # an empty mapping says nothing
-        if value == "" and key is not None and set(get_args(key.field.annotation)) == {str, NoneType}:
-            self.problems.append(f"{where}: {name} is empty; give a value, or null for none")
-            return
         rule = self.value_rules.get(name, {}).get(value) if isinstance(value, str) else None
         if rule is None:
             yield path, value

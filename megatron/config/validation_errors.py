@@ -98,6 +98,13 @@ def describe_validation_error(
             key = keys.get(path)
             yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); give it in a file or as {name}=…"
             continue
+        if item["type"] == "empty_item":
+            yield f"{prefix}item {item['ctx']['number']} of {name} is empty; leave it out"
+            continue
+        if item["type"] == "empty_text":
+            none = "null for none" if keys else "leave it out"
+            yield f"{prefix}{name} is empty; give a value{f', or {none}' if item['ctx']['optional'] else ''}"
+            continue
         item_of = f"item {index + 1} of " if index is not None else ""
         if tuple(location) in alternatives:
             choices = " or ".join(dict.fromkeys(alternatives[tuple(location)]))

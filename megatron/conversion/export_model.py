@@ -38,7 +38,7 @@ from megatron.conversion.registry import find_exact_family
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.model import padded_vocab_size
-from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.suggestions import format_choices
@@ -79,19 +79,20 @@ def export_model(
     Raises:
         UserError: there is no such run, `target` is something else already, or no native model, or none in
             transformers at all, computes the same.
-        RunError: the checkpoint is damaged, or the disk refuses.
+        RunError: the checkpoint is damaged, the disk refuses, or another command made `target` meanwhile.
     """
     torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
     run, target = open_run(source), Path(target)
     family = _find_native_family(run) if native else FARFIELD
     if (reason := family.unsupported_reason(run.config)) is not None:
         raise UserError(f"{run.name}: cannot be exported: {reason}")
+    replaced_version = read_folder_version(target)
     _check_target(target, overwrite)
     if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: is damaged: {problem}")
     tokenizer = load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
     weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
-    with describe_write_errors(target), atomic_directory(target.resolve()) as folder:
+    with describe_write_errors(target), atomic_directory(target.resolve(), replaces=replaced_version) as folder:
         auto_map_keys = {} if native else {"auto_map": _write_code(run, folder)}
         padding_id = write_hf_tokenizer(tokenizer, folder, run.config.model.seq_length)
         _write_configs(run, tokenizer, family, dtype, folder, {"pad_token_id": padding_id}, auto_map_keys)

@@ -57,7 +57,7 @@ from megatron.data.stage_order import SourceOrder, count_ordered
 from megatron.data.token_check import check_all_tokens
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.data import Split
-from megatron.utils.atomic_directory import atomic_directory
+from megatron.utils.atomic_directory import atomic_directory, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
 from megatron.utils.temporary_folder import temporary_folder
@@ -330,7 +330,7 @@ class _GPTDatasetBuilder:
     def _write_index(self, folder: Path, num_samples: int, seed: int) -> FarfieldError | None:
         """Build the index unless a whole one is there. Returns what went wrong."""
         dataset_slice = self.dataset_slice
-        damage = None
+        damage, damaged_version = None, read_folder_version(folder)
         if folder.exists():
             lengths = dataset_slice.dataset.lengths
             damage = find_index_damage(folder, num_samples, lengths, dataset_slice.first, dataset_slice.last)
@@ -338,7 +338,8 @@ class _GPTDatasetBuilder:
                 return None
         try:
             self._check_tokens()  # once: the index belongs to the files' sizes and times, and to the vocabulary
-            with atomic_directory(folder, replace=damage is not None) as new:
+            # Another run that builds the same index builds the same files.
+            with atomic_directory(folder, replaces=damaged_version, on_conflict="discard") as new:
                 write_sample_index(new, lambda folder: GPTDataset(*self._arguments(num_samples, seed, folder)))
         except OSError as error:
             return RunError(f"{folder}: the sample index cannot be written: {describe_cause(error)}")

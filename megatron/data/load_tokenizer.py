@@ -19,7 +19,7 @@ from megatron.data.indexed_dataset import find_corpus_metadata
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer, tokenizer_from_files
 from megatron.options.data import DataOptions
 from megatron.tasks.task_config import read_task_config
-from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -162,8 +162,9 @@ def save_tokenizer(tokenizer: Tokenizer, run: str | Path) -> Path:
         if (folder / TOKENIZER_FILE).is_file() and _is_same_tokenizer(load_tokenizer(folder), tokenizer, folder):
             return folder
     with describe_write_errors(folder):
+        earlier_version = read_folder_version(folder)
         check_tokenizer_folder(run)
-        with atomic_directory(folder.resolve()) as new:
+        with atomic_directory(folder.resolve(), replaces=earlier_version) as new:
             tokenizer.copy_files(new)
             (new / TOKENIZER_FILE).write_text(tokenizer.metadata.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return folder

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.megatron_core import parallel_state
 from megatron.distributed.mesh import Dimension, Mesh, NumberT, ParallelSizes
-from megatron.utils.errors import RunError
+from megatron.utils.errors import (
+    RunError,
+    check_file_limit,
+    describe_file_limit,
+    is_near_file_limit,
+    is_out_of_files,
+)
 
 INIT_TIMEOUT = timedelta(minutes=30)
 """Longest wait of a collective; megatron-core's groups and gloo's have the same."""
@@ -178,6 +184,10 @@ def get_group_ranks(name: str) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
+GLOO_FILES, GLOO_FILES_PER_RANK = 100, 12
+"""Files that a rank with gloo's groups opens, and more for each rank of the run: 123 with 2 ranks, 146 with 4."""
+
+
 def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, backend: str) -> ProcessGroups:
     """Meet the other processes (once; later calls find the groups that are there) and take this one's device.
 
@@ -194,6 +204,9 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
         # Read when CUDA starts: megatron-core reduces a layer's input gradient while it computes its weights', which
         # wants the first of the two to reach the card first.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if backend == "gloo" and rank_info.world_size > 1:
+        # Without enough files, gloo aborts the process or waits for good.
+        check_file_limit(GLOO_FILES + GLOO_FILES_PER_RANK * rank_info.world_size)
     own_device = _select_device(device, rank_info.local_rank)
     # DeepSpeed reads these when it is imported and when the engine is made.
     os.environ["DS_ACCELERATOR"] = own_device.type
@@ -201,14 +214,20 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
     if sizes.pipeline > 1:
         # What stages send each other is in the order of the schedule, and its group has nothing else to do.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    _init_process_group(rank_info, backend, own_device)
-    if dist.get_world_size() != rank_info.world_size:
-        raise RunError(
-            f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
-            f"{dist.get_world_size()}"
-        )
-    _make_groups(sizes)
-    host = None if rank_info.world_size == 1 else dist.new_group(backend="gloo")
+    try:
+        _init_process_group(rank_info, backend, own_device)
+        if dist.get_world_size() != rank_info.world_size:
+            raise RunError(
+                f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
+                f"{dist.get_world_size()}"
+            )
+        _make_groups(sizes)
+        host = None if rank_info.world_size == 1 else dist.new_group(backend="gloo")
+    except RuntimeError as error:
+        # Without a file left, gloo may also say that it cannot resolve an address.
+        if is_out_of_files(error) or is_near_file_limit():
+            raise RunError(describe_file_limit()) from error
+        raise
     return ProcessGroups(Mesh(rank_info.rank, sizes), own_device, host)
 
 
@@ -270,6 +289,8 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
     try:
         dist.init_process_group(backend, **options)
     except (RuntimeError, ValueError) as error:
+        if is_out_of_files(error) or is_near_file_limit():
+            raise RunError(describe_file_limit()) from error
         raise RunError(
             f"process {rank_info.rank} of {rank_info.world_size} cannot reach the others: {str(error).splitlines()[0]}"
         ) from error

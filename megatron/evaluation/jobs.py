@@ -29,10 +29,16 @@ from megatron.model.device_dtype import check_backend, check_precision, resolve_
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.method_rows import disambiguate_methods
-from megatron.reports.records import RESULTS_FILE, Record, merge_records
-from megatron.reports.results_output import check_no_foreign_results, print_comparison_tables, write_results
+from megatron.reports.records import Record
+from megatron.reports.results_output import (
+    check_no_foreign_results,
+    merge_into_results,
+    print_comparison_tables,
+    read_saved_records,
+)
 from megatron.utils.atomic_io import check_folder
 from megatron.utils.errors import UserError
+from megatron.utils.folder_lock import folder_lock
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import ProgressMeter, WorkItem
 
@@ -69,18 +75,23 @@ class PartialRecords:
         return cls(path, tuple(record_files.read_records(path)) if path is not None and path.exists() else ())
 
     def keep(self, records: Sequence[Record]) -> None:
-        """Write records beside those of other models."""
-        if self.path is None or not records:
-            return
-        runs = {record.run for record in records}
-        others = record_files.read_records(self.path) if self.path.exists() else []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        record_files.write_records(self.path, [*(each for each in others if each.run not in runs), *records])
+        """Write records beside those of other models, which other evaluations may be writing too."""
+        if self.path is not None and records:
+            self._rewrite(self.path, records, records)
 
-    def remove(self) -> None:
-        """The evaluation is whole."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+    def remove(self, records: Sequence[Record]) -> None:
+        """Remove what belongs to an evaluation that is whole, whose records these are."""
+        if self.path is not None and self.path.exists():
+            self._rewrite(self.path, records, ())
+
+    def _rewrite(self, path: Path, measured: Sequence[Record], kept: Sequence[Record]) -> None:
+        with folder_lock(path.parent):
+            others = record_files.read_records(path) if path.exists() else []
+            left = [*record_files.drop_remeasured(others, measured, same_run=False), *kept]
+            if left:
+                record_files.write_records(path, left)
+            else:
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -183,7 +194,7 @@ class EvalRequest:
     runs: tuple[TrainedRun, ...]
     options: EvaluationOptions
     folder: Path | None  # for the results
-    saved_records: tuple[Record, ...]  # which are there already
+    saved_records: tuple[Record, ...]  # in the folder when the evaluation begins; others may add to them
     is_single_run: bool  # the folder is that of the only run
 
 
@@ -209,7 +220,7 @@ def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
         return ()
     check_folder("--output", folder)
     check_no_foreign_results("--output", folder)
-    return tuple(record_files.read_records(folder / RESULTS_FILE)) if (folder / RESULTS_FILE).exists() else ()
+    return tuple(read_saved_records(folder))
 
 
 def _find_run_folder(runs: Sequence[TrainedRun]) -> Path | None:
@@ -259,7 +270,7 @@ def run_eval_jobs(
     """
     log = make_log_function(console)
     partial_records = PartialRecords.open(request.folder)
-    if partial_records.found:
+    if {record.run for record in partial_records.found} & {job.run.name for job in jobs}:
         log(f"an evaluation was interrupted here: what is whole of it in {partial_records.path} is taken over")
     for job in jobs:
         if job.note is not None:
@@ -286,18 +297,14 @@ def run_eval_jobs(
                 torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
             meter.finish()
             if request.folder is not None:  # what is measured stays whatever happens to the next run
-                record_files.write_records(request.folder / RESULTS_FILE, _merge_saved_records(request, records))
+                merge_into_results(request.folder, records, same_run=request.is_single_run, only_records=True)
     if console is not None:
         print_comparison_tables(console, records)
     if request.folder is not None:
-        written = write_results(request.folder, _merge_saved_records(request, records))
-        partial_records.remove()
+        written = merge_into_results(request.folder, records, same_run=request.is_single_run)
+        partial_records.remove(records)
         log(f"written: {', '.join(map(str, written))}")
     return disambiguate_methods(records)
-
-
-def _merge_saved_records(request: EvalRequest, records: Sequence[Record]) -> list[Record]:
-    return merge_records(request.saved_records, records, same_run=request.is_single_run)
 
 
 def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:

@@ -147,7 +147,7 @@ class KeyTokenFile:
         )
         fields = self.tokens.model_dump()
         lines = [f'  "{name}": {json.dumps(value, ensure_ascii=False)}' for name, value in fields.items()]
-        write_text_atomically(self.path, "{\n" + ",\n".join(lines) + "\n}\n")
+        write_text_atomically(self.path, "{\n" + ",\n".join(lines) + "\n}\n", must_be_new=True)
 
 
 def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPlan) -> KeyTokenFile | None:

@@ -17,7 +17,15 @@ from typing import Any
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
 
-from megatron.utils.errors import FarfieldError, RunError, describe_error, to_path_error
+from megatron.utils.errors import (
+    FarfieldError,
+    RunError,
+    describe_error,
+    describe_file_limit,
+    is_out_of_files,
+    refuse_exits,
+    to_path_error,
+)
 from megatron.utils.output import ASCII_FALLBACK, redirect_to_null
 from megatron.utils.signals import StoppedBySignal, cleanup_on_signal, describe_signal
 
@@ -110,11 +118,15 @@ def log_traceback(log: Path) -> Iterator[None]:
 
     Raises:
         UserError: for a path that cannot be used.
+        RunError: for a call of sys.exit(), and for too many open files.
         UnexpectedError: for what else is no FarfieldError, in one line that names the log, which has the traceback.
     """
     try:
-        yield
+        with refuse_exits():
+            yield
     except FarfieldError as error:
+        if isinstance(error.__cause__, SystemExit):
+            traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         raise
     except (KeyboardInterrupt, StoppedBySignal) as ended:
@@ -124,6 +136,8 @@ def log_traceback(log: Path) -> Iterator[None]:
         traceback.print_exc()
         if (unusable := to_path_error(error)) is not None:
             raise unusable from error
+        if is_out_of_files(error):
+            raise RunError(describe_file_limit()) from error
         raise UnexpectedError(f"{describe_error(error)}; the traceback is in {log}") from error
 
 

@@ -201,6 +201,10 @@ def _describe_groups(check: StartCheck) -> tuple[str, ...]:
     return (f"parameters{unknown}:", *describe_parameter_groups(check.config, check.model))
 
 
+class ReportedExit(SystemExit):
+    """End of a rank whose error another rank reports."""
+
+
 @contextmanager
 def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
     """Let one rank alone report an error that all have, where somebody else started them and shows what all write.
@@ -217,4 +221,4 @@ def report_errors_once(launch_context: LaunchContext | None) -> Iterator[None]:
             raise type(error)(f"rank {launch_context.rank_info.rank}: {error}") from error
         if launch_context.rank_info.local_rank == 0:
             raise
-        raise SystemExit(error.exit_code) from error
+        raise ReportedExit(error.exit_code) from error

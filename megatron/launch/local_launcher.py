@@ -130,7 +130,7 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
 
     def leave_nothing() -> None:
         """Leave no folder behind that holds no more than this."""
-        if is_new and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
+        if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
                 (folder / name).unlink(missing_ok=True)
             remove_empty_folders(created)

@@ -34,6 +34,7 @@ from megatron.distributed.launcher_environment import ADDRESS, RankInfo
 from megatron.launch.console import UnexpectedError
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, HangError, RunError, UserError
+from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
 from megatron.utils.temporary_folder import temporary_folder
 
@@ -41,8 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILE = "config.yml"
 STOP_TIMEOUT = 5.0  # seconds that ranks get to end by themselves once another has failed, and again after SIGTERM
 POLL_SECONDS = 0.05
-# -P: a folder called megatron in the user's working directory must not stand in for ours.
-WORKER = (sys.executable, "-P", "-m", "megatron.launch.worker")
+WORKER = (sys.executable, "-m", "megatron.launch.worker")
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,7 @@ def _start_rank(
     command: Sequence[str], job: Path, log: Path, rank_info: RankInfo, address: str, port: int
 ) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **rank_info.to_environment(address, port), **get_parent_variable()}
+    environment |= SAFE_PATH_VARIABLE
     environment.setdefault("OMP_NUM_THREADS", str(count_threads_per_process(rank_info.ranks_on_node)))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

@@ -4,6 +4,7 @@ report."""
 from typing import Annotated, Literal
 
 from megatron.options.evaluation import LENGTHS_METAVAR, Length, LengthOptions
+from megatron.options.model import MAX_LENGTH
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
@@ -40,7 +41,9 @@ class AnalysisOptions(LengthOptions):
         "that learned a task, sequences of that task",
     )
     windows: int = config_field(4, "windows that attention is averaged over, at each length", ge=1)
-    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    window: int | None = config_field(
+        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+    )
     attention_temperature: str | None = config_field(
         None,
         "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
@@ -79,7 +82,9 @@ class GenerationOptions(ConfigSection):
         list, "a text that ends what is written where it occurs, and is left out; as many as you like"
     )
     batch_size: int = config_field(8, "prompts that are read together, at most", ge=1)
-    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    window: int | None = config_field(
+        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+    )
     attention_temperature: str | None = config_field(
         None,
         "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "

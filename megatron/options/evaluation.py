@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from megatron.options.model import MAX_LENGTH
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
@@ -186,7 +187,9 @@ class EvaluationOptions(LengthOptions):
     data: str | None = config_field(
         None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
     )
-    window: int | None = config_field(None, "attend to the last this many keys only, the own included", ge=1)
+    window: int | None = config_field(
+        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+    )
     attention_mask: Literal["causal", "document"] | None = config_field(
         None,
         "tokens see all before them (causal), or their own document alone, whose positions begin at 0 (document); as "

@@ -8,9 +8,10 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 MAX_STEPS = 10**9
 """The upper bound of every count of steps: what is counted fits 64 bits even when multiplied by the largest batch."""
@@ -23,6 +24,21 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse empty texts, which mean nothing: as a path, one is the current folder."""
+        field = cls.model_fields[info.field_name or ""]
+        kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
+        is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds
+        if value == "" and isinstance(value, str) and (not is_list or CommaSeparated in field.metadata):
+            raise PydanticCustomError("empty_text", "empty", {"optional": field.default is None})
+        if isinstance(value, list | tuple):
+            for number, item in enumerate(value, start=1):
+                if item == "" and isinstance(item, str):
+                    raise PydanticCustomError("empty_item", "empty", {"number": number})
+        return value
 
     def replace(self, **keys: Any) -> Self:
         """A copy with some keys changed, validated again. Raises pydantic.ValidationError as the section itself."""

@@ -31,6 +31,7 @@ from megatron.rehearsal.rank_process import RankError, RankJob, RankResult
 from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
 from megatron.rehearsal.roles import Role, choose_roles, list_stages
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.signals import cleanup_on_signal, get_parent_variable
 from megatron.utils.temporary_folder import temporary_folder
 
@@ -223,7 +224,7 @@ class _Execution:
             base={name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)},
         )
         info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
-        environment |= info.to_environment(ADDRESS, find_free_port()) | get_parent_variable()
+        environment |= info.to_environment(ADDRESS, find_free_port()) | get_parent_variable() | SAFE_PATH_VARIABLE
         environment.setdefault("OMP_NUM_THREADS", "1")
         # Nothing of a null device's is kept for a real one, and nothing is left behind.
         environment["XDG_CACHE_HOME"] = str(self._folder / "cache")

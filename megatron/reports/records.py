@@ -277,7 +277,12 @@ def _file_columns(metric_names: Iterable[str]) -> list[str]:
 
 
 def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
-    """Old records but for those that the new ones measure again, then the new ones.
+    """Old records but for those that the new ones measure again, then the new ones (`drop_remeasured`)."""
+    return [*drop_remeasured(old, new, same_run=same_run), *new]
+
+
+def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
+    """Return the old records without those that the new ones measure again.
 
     The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol, text
     and the number of targets in a window agree, whatever the lengths: an evaluation is kept or replaced as a whole.
@@ -294,7 +299,7 @@ def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: boo
         return record.metric, record.axis, run, method, record.protocol, text, record.targets_per_window
 
     remeasured = {identity(record) for record in new}
-    return [*(record for record in old if identity(record) not in remeasured), *new]
+    return [record for record in old if identity(record) not in remeasured]
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> Path:

@@ -28,6 +28,7 @@ from megatron.reports.report import (
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
+from megatron.utils.folder_lock import folder_lock
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
 """How every page begins."""
@@ -62,7 +63,12 @@ def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[P
 
 
 def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: str | None = None) -> Path:
-    """Write a page and its pictures."""
+    """Write a page and its pictures, so that those of two commands are never mixed."""
+    with folder_lock(path.parent):
+        return _write_page(path, sections, title)
+
+
+def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None) -> Path:
     parts = [f"# {title or get_section_title(sections[0])}\n"]
     for index, section in enumerate(sections):
         if len(sections) > 1:

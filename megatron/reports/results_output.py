@@ -21,9 +21,10 @@ from megatron.reports.failures import RunFailure
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_answers import build_answers
 from megatron.reports.method_rows import disambiguate_methods
-from megatron.reports.records import RESULTS_FILE, Record
+from megatron.reports.records import RESULTS_FILE, Record, merge_records
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
+from megatron.utils.folder_lock import folder_lock
 
 ALL_RESULTS = "everything"
 """What is missing of a run without any record."""
@@ -102,6 +103,35 @@ def check_no_foreign_results(option: str, folder: Path) -> None:
     refuse_foreign_files(option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file())
 
 
+def read_saved_records(folder: Path) -> list[Record]:
+    """Return the records in a folder of results, or none without results.json. Raises UserError if that is damaged."""
+    path = folder / RESULTS_FILE
+    return record_files.read_records(path) if path.exists() else []
+
+
+def merge_into_results(
+    folder: Path, records: Sequence[Record], *, same_run: bool, only_records: bool = False
+) -> list[Path]:
+    """Merge records into those of a folder, which other processes may do at the same time.
+
+    The folder's records are read just before they are written, both under the folder's lock, so none is lost.
+
+    Args:
+        folder: the folder of results.
+        records: new ones.
+        same_run: as for `merge_records`.
+        only_records: write results.json alone, until all is measured.
+
+    Returns:
+        The files that were written.
+    """
+    with folder_lock(folder):
+        merged = merge_records(read_saved_records(folder), records, same_run=same_run)
+        if only_records:
+            return [record_files.write_records(folder / RESULTS_FILE, merged)]
+        return _write_result_files(folder, merged)
+
+
 def write_results(
     folder: Path,
     records: Sequence[Record],
@@ -121,6 +151,18 @@ def write_results(
         own_seeds: each method has seeds of its own, so that it lacks none that another has.
         drawn: the records that the picture shows, without failures; all of them, and failures, if None.
     """
+    with folder_lock(folder):
+        return _write_result_files(folder, records, run_failures, own_seeds=own_seeds, drawn=drawn)
+
+
+def _write_result_files(
+    folder: Path,
+    records: Sequence[Record],
+    run_failures: Sequence[RunFailure] = (),
+    *,
+    own_seeds: bool = False,
+    drawn: Sequence[Record] | None = None,
+) -> list[Path]:
     from megatron.reports.plots import render_plots_png  # matplotlib takes a while
 
     failures.write_failures(folder / RESULTS_FILE, run_failures)

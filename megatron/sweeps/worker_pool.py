@@ -25,7 +25,8 @@ from megatron.reports.records import Record
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import MemberWork
 from megatron.sweeps.spec import SweepMember
-from megatron.utils.errors import FarfieldError, RunError
+from megatron.utils.errors import FarfieldError, RunError, refuse_exits
+from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.progress import ProgressMeter, WorkItem
 from megatron.utils.signals import (
     StoppedBySignal,
@@ -86,7 +87,8 @@ def run_members(
 
 def _run_to_outcome(member: SweepMember, work: MemberWork, meter: Any) -> Outcome:
     try:
-        return run_member(member, work, meter)
+        with refuse_exits():
+            return run_member(member, work, meter)
     except FarfieldError as error:
         return error
 
@@ -120,7 +122,7 @@ class _Worker:
             [sys.executable, "-m", "megatron.sweeps.worker_pool", str(there.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
-            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment | SAFE_PATH_VARIABLE | {"PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,
         )
         there.close()

@@ -11,7 +11,8 @@ import math
 import netrc
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -172,6 +173,7 @@ class TensorBoard:
     """Scalars named train/loss, valid/perplexity and so on, over steps."""
 
     def __init__(self, folder: str, first_step: int) -> None:
+        self._folder = folder
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -189,14 +191,25 @@ class TensorBoard:
         self._scalars(record.split, record.as_dict())
 
     def divergence(self, record: DivergenceRecord) -> None:
-        self._writer.add_text("diverged", record.reason, record.step)
+        with self._describe_errors():
+            self._writer.add_text("diverged", record.reason, record.step)
 
     def _scalars(self, group: str, values: dict[str, Any]) -> None:
-        for name, value in list_scalars(values).items():
-            self._writer.add_scalar(f"{group}/{name}", value, values["step"])
+        with self._describe_errors():
+            for name, value in list_scalars(values).items():
+                self._writer.add_scalar(f"{group}/{name}", value, values["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        with self._describe_errors():
+            self._writer.close()
+
+    @contextmanager
+    def _describe_errors(self) -> Iterator[None]:
+        """Raise RunError if TensorBoard's thread could not write."""
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self._folder}: cannot be written ({error.strerror or error})") from None
 
 
 class WeightsAndBiases:

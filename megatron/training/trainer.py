@@ -43,7 +43,6 @@ from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.parameter_norms import ParameterNorms
 from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
 from megatron.training.rank_times import ForwardTimer
-from megatron.training.reporters import report_to_all
 from megatron.training.resolve_data import resolve_data
 from megatron.training.resolve_run import resolve_run
 from megatron.training.training_run import TrainingRun, build_training_run
@@ -233,7 +232,14 @@ class Trainer:
             stderr_fd=stderr_fd,
             phase_listeners=[listener for listener in listeners if listener is not None],
         )
-        self.saver = Saver(folder, config, groups, last_checkpoint=run.resume.checkpoint, hooks=hooks.save)
+        self.saver = Saver(
+            folder,
+            config,
+            groups,
+            last_checkpoint=run.resume.checkpoint,
+            hooks=hooks.save,
+            check_folder=run.session.check_folder,
+        )
         self.data_position = run.data_position
         self.forward_timer = ForwardTimer(run.engine.model, groups.device)
         self.interval = IntervalMetrics(
@@ -266,6 +272,7 @@ class Trainer:
             is_stopped = self._train_steps(stop)
             self._save_checkpoint()
             checkpoint = self._finish_saving()
+            run.session.check_folder()
             if not is_stopped:
                 self._check_end([])
             if not is_stopped and self.data_position.step < train_iters:
@@ -300,7 +307,7 @@ class Trainer:
         """Raise RunError if a run that has taken all its steps ended in a bad state."""
         step = self.data_position.step
         if (stop := self.guard.judge_end(step, held_out_losses)) is not None:
-            report_to_all(self.run.reporters, DivergenceRecord(step, stop.reason))
+            self.run.report(DivergenceRecord(step, stop.reason))
             raise RunError(stop.message)
 
     def _train_steps(self, stop: GracefulStop) -> bool:
@@ -418,7 +425,7 @@ class Trainer:
                 run.console.log(rollback.note)
                 raise RollbackRequested(rollback)
             case Stop(reason, message):
-                report_to_all(run.reporters, DivergenceRecord(position.step, reason))
+                run.report(DivergenceRecord(position.step, reason))
                 raise RunError(message)
 
     def _report_interval(self) -> None:
@@ -435,7 +442,7 @@ class Trainer:
         if self.norms is not None:
             record = replace(record, param_norm=self.norms.param_norm, update_norm=self.norms.update_norm)
         run.console.train(record)
-        report_to_all(run.reporters, record)
+        run.report(record)
 
     def _save_checkpoint(self) -> None:
         """Begin a checkpoint of this step, unless there is one."""

@@ -10,6 +10,7 @@ The configuration was resolved by whoever starts the run (resolve_run.py).
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +41,10 @@ from megatron.training.console import ConsoleReporter
 from megatron.training.engine import Engine
 from megatron.training.loss_guard import Rollback
 from megatron.training.metrics import find_peak_tflops
-from megatron.training.metrics_log import METRICS_FILE
+from megatron.training.metrics_log import METRICS_FILE, DivergenceRecord, TrainRecord, ValidationRecord
 from megatron.training.optimizer import format_parameter_groups, merge_grouped_weights
 from megatron.training.profiler import begin_memory_history
-from megatron.training.reporters import Reporter, build_reporters, set_damage_aside
+from megatron.training.reporters import Reporter, build_reporters, report_to_all, set_damage_aside
 from megatron.training.schedule import LearningRateSchedule, build_schedule, describe_rate_jump
 from megatron.training.start_plan import (
     DataPosition,
@@ -53,7 +54,7 @@ from megatron.training.start_plan import (
     plan_start,
 )
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import FarfieldError
+from megatron.utils.errors import FarfieldError, RunError
 from megatron.utils.progress import WaitAnnouncer
 
 MAX_SILENCE = 6.0
@@ -69,6 +70,11 @@ class TrainingSession:
     groups: ProcessGroups
     lock: RunLock | None
     """Keeps other runs out of the folder; the first process has it, if anything is saved."""
+
+    def check_folder(self) -> None:
+        """Raise MissingFolderError if the run's folder was moved or removed. The first process alone can know."""
+        if self.lock is not None:
+            self.lock.check_folder()
 
     def close(self) -> None:
         """Let others have the folder."""
@@ -179,13 +185,25 @@ class TrainingRun:
         )
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
+    def report(self, record: TrainRecord | ValidationRecord | DivergenceRecord) -> None:
+        """Hand a record to all reporters. Raises MissingFolderError if the run's folder is gone."""
+        self.session.check_folder()
+        report_to_all(self.reporters, record)
+
     def close(self) -> None:
-        """Close files, release the engine and the folder."""
+        """Close files, release the engine and the folder. Raises RunError if a record cannot be written, unless another
+        error is on its way."""
+        ended_by, failure = sys.exception(), None
         self.console.close()
         for reporter in self.reporters:
-            reporter.close()
+            try:
+                reporter.close()
+            except RunError as error:
+                failure = failure or error
         self.engine.close()
         self.session.close()
+        if failure is not None and ended_by is None:
+            raise failure
 
 
 def build_training_run(

@@ -24,7 +24,6 @@ from megatron.data.validation_dataset import PaddedDataset
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics_log import ValidationRecord, has_logged_record, perplexity
-from megatron.training.reporters import report_to_all
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
 
@@ -126,7 +125,7 @@ class Validator:
             run.console.log(f"step {step}: no token of {name} is scored, so it has no loss")
             return None
         run.console.evaluation(record)
-        report_to_all(run.reporters, record)
+        run.report(record)
         return record
 
 

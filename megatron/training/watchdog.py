@@ -279,7 +279,7 @@ class Watchdog:
                 return
 
     def _write_heartbeat(self) -> None:
-        if self.folder is None:
+        if self.folder is None or not self.folder.is_dir():  # a folder that was moved away is not made anew
             return
         heartbeat = {
             "time": time.time(), "step": self._heartbeat.step, "phase": self._heartbeat.phase,

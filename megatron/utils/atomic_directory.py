@@ -12,6 +12,9 @@ the rest. File systems that cannot lock keep such folders, since nobody can tell
 Long work can be resumed. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which says what is
 being made, so that the same work finds what an earlier process left of it; other work removes it like any other.
 
+A folder that another process made or changed meanwhile is never replaced: the new one is then kept beside it, or
+discarded where both must be the same.
+
 The package filelock is not used: its locks are files beside the target, and a lock on the working folder itself leaves
 nothing behind.
 """
@@ -24,7 +27,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from megatron.utils.errors import RunError, describe_cause
 from megatron.utils.signals import cleanup_on_signal
@@ -36,19 +41,54 @@ PROGRESS_FILES = ("read", "progress.json", "lengths")
 """Names of what resumable work may keep beside its new folder."""
 
 
+class FolderVersion(NamedTuple):
+    """Version of a folder: another number or time means another folder, or another set of files."""
+
+    device: int
+    inode: int
+    changed_ns: int
+
+
+def read_folder_version(target: Path) -> FolderVersion | None:
+    """Return the version of a folder that may be replaced, or None if there is nothing, or an empty folder."""
+    try:
+        status = target.stat()
+        if not any(target.iterdir()):
+            return None
+    except OSError:
+        return None
+    return FolderVersion(status.st_dev, status.st_ino, status.st_mtime_ns)
+
+
+class FolderConflictError(RunError):
+    """Another process made or changed a folder while this one was at work on it.
+
+    `kept` is where the folder of this process is.
+    """
+
+    def __init__(self, target: Path, kept: Path) -> None:
+        super().__init__(
+            f"{target}: another command wrote it meanwhile, and it is kept as it is; what this one made is in {kept}"
+        )
+        self.kept = kept
+
+
 @contextlib.contextmanager
 def atomic_directory(
     target: Path,
     *,
-    replace: bool = True,
+    replaces: FolderVersion | None = None,
+    on_conflict: Literal["refuse", "discard"] = "refuse",
     key: str | None = None,
     keep_after: Callable[[BaseException], bool] | None = None,
 ) -> Iterator[Path]:
-    """A folder that replaces `target` when the block ends without an exception.
+    """A folder that becomes `target` when the block ends without an exception.
 
-    An earlier folder is replaced, or, with `replace=False`, kept if another process made it meanwhile. After an
-    exception `target` is as it was. Raises OSError where the disk refuses.
+    After an exception `target` is as it was. Raises OSError where the disk refuses.
 
+    replaces: version of the folder that may be replaced; None if there was none.
+    on_conflict: what to do if `target` is another folder by then. "refuse" keeps the new folder under another name and
+        raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
     key: eight digits or small letters that say which work this is. The folder then holds what an earlier process left
         of the same work, which was killed or ended by an exception that `keep_after` returns True for; so does the
         folder that it lies in. While another process does that work, this one begins anew.
@@ -63,10 +103,8 @@ def atomic_directory(
             lambda: _clean_work_folder(work, target, keep=keep_after is not None and keep_after(KeyboardInterrupt()))
         ):
             yield work / "new"
-        if replace or not target.exists():
-            if target.exists():
-                target.rename(work / "old")
-            (work / "new").rename(target)
+        if not _publish(work, target, replaces) and on_conflict == "refuse":
+            raise FolderConflictError(target, _keep_beside(work / "new", target))
     except BaseException as error:
         if key is not None and keep_after is not None:
             keep = work == _keyed_work_folder(target, key) and keep_after(error)
@@ -75,6 +113,34 @@ def atomic_directory(
         _clean_work_folder(work, target, keep=keep)
         if lock is not None:
             os.close(lock)
+
+
+def _publish(work: Path, target: Path, replaces: FolderVersion | None) -> bool:
+    """Give the new folder its name. Returns False if the name belongs to a folder that must not be replaced."""
+    old = work / "old"
+    if replaces is not None and (found := read_folder_version(target)) is not None:
+        if found != replaces:
+            return False
+        target.rename(old)
+        if (status := old.stat()) and (status.st_dev, status.st_ino) != replaces[:2]:
+            return False  # replaced by another process just before, and put back by `_clean_work_folder`
+    try:
+        (work / "new").rename(target)  # the system refuses unless there is nothing, or an empty folder
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
+
+
+def _keep_beside(new: Path, target: Path) -> Path:
+    """Move a folder to a free name beside its target: books-2."""
+    for number in count(2):
+        path = target.with_name(f"{target.name}-{number}")
+        if not path.exists():
+            with contextlib.suppress(FileExistsError, NotADirectoryError):
+                return new.rename(path)
+    raise AssertionError
 
 
 @contextlib.contextmanager

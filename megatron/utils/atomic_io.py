@@ -2,8 +2,10 @@
 may be anything."""
 
 import contextlib
+import errno
 import json
 import os
+import secrets
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
@@ -90,26 +92,32 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def write_bytes_atomically(path: str | Path, content: bytes) -> Path:
+def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: bool = False) -> Path:
     """Write `content` to `path`, making its folders.
 
     A reader sees the old file or the new one, never a part.
 
+    must_be_new: never replace a file, also not one that another process has written meanwhile.
+
     Raises:
-        UserError: `path` cannot be written to (a folder, or no permission).
+        UserError: `path` cannot be written to (a folder, no permission, or a file that must not be replaced).
         RunError: the disk is full or failed; an older file of that name is still whole.
     """
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder, a file is to be written there")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not the process ID: processes of other hosts, which share the folder, may have the same.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if must_be_new:
+            _link_new(temporary, path)
+        else:
+            os.replace(temporary, path)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     except OSError as error:
@@ -120,6 +128,18 @@ def write_bytes_atomically(path: str | Path, content: bytes) -> Path:
     return path
 
 
-def write_text_atomically(path: str | Path, content: str) -> Path:
+def _link_new(temporary: Path, path: Path) -> None:
+    """Give a file its name. Raises FileExistsError if another file has that name."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(temporary, path)
+
+
+def write_text_atomically(path: str | Path, content: str, *, must_be_new: bool = False) -> Path:
     """`write_bytes_atomically` of UTF-8 text."""
-    return write_bytes_atomically(path, content.encode("utf-8"))
+    return write_bytes_atomically(path, content.encode("utf-8"), must_be_new=must_be_new)

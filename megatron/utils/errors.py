@@ -3,6 +3,10 @@
 import errno
 import os
 import re
+import resource
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class FarfieldError(Exception):
@@ -34,6 +38,22 @@ class HangError(RunError):
     """A rank hangs: nothing is wrong with what the user wrote, and the same run may go on when it is started again."""
 
     exit_code = os.EX_TEMPFAIL
+
+
+@contextmanager
+def refuse_exits() -> Iterator[None]:
+    """Raise RunError if code that has no right to end a process calls sys.exit(): a method's file, or a library.
+
+    Exceptions of signals are subclasses of SystemExit, and pass.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if type(error) is not SystemExit:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        call = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
+        raise RunError(f"{frame.filename}:{frame.lineno}: {call} was called while a command ran; remove it") from error
 
 
 class FarfieldWarning(UserWarning):
@@ -76,6 +96,54 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+MIN_OPEN_FILES = 4096
+"""Limit of open files that errors recommend."""
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """True if this process reached its limit of open files, as Python, torch and gloo report it."""
+    words = os.strerror(errno.EMFILE)
+    return any(
+        (isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)) or words in str(cause)
+        for cause in _iter_causes(error)
+    )
+
+
+def _iter_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and those behind it, each once: an error that was carried is behind its own carrier."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is each for each in seen):
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def describe_file_limit() -> str:
+    """Describe the limit of open files that this process reached, and how to raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max(MIN_OPEN_FILES, 2 * soft)
+    line = f"too many open files: a process may open {soft:,} here; raise the limit first: ulimit -n {needed}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        line += f"; above the hard limit, {hard:,}, only an administrator can"
+    return line
+
+
+def check_file_limit(needed: int) -> None:
+    """Raise RunError if this process may open fewer files than it needs."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise RunError(describe_file_limit())
+
+
+def is_near_file_limit() -> bool:
+    """True if this process can open only a few more files."""
+    try:
+        return len(os.listdir("/proc/self/fd")) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8
+    except OSError as error:
+        return is_out_of_files(error)
+
+
 def describe_cause(error: BaseException) -> str:
     """What failed, in one line.
 
@@ -83,11 +151,9 @@ def describe_cause(error: BaseException) -> str:
     safetensors tells its number ("os error 28"), and numpy's (`array.tofile`) has only counts: "2500 requested and 480
     written".
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _iter_causes(error):
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-        cause = cause.__cause__ or cause.__context__
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     if number := re.search(r"\(os error (\d+)\)", words):
         return os.strerror(int(number[1]))

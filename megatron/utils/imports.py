@@ -17,11 +17,16 @@ used here. wandb takes a second and makes two temporary folders, which stay wher
 
 Python searches for garbage again and again while thousands of modules are imported, and finds none: a fifth of the
 time. So it does not inside `trim_imports`, and what needs a model imports it inside `pause_garbage_collection`.
+
+A Python that is started with `-m` or `-c` imports from the current folder first, so a queue.py of the user's would run
+in place of the standard library's. Every such start has `SAFE_PATH_VARIABLE` in its environment. Programs that get a
+command line and no environment are started with `-P`, which is the same (`ssh_launcher.py`).
 """
 
 import gc
 import importlib.util
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +42,24 @@ MAX_FROZEN_BY_PYTHON = 5000
 """Python itself leaves no more objects out of garbage collection: 375 in 3.12.1, and none in 3.11."""
 REQUIREMENTS_FILE = "requirements-eval.txt"
 """In the project's root; it pins them."""
+
+SAFE_PATH_VARIABLE = {"PYTHONSAFEPATH": "1"}
+"""In the environment of every Python that is started to run a module or code: nothing is imported from the current
+folder. The project's own folder then comes from PYTHONPATH."""
+
+
+@contextmanager
+def protect_child_imports() -> Iterator[None]:
+    """Inside it, processes that multiprocessing spawns import nothing from the current folder."""
+    (name, value), before = *SAFE_PATH_VARIABLE.items(), os.environ.get(*SAFE_PATH_VARIABLE)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def require_package(package: str, feature: str) -> None:

@@ -24,13 +24,14 @@ from megatron.analysis import page
 from megatron.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
 from megatron.analysis.from_text.empirical_receptive_field import measure_attention_mass
 from megatron.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
-from megatron.analysis.run import analyze
+from megatron.analysis.run import LOCK_FILE, analyze
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.evaluation.texts import load_text
 from megatron.options.commands import AnalysisOptions
 from megatron.reports.html_page import HtmlPicture
 from megatron.utils.errors import UserError
+from megatron.utils.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}
@@ -263,6 +264,16 @@ def test_mistakes_are_told_before_any_work(given: dict, message: str, place: Pat
         analyzed(**{"runs": ["runs/a"], **given})
     assert not (place / "runs/a/analysis").exists()
     assert not (place / "out").exists()
+
+
+def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+    make_run("runs/a", corpus)
+    lock = FolderLock("out", name=LOCK_FILE, key="--output", busy="", patience=0.0)
+    with pytest.raises(UserError, match="--output: out: another analysis is writing there; wait for its end"):
+        analyzed(["runs/a"], "out", only=["kernels"])
+    lock.release()
+    analyzed(["runs/a"], "out", only=["kernels"])
+    assert not (place / "out" / LOCK_FILE).exists()
 
 
 def test_torch_waits_until_all_was_read() -> None:

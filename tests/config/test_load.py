@@ -90,6 +90,12 @@ def test_an_empty_path_is_refused(write, key):
     assert only_problem(["base"], [f'{key}=""']) == f"command line: {key} is empty; give a value, or null for none"
 
 
+@pytest.mark.parametrize("key", ["train_data_paths", "valid_data_paths", "score_processor", "slurm.options"])
+def test_an_empty_item_is_refused(write, key):
+    problem = f"command line: item 2 of {key} is empty; leave it out"
+    assert problem in only_problem(["base"], [f'{key}=[none, ""]'])
+
+
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
     assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # it has no default

@@ -3,15 +3,21 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from full_disk import full_disk
+from published import written
 from safetensors.torch import load_file
+from tiny_runs import write_corpora
 
 from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.run_folder import RunLock
 from megatron.checkpoint.stored_config import load_checkpoint_config
+from megatron.conversion import export_model as export_model_module
+from megatron.conversion import import_model as import_model_module
 from megatron.conversion.export_model import export_model
 from megatron.conversion.families.farfield import FARFIELD
 from megatron.conversion.import_model import read_source
@@ -144,3 +150,43 @@ def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path
     with full_disk(100_000), pytest.raises(RunError, match=rf"fire: cannot be written: the disk is full; {kept}$"):
         export_model(run, target, overwrite=there)
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_of_two_exports_into_one_folder_none_is_lost(
+    there: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "fire"
+    if there:
+        export_model(run, target, log=lambda line: None)
+    write = export_model_module.write_shards
+
+    def export_meanwhile(*arguments: Any) -> None:
+        monkeypatch.setattr(export_model_module, "write_shards", write)
+        export_model(run, target, dtype="bfloat16", overwrite=there, log=lambda line: None)
+        write(*arguments)
+
+    monkeypatch.setattr(export_model_module, "write_shards", export_meanwhile)
+    with pytest.raises(RunError, match=f"{target}: another command wrote it meanwhile.* is in {target}-2$"):
+        export_model(run, target, overwrite=there, log=lambda line: None)
+    dtypes = [
+        json.loads((folder / "config.json").read_text())["torch_dtype"] for folder in (target, tmp_path / "fire-2")
+    ]
+    assert dtypes == ["bfloat16", "float32"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fire", "fire-2"]
+
+
+def test_an_import_replaces_no_run_that_began_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written("llama", tmp_path / "source")
+    write = import_model_module._write_run_files
+
+    def begin_meanwhile(*arguments: Any) -> int:
+        RunLock(tmp_path / "run").release()
+        return write(*arguments)
+
+    monkeypatch.setattr(import_model_module, "_write_run_files", begin_meanwhile)
+    options = {"tokenizer": "HFTokenizer", "vocab_file": write_corpora(tmp_path / "corpus") / "tokenizer.json"}
+    with pytest.raises(RunError, match="run: another command wrote it meanwhile"):
+        import_model_module.import_model(tmp_path / "source", tmp_path / "run", **options)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    assert (tmp_path / "run-2" / "config.yml").is_file()

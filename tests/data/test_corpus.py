@@ -16,6 +16,7 @@ from corpora import prepare
 from full_disk import full_disk
 
 from megatron.data.corpus import documents as documents_module
+from megatron.data.corpus import prepare as prepare_module
 from megatron.data.corpus import sources as sources_module
 from megatron.data.corpus.recipe import read_corpus_recipe
 from megatron.data.corpus.sources import scan_sources
@@ -469,3 +470,35 @@ def test_python_is_prepared_reproducibly(tmp_path, reader):
     assert sum("def " in text for text in valid) > len(valid) / 2
     assert sum(size.tokens for size in corpus.splits.values()) > 5_000_000
     assert corpus.splits["test"].tokens > 100_000
+
+
+def prepare_during(monkeypatch, output, *arguments, **options):
+    """Prepare `output` by other arguments while the next corpus is being written."""
+    write = prepare_module._write_corpus
+
+    def write_slowly(*own):
+        monkeypatch.setattr(prepare_module, "_write_corpus", write)
+        prepare(*arguments, output, **options)
+        write(*own)
+
+    monkeypatch.setattr(prepare_module, "_write_corpus", write_slowly)
+
+
+def test_the_same_corpus_prepared_twice_at_once_is_used_by_both(texts, tmp_path, monkeypatch):
+    prepare_during(monkeypatch, tmp_path / "out", [str(texts)])
+    corpus = prepare([str(texts)], tmp_path / "out")
+    assert corpus.reused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_of_two_corpora_prepared_at_once_none_is_lost(there, texts, many, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    if there:
+        prepare([str(texts)], output, seed=7)
+    prepare_during(monkeypatch, output, [str(many)], overwrite=there)
+    with pytest.raises(RunError, match=f"{output}: another command wrote it meanwhile.* is in {output}-2$"):
+        prepare([str(texts)], output, overwrite=there)
+    assert read_corpus(output).sources == [str(many)]
+    assert read_corpus(tmp_path / "out-2").sources == [str(texts)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["many.jsonl", "out", "out-2", "texts"]

@@ -209,7 +209,11 @@ def test_an_interrupted_map_goes_on_where_it_was(tmp_path: object) -> None:
         again = KeyReader(260)
         probe.score(loaded(again), ScoringContext({**fields, **other}, finished_records=left))  # type: ignore[arg-type]
         assert again.num_passes == 6, "what another model, or other code, measured is not taken"
-    partial.remove()
+    of_another = [record.replace(run="runs/c") for record in left]
+    partial.keep(of_another)  # an evaluation of another run, at the same time in the same folder
+    partial.remove(found)
+    assert [record.run for record in PartialRecords.open(tmp_path).found] == ["runs/c"] * 6  # type: ignore[arg-type]
+    partial.remove(of_another)
     assert PartialRecords.open(tmp_path).found == ()  # type: ignore[arg-type]
 
 

@@ -541,3 +541,31 @@ def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
     replace(TrainerState.read(checkpoint), vocabulary=None).write(checkpoint)
     with pytest.raises(Exception, match="says nothing of the vocabulary"):
         evaluated([run], [8])
+
+
+def test_evaluations_at_once_into_one_folder_keep_each_other_s_results(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins and ends while the first is at work; a third measures the same run with other positions."""
+    make_run("runs/a")
+    make_run("runs/b", "pos_emb=alibi")
+    others = [(["runs/b"], {}), (["runs/a"], {"rope": "yarn:4"})]
+
+    def evaluate_others(*_: object) -> None:
+        while others:
+            runs, options = others.pop()
+            evaluated(runs, [8, 16], output="both", windows=3, **options)
+
+    asked = parse_section(Options, {"lengths": [8, 16], "windows": 3})
+    evaluate_runs(["runs/a"], asked, output="both", progress=evaluate_others)
+    found = records.read_records("both/results.json")
+    assert [(r.run, r.method, r.length) for r in found] == [
+        (run, method, length)
+        for run, method in (("runs/a", "rotary(rope=yarn:4 at evaluation)"), ("runs/b", "alibi"), ("runs/a", "rotary"))
+        for length in (8, 16)
+    ]
+    rows = list(csv.DictReader(Path("both/results.csv").read_text().splitlines()))
+    assert len(rows) == len(found)
+    assert sorted(path.name for path in Path("both").iterdir()) == [
+        f"results.{x}" for x in ("csv", "json", "md", "png")
+    ]

@@ -187,3 +187,42 @@ def test_mistakes_in_ones_own_file_are_one_line(own_methods: Path, monkeypatch: 
     monkeypatch.setenv(catalog.METHODS_VARIABLE, str(own_methods.parent.parent / "nowhere"))
     with pytest.raises(catalog.MethodFileError, match="nowhere has no folder encodings, processors or temperatures"):
         catalog.list_encodings()
+
+
+@pytest.mark.parametrize("source", ["--help", "-h", "--overwrite", "--version"])
+def test_no_argument_becomes_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(farfield.UserError, match=source):
+        prepare(source, output="corpus", quiet=True)
+    for call in (farfield.train, farfield.sweep):
+        with pytest.raises(farfield.UserError, match=source):
+            call(source)
+    with pytest.raises(farfield.UserError, match="there is no option help"):
+        prepare("python", output="corpus", help=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+WRONG_VALUES = (None, 5, 2.5, "", "\ud800", "a\0b", [5], {}, {(1, 2): 3}, object(), b"x", {1}, np.array(3), type)
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: ascii(value)[:30])
+def test_wrong_arguments_are_errors_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = {
+        "runs": [lambda: farfield.evaluate(value), lambda: farfield.analyze(value)],
+        "run": [lambda: farfield.load(value)],
+        "path": [lambda: farfield.read_results(value)],
+        "sources": [lambda: prepare(value, output="corpus")],
+        "files": [lambda: farfield.train(value), lambda: farfield.sweep(value)],
+        "output": [lambda: prepare("python", output=value)],
+        "seed": [lambda: prepare("python", output="corpus", seed=value)] if value not in (5, 3) else [],
+        "hf.split": [lambda: prepare("python", output="corpus", hf_split=value)] if value is not None else [],
+    }
+    if value is not None:
+        calls["output"] += [lambda: farfield.evaluate("run", value), lambda: farfield.analyze("run", value)]
+    for name, functions in calls.items():
+        for function in functions:
+            with pytest.raises(farfield.UserError, match=name) as refused:
+                function()
+            assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []

@@ -188,3 +188,56 @@ def test_what_a_layer_reads_is_no_table(corpus: Path, tmp_path: Path) -> None:
     bias = model.attention_maps(TEXT[:40])[0].bias
     assert (np.nan_to_num(bias) <= 0).all()
     assert np.diagonal(bias, axis1=1, axis2=2).max() == 0
+
+
+WRONG_VALUES = (
+    None,
+    5,
+    2.5,
+    "\ud800",
+    [[1], [2, 3]],
+    [1.5],
+    [10**30],
+    ["x"],
+    {},
+    object(),
+    b"x",
+    {9},
+    np.array(3),
+    type,
+)
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: ascii(value)[:30])
+def test_wrong_arguments_are_errors_of_the_user(model: farfield.Model, value: object) -> None:
+    calls = {
+        "text": [lambda: model.encode(value), lambda: model.score(value), lambda: model.attention_maps(value)],
+        "tokens": [lambda: model.decode(value)],
+        "prompt": [lambda: model.generate(value, maximum_tokens=1)] if value != ["x"] else [],
+        "length": [lambda: model.score("1 2 3", value)] if value not in (None, 5) else [],
+        "stride": [lambda: model.score("1 2 3", 2, stride=value)] if value is not None else [],
+        "layer": [lambda: model.attention_maps("1 2 3", layers=value)] if value is not None else [],
+        "top_k": [lambda: model.generate("1", top_k=value)] if value not in (None, 5) else [],
+        "output": [lambda: model.analyze(value)] if value is not None else [],
+    }
+    if isinstance(value, np.ndarray):
+        del calls["length"], calls["stride"], calls["top_k"]  # whole numbers
+    for name, functions in calls.items():
+        for function in functions:
+            with pytest.raises(farfield.UserError, match=name):
+                function()
+
+
+def test_tokens_come_as_any_sequence(model: farfield.Model) -> None:
+    tokens = model.encode(TEXT)[:5]
+    for sequence in (tokens, tuple(tokens), iter(tokens), np.array(tokens), torch.tensor(tokens), range(3)):
+        assert model.decode(sequence)
+    assert model.decode([]) == ""
+    with pytest.raises(farfield.UserError, match="tokens is 'abc'; tokens must be a list"):
+        model.decode("abc")
+
+
+@pytest.mark.parametrize("stop", [[""], ["a", ""]])
+def test_an_empty_stop_is_refused(model: farfield.Model, stop: list[str]) -> None:
+    with pytest.raises(farfield.UserError, match=f"^item {len(stop)} of stop is empty; leave it out$"):
+        model.generate("1", stop=stop)

@@ -160,3 +160,8 @@ def test_what_cannot_be_is_refused() -> None:
             registry.build_processor("mta", SHAPE, options, has_bias=False)
     with pytest.raises(OptionError, match=r"s of ssmax_prior is 0\.0; it must be greater than 0"):
         registry.build_processor("ssmax_prior", SHAPE, {"s": 0.0}, has_bias=False)
+
+
+def test_talking_heads_that_mix_nothing_are_refused() -> None:
+    with pytest.raises(OptionError, match="is false, as is before_softmax: nothing is mixed"):
+        build("talking_heads", before_softmax=False, after_softmax=False)

@@ -1,34 +1,92 @@
 """Folders are whole or not there, whatever ends their writers."""
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from killed import die, killed
 
 from megatron.utils import atomic_directory as directories
-from megatron.utils.atomic_directory import atomic_directory, recover_abandoned
+from megatron.utils.atomic_directory import (
+    FolderConflictError,
+    atomic_directory,
+    read_folder_version,
+    recover_abandoned,
+)
 
 
-def write(target: Path, text: str, **choices: bool) -> None:
-    with atomic_directory(target, **choices) as folder:
+def write(target: Path, text: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+    with atomic_directory(target, replaces=read_folder_version(target)) as folder:
         (folder / "file").write_text(text)
+        meanwhile()
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_folder_is_made_replaced_or_kept(tmp_path):
+def test_a_folder_is_made_and_replaced(tmp_path):
     target = tmp_path / "deep" / "er"
     write(target, "one")
     write(target, "two")
     assert (target / "file").read_text() == "two"
-    with atomic_directory(target, replace=False) as folder:
-        (folder / "file").write_text("three")
-    assert (target / "file").read_text() == "two"
     assert names(target.parent) == ["er"]
     assert target.stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+@pytest.mark.parametrize("was_there", [None, "empty", "full"])
+@pytest.mark.parametrize("change", ["another", "more", "a file"])
+def test_what_another_process_made_meanwhile_is_never_replaced(tmp_path, was_there, change):
+    target = tmp_path / "x"
+    if was_there is not None:
+        target.mkdir()
+    if was_there == "full":
+        write(target, "before")
+
+    def write_meanwhile() -> None:
+        if change == "more":
+            target.mkdir(exist_ok=True)
+            (target / "notes").write_text("theirs")
+        elif change == "another":
+            write(target, "theirs")
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            target.write_text("theirs")
+
+    (tmp_path / "x-2").mkdir()
+    with pytest.raises(
+        FolderConflictError, match=f"{target}: another command wrote it .* is in {target}-3$"
+    ) as refused:
+        write(target, "mine", write_meanwhile)
+    assert refused.value.exit_code == 1
+    theirs = {"more": target / "notes", "another": target / "file", "a file": target}[change]
+    assert (theirs.read_text(), (tmp_path / "x-3" / "file").read_text()) == ("theirs", "mine")
+    assert names(tmp_path) == ["x", "x-2", "x-3"]
+
+
+def test_a_folder_that_changes_just_before_it_is_replaced_is_put_back(tmp_path, monkeypatch):
+    target = tmp_path / "x"
+    write(target, "before")
+    rename = Path.rename
+
+    def rename_late(self: Path, to: Path) -> Path:
+        if to.name == "old":
+            monkeypatch.setattr(Path, "rename", rename)
+            write(target, "theirs")
+        return rename(self, to)
+
+    with pytest.raises(FolderConflictError):
+        write(target, "mine", lambda: monkeypatch.setattr(Path, "rename", rename_late))
+    assert ((target / "file").read_text(), (tmp_path / "x-2" / "file").read_text()) == ("theirs", "mine")
+
+
+def test_of_two_folders_with_the_same_contents_one_is_discarded(tmp_path):
+    with atomic_directory(tmp_path / "x", on_conflict="discard"):
+        write(tmp_path / "x", "theirs")
+    assert names(tmp_path) == ["x"]
+    assert (tmp_path / "x" / "file").read_text() == "theirs"
 
 
 def umask() -> int:
@@ -107,11 +165,11 @@ def test_the_work_of_the_living_and_of_strangers_is_left_alone(tmp_path):
     (stranger / "mine").mkdir(parents=True)
     with atomic_directory(tmp_path / "x") as folder:
         recover_abandoned(tmp_path / "x")  # another descriptor: a lock belongs to the one that took it
-        write(tmp_path / "x", "by another")
+        write(tmp_path / "y", "by another")
         assert folder.is_dir()
         (folder / "file").write_text("mine")
     assert (tmp_path / "x" / "file").read_text() == "mine"
-    assert names(tmp_path) == [stranger.name, "x"]
+    assert names(tmp_path) == [stranger.name, "x", "y"]
 
 
 def test_a_file_system_without_locks_keeps_what_nobody_may_own(tmp_path, monkeypatch):

@@ -1,11 +1,12 @@
 """Files that may hold anything, places that hold something already, and the version of the project."""
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron.utils.atomic_io import get_farfield_version, parse_json, refuse_foreign_files
+from megatron.utils.atomic_io import get_farfield_version, parse_json, refuse_foreign_files, write_text_atomically
 from megatron.utils.errors import UserError
 
 
@@ -29,3 +30,35 @@ def test_the_version_is_that_of_the_project() -> None:
     version = re.search(r'^version = "(.+)"$', project.read_text(encoding="utf-8"), re.MULTILINE)
     assert version is not None
     assert get_farfield_version() == version[1]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_must_be_new_never_replaces_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    if not has_links:
+        monkeypatch.setattr("os.link", no_links)
+    path = write_text_atomically(tmp_path / "file", "first", must_be_new=True)
+    with pytest.raises(UserError, match="file: cannot be written"):
+        write_text_atomically(path, "second", must_be_new=True)
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_of_two_hosts_have_temporary_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same process ID, and the second writes while the first one does."""
+    sync = os.fsync
+
+    def write_meanwhile(descriptor: int) -> None:
+        monkeypatch.setattr("os.fsync", sync)
+        write_text_atomically(tmp_path / "file", "second")
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", write_meanwhile)
+    write_text_atomically(tmp_path / "file", "first")
+    assert (tmp_path / "file").read_text() == "first"

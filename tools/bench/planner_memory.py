@@ -41,6 +41,7 @@ from megatron.rehearsal.null_device.environment import build_environment  # noqa
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
 from megatron.utils.errors import RunError, UserError  # noqa: E402
+from megatron.utils.imports import SAFE_PATH_VARIABLE  # noqa: E402
 from megatron.utils.temporary_folder import temporary_folder  # noqa: E402
 
 BACKENDS = {
@@ -198,7 +199,7 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
         get_card(CARD), devices=run.devices_per_node, is_lone_rank=run.world_size > 1, base=os.environ
     )
     info = RankInfo(rank, run.world_size, rank % run.devices_per_node, run.devices_per_node)
-    environment |= info.to_environment(ADDRESS, find_free_port())
+    environment |= info.to_environment(ADDRESS, find_free_port()) | SAFE_PATH_VARIABLE
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     command = [sys.executable, "-m", "megatron.rehearsal.rank_process", str(path)]

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     print_interrupts_in_one_line()
 
 from megatron.conversion.export_model import export_model  # noqa: E402
+from megatron.utils.imports import SAFE_PATH_VARIABLE  # noqa: E402
 from tools.export.cases import (  # noqa: E402
     FAR,
     LENGTH,
@@ -127,7 +128,8 @@ def read_versions(python: str) -> dict[str, str]:
     """Of torch and transformers, as an interpreter has them."""
     asked = ("torch", "transformers")
     script = f"from importlib.metadata import version; print(*map(version, {asked}))"
-    printed = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True).stdout
+    environment = os.environ | SAFE_PATH_VARIABLE
+    printed = subprocess.run([python, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
     return dict(zip(asked, printed.split(), strict=True))
 
 

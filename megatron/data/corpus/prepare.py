@@ -15,6 +15,7 @@ again finds it there, compares every file with its checksum, and does nothing.
 import contextlib
 import glob
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -45,9 +46,16 @@ from megatron.data.corpus_metadata import (
 )
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files, train_bpe
 from megatron.options.data import SPLITS, CorpusOptions
-from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, recover_abandoned
+from megatron.utils.atomic_directory import (
+    FolderConflictError,
+    FolderVersion,
+    atomic_directory,
+    describe_write_errors,
+    read_folder_version,
+    recover_abandoned,
+)
 from megatron.utils.atomic_io import get_farfield_version
-from megatron.utils.errors import UserError
+from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.signals import StoppedBySignal
 
 
@@ -74,24 +82,42 @@ def prepare_corpus(
 
     Raises:
         UserError: sources, tokenizers and choices that are wrong.
-        RunError: the disk is full or the folder cannot be written.
+        RunError: the disk is full, the folder cannot be written, or another command made another corpus there
+            meanwhile.
         In either case an earlier corpus stays. Only tokenized documents before a bad one are left behind, hidden.
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)
     recover_abandoned(output.resolve(), recipe.key)
+    replaced_version = read_folder_version(output)
     if (corpus := find_existing_corpus(output, recipe, overwrite=overwrite, progress=progress)) is not None:
         return corpus
     for note in recipe.list_notes():
         log(note)
     try:
-        with _open_work_folder(output, recipe.key) as folder:
+        with _open_work_folder(output, recipe.key, replaced_version) as folder:
             _write_corpus(recipe, folder, progress)
     except BadDocumentError as error:
         kept = "; the work before it is kept for that" if find_unfinished(output) else ""
         advice = "--skip-bad N leaves up to N such documents out" if not options.skip_bad else "raise --skip-bad"
         raise UserError(f"{error}; {advice}{kept}") from None
+    except FolderConflictError as conflict:
+        return _use_other_corpus(output, recipe, progress, conflict)
     return read_corpus(output)
+
+
+def _use_other_corpus(
+    output: Path, recipe: CorpusRecipe, progress: CorpusProgress, conflict: FolderConflictError
+) -> CorpusInfo:
+    """Return the corpus that another process made meanwhile if it is the same. Raises `conflict` if it is not."""
+    try:
+        corpus = find_existing_corpus(output, recipe, overwrite=False, progress=progress)
+    except FarfieldError:
+        raise conflict from None
+    if corpus is None:
+        raise conflict
+    shutil.rmtree(conflict.kept, ignore_errors=True)
+    return corpus
 
 
 def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) -> None:
@@ -242,7 +268,7 @@ def _refuse_empty_split(split_counts: dict[SplitName, SplitCounts], files: list[
 
 
 @contextlib.contextmanager
-def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
+def _open_work_folder(output: Path, key: str, replaces: FolderVersion | None) -> Iterator[Path]:
     """A folder that becomes `output` if all goes well. RunError, which says what is kept, where the disk refuses.
 
     Interrupted work stays, if it can be resumed, for a later call with the same key.
@@ -258,7 +284,7 @@ def _open_work_folder(output: Path, key: str) -> Iterator[Path]:
 
     with (
         describe_write_errors(output, "the corpus that"),
-        atomic_directory(target, key=key, keep_after=keep_after) as folder,
+        atomic_directory(target, replaces=replaces, key=key, keep_after=keep_after) as folder,
     ):
         work = folder.parent
         yield folder

@@ -17,6 +17,7 @@ import numpy as np
 from megatron.data.corpus.sources import BadDocumentError, RawDocument, decode_document
 from megatron.data.tokenizers import Tokenizer, tokenizer_from_files
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.imports import protect_child_imports
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1024
@@ -146,13 +147,15 @@ def encode_chunks(
         *(encoder.dtype.str, encoder.jsonl_key, encoder.skip_bad),
     )
     # spawn, not fork: the parent may have threads (a progress display, torch's, a tokenizer's)
-    pool = ProcessPoolExecutor(
-        num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=worker_arguments
-    )
+    with protect_child_imports():
+        pool = ProcessPoolExecutor(
+            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=worker_arguments
+        )
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            pending.append(pool.submit(_encode_in_worker, chunk))
+            with protect_child_imports():  # the pool starts a process when it gets work for one more
+                pending.append(pool.submit(_encode_in_worker, chunk))
             if len(pending) > 4 * num_workers:
                 yield pending.popleft().result()
         while pending:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.position.facts import AttentionDims, ProcessorCost
+from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
 from megatron.position.numerics import promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
@@ -99,6 +99,8 @@ class TalkingHeads(Processor):
                 the identity.
         """
         super().__init__(dims, has_bias=has_bias)
+        if not before_softmax and not after_softmax:
+            raise OptionError("after_softmax", "is false, as is before_softmax: nothing is mixed; set one of them true")
         self.mixes_bias = mixes_bias
         self.absolute = absolute
         self.logits = HeadMixing(dims.num_heads, dims.num_heads, absolute=absolute) if before_softmax else None

@@ -1,0 +1,94 @@
+"""Two writers of one folder: one waits for the other, or is refused, also on file systems without locks."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.utils import folder_lock as folder_locks
+from megatron.utils.errors import RunError, UserError
+from megatron.utils.folder_lock import WRITE_LOCK_FILE, FolderLock, folder_lock
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF)
+
+
+def forbid_flock(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(folder_locks.fcntl, "flock", no_locks)
+
+
+@pytest.mark.parametrize("number", [None, *NO_LOCKS])
+def test_writers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None) -> None:
+    if number is not None:
+        forbid_flock(monkeypatch, number)
+    monkeypatch.setattr(folder_locks, "POLL_SECONDS", 0.001)
+    folder, sums = tmp_path / "new" / "folder", tmp_path / "sum"
+    sums.write_text("0")
+
+    def add() -> None:
+        for _ in range(5):
+            with folder_lock(folder):
+                total = int(sums.read_text())
+                time.sleep(0.002)
+                sums.write_text(str(total + 1))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums.read_text() == "20"
+    assert list(folder.iterdir()) == []
+
+
+def test_a_lock_file_that_a_killed_process_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_flock(monkeypatch, errno.EOPNOTSUPP)
+    monkeypatch.setattr(folder_locks, "POLL_SECONDS", 0.01)
+    (tmp_path / WRITE_LOCK_FILE).touch()
+    monkeypatch.setattr(folder_locks, "WAIT_SECONDS", 0.1)
+    with pytest.raises(RunError, match="another process has been writing there"), folder_lock(tmp_path):
+        pass
+    monkeypatch.setattr(folder_locks, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(folder_locks, "STALE_SECONDS", 0.1)
+    with folder_lock(tmp_path):
+        assert (tmp_path / WRITE_LOCK_FILE).exists()
+    assert not (tmp_path / WRITE_LOCK_FILE).exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file: cannot be written"), folder_lock(tmp_path / "file"):
+        pass
+
+
+def test_a_folder_that_a_command_works_in_is_refused(tmp_path: Path) -> None:
+    def lock() -> FolderLock:
+        return FolderLock(tmp_path / "x", name=".lock", key="--output", busy="busy", patience=0.0)
+
+    first = lock()
+    with pytest.raises(UserError, match=r"--output: .*x: busy"):
+        lock()
+    first.release(remove_file=True)
+    assert list((tmp_path / "x").iterdir()) == []
+    lock().release()
+
+
+def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
+    """The first owner removes the file while the second one has it open; the third must not lock a new file beside."""
+    first = FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
+    waiting: list[FolderLock] = []
+    thread = threading.Thread(
+        target=lambda: waiting.append(FolderLock(tmp_path, name=".lock", key="x", busy="busy", patience=60.0))
+    )
+    thread.start()
+    time.sleep(0.1)
+    first.release(remove_file=True)
+    thread.join()
+    with pytest.raises(UserError, match="busy"):
+        FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
+    waiting[0].release()
