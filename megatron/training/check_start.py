@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
     from megatron.training.start_plan import StartPlan
 
-UNCHECKED_ELSEWHERE = (
-    "what only the training machines know: GPUs, memory, CUDA, network, and files that only they see"
-)
+UNCHECKED_ELSEWHERE = "what only the training machines know: GPUs, memory, CUDA, network, and files that only they see"
 
 
 def check_data_files(config: Config) -> None:
