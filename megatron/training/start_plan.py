@@ -139,6 +139,7 @@ def plan_start(
         vocabulary=vocabulary,
         keep_documents_apart=config.position.attention_mask == "document",
     )
+    _check_later_data(resume, order, vocabulary)
     return StartPlan(config, requested, resume, vocabulary, position, order, slices, (*method_notes, *order_notes))
 
 
@@ -158,6 +159,30 @@ def check_eval_lengths(config: Config, max_length: int | None) -> None:
                 f"eval_lengths: {multiple}x is {length:,} tokens, but the model has {max_length:,} positions",
                 "eval_lengths",
             )
+
+
+def _check_later_data(resume: ResumePlan, order: SampleOrder, vocabulary: Vocabulary) -> None:
+    """Check the data that later stages read in place of those of the first, before hours pass. Raises UserError."""
+    checked = [resume.stage.config.data]
+    for stage in resume.stages:
+        config = stage.config
+        if stage.first_step <= resume.stage.first_step or config.data.task is not None or config.data in checked:
+            continue
+        checked.append(config.data)
+        own = read_vocabulary(config.data)
+        if (own.size, own.name) != (vocabulary.size, vocabulary.name):
+            raise UserError(
+                f"stages: stage {stage.index + 1} reads data with the vocabulary {own.name} ({own.size} tokens), but "
+                f"the run has {vocabulary.name} ({vocabulary.size} tokens)",
+                "stages",
+            )
+        open_dataset_slices(
+            config.data,
+            order,
+            seq_length=config.model.seq_length,
+            vocabulary=own,
+            keep_documents_apart=config.position.attention_mask == "document",
+        )
 
 
 def check_stages(resume: ResumePlan) -> None:

@@ -35,7 +35,7 @@ from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
-from megatron.training.check_resources import check_disk
+from megatron.training.check_start import check_surroundings
 from megatron.training.console import ConsoleReporter
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
 from megatron.training.metrics import IntervalMetrics
@@ -118,7 +118,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
         rank_info = launch_context.rank_info
         os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
     resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
-    check_disk(resolved.config)
+    check_surroundings(resolved.config)
     return train_resolved(resolved.config, rank_info, console)
 
 

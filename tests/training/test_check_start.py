@@ -261,3 +261,30 @@ def test_a_dry_run_checks_what_it_can_where_the_number_of_gpus_is_open(corpus: P
     assert any(note.startswith("not checked: what only the training") for note in notes)
     with pytest.raises(UserError, match="one sample of seq_length 8192"):
         launch(config.replace(seq_length=8192), dry=True)
+
+
+@pytest.mark.parametrize(("token", "message"), [(300, "has token 300"), (None, "stages: stage 2 reads data with the")])
+def test_the_data_of_a_later_stage_are_checked_before_the_first(
+    token: int | None, message: str, corpus: Path, tmp_path: Path
+) -> None:
+    first = write_other_tokens(tmp_path / "first", 1)
+    later = corpus / "train_text_document" if token is None else write_other_tokens(tmp_path / "later", token)
+    stages = [{"until": 2}, {"train_data_paths": [str(later)]}]
+    keys = {"train_data_paths": [first], "valid_data_paths": [], "stages": stages, "device": "cpu"}
+    own = {} if token is None else {"tokenizer_type": "bytes"}
+    if token is None:  # each names its own tokenizer in a corpus.json
+        keys["train_data_paths"] = [str(corpus / "train_text_document")]
+        stages[1]["train_data_paths"] = [write_bytes_corpus(tmp_path)]
+    config = tiny_config(corpus, tmp_path / "run", **keys, **own)
+    for start in (lambda: train(config), lambda: launch(config, dry=True)):
+        with pytest.raises(UserError, match=message):
+            start()
+
+
+def write_bytes_corpus(folder: Path) -> str:
+    """Prepare a corpus of bytes; return its training data."""
+    from corpora import prepare
+
+    (folder / "text.txt").write_text("the quick brown fox " * 200)
+    prepare([str(folder / "text.txt")], folder / "bytes", tokenizer="bytes", split=(1.0, 0.0, 0.0), workers=1)
+    return str(folder / "bytes/train_text_document")
