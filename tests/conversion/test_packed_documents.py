@@ -168,3 +168,15 @@ def test_an_export_says_that_documents_are_kept_apart(models: dict[str, tuple[GP
         folder = Path(models[name][1].config._name_or_path)
         assert json.loads((folder / "config.json").read_text())["document_end_token_id"] == end
         assert ("documents kept apart" in (folder / "README.md").read_text()) == (end is not None)
+
+
+def test_a_native_export_says_that_it_reads_a_row_as_one_document(tmp_path: Path) -> None:
+    keys = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True}
+    keys |= {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "attention_mask": "document"}
+    case, lines = ExportCase("llama", keys), []
+    run = write_run(tmp_path / "run", case.config(), build_gpt(case, VOCABULARY))
+    folder = export_model(run, tmp_path / "native", native=True, log=lines.append)
+    words = "LlamaForCausalLM reads a row as one document"
+    assert any(words in line for line in lines)
+    assert words in (folder / "README.md").read_text()
+    assert "document_end_token_id" not in (folder / "config.json").read_text()
