@@ -27,7 +27,7 @@ the speed of those that have run or are running.
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,6 +116,9 @@ def run_sweep(
     if dry:
         if array is None:
             raise UserError("--dry-run shows the batch script of a sweep: it needs launcher=slurm")
+        if sweep.options.corpus is None:  # else the data may be prepared only with the submission
+            finished_steps = {member: find_finished_step(member) for member in sweep.members}
+            check_member_starts(_list_beginning(sweep.members, finished_steps), in_queue=True)
         print(slurm.render_batch_script(array), end="")
         return []
     if member is None:  # a task of a job array: its own training looks
@@ -218,10 +221,9 @@ def _run_members(
         if not indices:
             return []
     if only_member is None:
-        begins = [m for m in (sweep.members[i] for i in indices) if finished_steps[m] <= m.first_step]
+        begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
         with WaitAnnouncer(log, "checking the data and what the runs start from"):
-            startable = [member for member in begins if member.origin is None or member.origin.is_dir()]
-            check_member_starts(startable, in_queue=array is not None)
+            check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
@@ -248,6 +250,12 @@ def _run_members(
         num_diverged = sum(find_member_divergence(member) is not None for member in works)
         raise RunError(_describe_failures(failures, num_diverged, len(works)))
     return records
+
+
+def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
+    """Return the members that have not begun and could begin now."""
+    begins = (member for member in members if finished_steps[member] <= member.first_step)
+    return [member for member in begins if member.origin is None or member.origin.is_dir()]
 
 
 def _run_all_members(

@@ -99,6 +99,8 @@ def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trai
         run(*KEYS, "slurm.container=nowhere.sif")
     assert not Path("out/job.sbatch").exists()
     assert trainer.calls() == []
+    with pytest.raises(UserError, match=r"^sweep.variants.rotary: train_data_paths: no dataset nowhere"):
+        sweeps.run_sweep(["sweep.yml"], [*KEYS, "sweep.corpus=null", "train_data_paths=[nowhere]"], dry=True)
 
 
 def test_what_cannot_be_an_array_is_refused(place: Path) -> None:

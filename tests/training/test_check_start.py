@@ -288,3 +288,20 @@ def write_bytes_corpus(folder: Path) -> str:
     (folder / "text.txt").write_text("the quick brown fox " * 200)
     prepare([str(folder / "text.txt")], folder / "bytes", tokenizer="bytes", split=(1.0, 0.0, 0.0), workers=1)
     return str(folder / "bytes/train_text_document")
+
+
+def test_over_ssh_missing_data_are_said_and_wrong_ones_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    there = {
+        "launcher": "ssh",
+        "hostfile": str(tmp_path / "hosts"),
+        "num_gpus": 2,
+        "device": "cpu",
+        "train_batch_size": 8,
+    }
+    config = tiny_config(corpus, tmp_path / "a", **there)
+    elsewhere = config.replace(train_data_paths=["/elsewhere/text"], valid_data_paths=[])
+    notes = launch(elsewhere, dry=True)
+    assert any("the data are looked for there alone; here: train_data_paths: no dataset" in note for note in notes)
+    with pytest.raises(UserError, match="tokenizer_type: bytes does not fit the data"):
+        launch(config.replace(tokenizer_type="bytes"), dry=True)
