@@ -43,7 +43,7 @@ class AttentionDims:
     max_length: int
     """Rows of an absolute position table."""
     layer: int = 0
-    """The number of the layer, from 0, that a processor is built for."""
+    """The number of the layer, from 0, that a processor or a layer's own encoding is built for; 0 for a shared one."""
 
 
 class OptionError(ValueError):

@@ -92,7 +92,7 @@ def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> s
     lines = [
         "# Distances that are trained on, with documents kept apart and without",
         "",
-        f"The quickstart's training data, Python's standard library as bytes: {len(lengths):,} documents of "
+        f"Python's standard library as bytes: {len(lengths):,} documents of "
         f"{int(lengths.sum(dtype=np.int64)):,} tokens,",
         f"half of them shorter than {int(np.median(lengths)):,}.",
         "Rows are cut from the documents one after another.",

@@ -5,7 +5,7 @@
     python tools/bench/document_perplexity.py data/python runs/document_perplexity \
         --json docs/results/document_perplexity.json
 
-The quickstart's text, Python's standard library as bytes, is cut into short documents, so that rows hold several: every
+Python's standard library as bytes is cut into short documents, so that rows hold several: every
 function, method and head of a class is one, and so is what stands before the first. Their order is drawn at random.
 Models of the quickstart's size are trained on rows of 256 tokens of it, with `attention_mask: causal` and `document`.
 Each is evaluated with either mask, on the held-out files cut in the same way and on these files whole. A run or a

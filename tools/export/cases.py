@@ -144,6 +144,8 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     }  # fmt: skip
     yield ExportCase("a pattern of layers", layers)
     yield ExportCase("a pattern of layers, each its own", {**layers, "pos_emb_per_layer": True})
+    drawn = {"pos_emb": "fope", "pos_emb_per_layer": True, "pos_emb_options": {"released": True, "gain": 1.0}}
+    yield ExportCase("an encoding that draws its own weights in each layer", drawn)
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
     yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
     yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})

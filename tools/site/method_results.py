@@ -5,7 +5,6 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.config.yaml_files import parse_yaml, read_text
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.records import read_records
@@ -64,11 +63,10 @@ class LeaderboardResults:
     def _describe_budget(self) -> str:
         """What the numbers are of, and why the quickstart has others."""
         baseline = next(record for record in self.records if record.metric == METRIC and record.method == BASELINE)
-        quickstart = parse_yaml(read_text(self.root / QUICKSTART), str(QUICKSTART)).values["train_iters"]
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
             f"{baseline.step} steps ([`{SWEEP.stem}`](../../{SWEEP})). The [quickstart](../../{QUICKSTART}) trains the "
-            f"same models for {quickstart}, so the perplexities there are others. A perplexity is the mean of "
+            f"same models longer and on another text, so perplexities differ. A perplexity is the mean of "
             f"{FULL_SEEDS} seeds, or of as many as (n …) says; needles and tasks have one seed each. {BASELINE} stands "
             f"beside for comparison. How it was measured, and every other method: "
             f"[the leaderboard](../results/{RECORD.stem}.md)."

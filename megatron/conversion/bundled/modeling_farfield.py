@@ -202,9 +202,10 @@ def check_marks(marks: Tensor, past_key_values: Cache) -> None:
         )
 
 
-def build_encoding_for(config: FarfieldConfig, layer_idx: int) -> Encoding:
+def build_encoding_for(config: FarfieldConfig, layer_idx: int, *, is_shared: bool) -> Encoding:
     name, options = get_layer_method(config.pos_emb, config.pos_emb_options, layer_idx)
-    return build_encoding(name, build_attention_dims(config), options)
+    dims = replace(build_attention_dims(config), layer=0 if is_shared else layer_idx)
+    return build_encoding(name, dims, options)
 
 
 class FarfieldAttention(nn.Module):
@@ -227,7 +228,7 @@ class FarfieldAttention(nn.Module):
         self.k_norm = build_norm_of_heads(config, num_kv_heads)
         # In a tuple the shared encoding is no submodule here: the model registers its parameters, once.
         self._shared: tuple[Encoding, ...] = () if shared is None else (shared,)
-        self.encoding = build_encoding_for(config, layer_idx) if shared is None else None
+        self.encoding = build_encoding_for(config, layer_idx, is_shared=False) if shared is None else None
         self.window = get_layer_value(config.attention_window, layer_idx)
         self.processor: Processor | None = None
         name, options = get_layer_method(config.score_processor, config.score_processor_options, layer_idx)
@@ -482,7 +483,11 @@ class FarfieldModel(FarfieldPreTrainedModel):
         layers = range(config.num_hidden_layers)
         names = [get_layer_value(config.pos_emb, layer_idx) for layer_idx in layers]
         # The encodings that layers share, by their names.
-        shared = {} if config.pos_emb_per_layer else {n: build_encoding_for(config, names.index(n)) for n in names}
+        shared = (
+            {}
+            if config.pos_emb_per_layer
+            else {n: build_encoding_for(config, names.index(n), is_shared=True) for n in names}
+        )
         self.position = next(iter(shared.values())) if len(shared) == 1 else None
         self.positions = nn.ModuleDict(shared if len(shared) > 1 else {})
         self.layers = nn.ModuleList(FarfieldLayer(config, index, shared.get(names[index])) for index in layers)

@@ -20,7 +20,8 @@ class Ssmax(Temperature):
     advice = (
         "Against attention that fades as contexts grow: of n keys with bounded scores a softmax gives none more than a "
         "share that falls as 1/n. To be trained with; its author reports a lower training loss and better retrieval in "
-        "long contexts. A row that sees one key has the factor 0, which changes nothing: it attends to that key."
+        "long contexts. A bias stays as it is; the processor ssmax_logits scales both. A row that sees one key has the "
+        "factor 0, which changes nothing: it attends to that key."
     )
     other_names = ("scalable_softmax", "scaled_softmax")
     cost = TemperatureCost(num_parameters=lambda dims, options: dims.num_heads if options["learned"] else 0)
