@@ -683,3 +683,17 @@ def test_an_empty_path_is_not_the_current_folder(tmp_path, inside, words, name):
 def test_an_empty_prompt_is_a_prompt(tmp_path, inside):
     done = inside("generate", "run", "--prompt", "", cwd=tmp_path)
     assert "run: no such" in done.stderr
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_shown(tmp_path, inside):
+    name = os.fsdecode(b"caf\xe9")
+    record = {"method": "rotary", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5}
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "results.json").write_text(json.dumps([record | {"seed": 1, "tokens": 4096}]))
+    (tmp_path / name / "metrics.jsonl").write_text('{"kind": "train", "step": 7, "loss": 2.5}\n')
+    (tmp_path / name / ".lock").touch()
+    assert "2.5" in inside("status", name, cwd=tmp_path).stdout
+    for suffix in (".html", ".md", ".tex"):
+        done = inside("report", name, "-o", f"{name}{suffix}", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "5.5" in (tmp_path / f"{name}{suffix}").read_text(encoding="utf-8")

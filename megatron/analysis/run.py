@@ -37,7 +37,7 @@ from megatron.analysis.jobs import (
 from megatron.evaluation.jobs import LogFunction, RunJob, make_log_function
 from megatron.evaluation.provenance import describe_machine, list_software_versions
 from megatron.options.commands import AnalysisOptions
-from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.atomic_io import write_page_atomically, write_text_atomically
 from megatron.utils.folder_lock import FolderLock
 from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
@@ -112,7 +112,7 @@ def _write_analysis(request: AnalysisRequest, console: Console | None, log: LogF
                 done += work
             del context
             meter.finish()
-    page = write_text_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses, console))
+    page = write_page_atomically(request.folder / PAGE_FILE, _build_page(request, jobs, analyses, console))
     written = [page, *(results.file for results in analyses if results.by_model)]
     log(f"written: {', '.join(map(str, written))}")
     return page

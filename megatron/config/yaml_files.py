@@ -257,6 +257,10 @@ def read_yaml(path: Path) -> YamlDocument:
 def parse_scalar(text: str, source: str) -> Any:
     """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
     try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{source}: {text!r} is not UTF-8, as configuration files are; choose another name") from None
+    try:
         value = _create_loader(source).load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
         raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error

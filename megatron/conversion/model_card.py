@@ -95,6 +95,6 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
 
 def write_model_card(folder: Path, page: str, plot: bytes | None) -> None:
     """Write README.md and the picture that it shows."""
-    (folder / "README.md").write_text(page, encoding="utf-8")
+    (folder / "README.md").write_text(page, encoding="utf-8", errors="replace")  # of names that are not UTF-8
     if plot is not None:
         (folder / PLOT_FILE).write_bytes(plot)

@@ -22,7 +22,7 @@ from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, build_leaderboard_report
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
-from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_text_atomically
+from megatron.utils.atomic_io import check_folder, refuse_foreign_files, write_page_atomically
 from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
@@ -81,7 +81,7 @@ def combine_results(
         pictures = [path for path in report_markdown.list_markdown_files(output, sections) if path.exists()]
         console.print(f"written: {', '.join(map(str, pictures))}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None and output.suffix == LATEX_SUFFIX:
-        write_text_atomically(output, report.render_report_latex(sections))
+        write_page_atomically(output, report.render_report_latex(sections))
         console.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
     elif output is not None:
         report.write_report(output, sections, title=title, command=format_command())

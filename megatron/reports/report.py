@@ -37,7 +37,7 @@ from megatron.reports.records import Record, format_records_csv
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import TextTable, build_html_table, render_comparison_latex
 from megatron.reports.x_axes import format_multiple
-from megatron.utils.atomic_io import write_text_atomically
+from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
 MAX_NAMED_METHODS = 4
@@ -142,7 +142,7 @@ def write_report(
         sections, title=title, num_pending_runs=num_pending_runs, configurations=configurations, command=command,
         training=training,
     )  # fmt: skip
-    return write_text_atomically(path, text)
+    return write_page_atomically(path, text)
 
 
 def render_report(

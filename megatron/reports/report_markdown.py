@@ -27,7 +27,7 @@ from megatron.reports.report import (
 )
 from megatron.reports.results_output import build_missing_table
 from megatron.reports.table_formats import render_comparison_markdown
-from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_text_atomically
+from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomically, write_page_atomically
 from megatron.utils.folder_lock import folder_lock
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
@@ -78,7 +78,7 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
     parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
     facts = describe_environment(sections)
     parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")
-    return write_text_atomically(path, MARKER + _wrap_lines("\n".join(parts)))
+    return write_page_atomically(path, MARKER + _wrap_lines("\n".join(parts)))
 
 
 def _render_section(path: Path, index: int, section: ReportSection) -> list[str]:

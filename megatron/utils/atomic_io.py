@@ -143,3 +143,8 @@ def _link_new(temporary: Path, path: Path) -> None:
 def write_text_atomically(path: str | Path, content: str, *, must_be_new: bool = False) -> Path:
     """`write_bytes_atomically` of UTF-8 text."""
     return write_bytes_atomically(path, content.encode("utf-8"), must_be_new=must_be_new)
+
+
+def write_page_atomically(path: str | Path, content: str) -> Path:
+    """`write_bytes_atomically` of text for people, in which bytes of a file name that are not UTF-8 become `?`."""
+    return write_bytes_atomically(path, content.encode("utf-8", errors="replace"))

@@ -96,6 +96,12 @@ def test_an_empty_item_is_refused(write, key):
     assert problem in only_problem(["base"], [f'{key}=[none, ""]'])
 
 
+def test_a_name_that_is_not_utf_8_is_refused(write):
+    """It could be written neither into the run's configuration nor into its checkpoints."""
+    problem = only_problem(["base"], ["save=runs/caf\udce9"])
+    assert problem.startswith(r"command line: save: 'runs/caf\udce9' is not UTF-8, as configuration files are; choose")
+
+
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
     assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # it has no default

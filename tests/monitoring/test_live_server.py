@@ -1,6 +1,7 @@
 """The live page over a real socket: what it shows as runs go on, and what it refuses."""
 
 import http.client
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -174,3 +175,11 @@ def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytes
 def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run in it"):
         serve_report([tmp_path], 0, print, ReportOptions())
+
+
+def test_a_run_whose_name_is_not_utf_8_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / os.fsdecode(b"caf\xe9"), 40)
+    with serving(make_page(run)) as port:
+        code, text, _ = ask(port)
+        assert code == 200
+        assert "caf?" in text
