@@ -19,8 +19,8 @@ Python searches for garbage again and again while thousands of modules are impor
 time. So it does not inside `trim_imports`, and what needs a model imports it inside `pause_garbage_collection`.
 
 A Python that is started with `-m` or `-c` imports from the current folder first, so a module of the user's called
-queue would run in place of the standard library's. Every such start has `SAFE_PATH_VARIABLE` in its environment. Programs that get a
-command line and no environment are started with `-P`, which is the same (`ssh_launcher.py`).
+queue would run in place of the standard library's. Every such start has `SAFE_PATH_VARIABLE` in its environment.
+Programs that get a command line and no environment are started with `-P`, which is the same (`ssh_launcher.py`).
 """
 
 import gc
