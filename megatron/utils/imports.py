@@ -18,15 +18,9 @@ used here. wandb takes a second and makes two temporary folders, which stay wher
 Python searches for garbage again and again while thousands of modules are imported, and finds none: a fifth of the
 time. So it does not inside `trim_imports`, and what needs a model imports it inside `pause_garbage_collection`.
 
-<<<<<<< HEAD
 A Python that is started with `-m` or `-c` imports from the current folder first, so a user's file with the name of a
 standard module would run in its place. Every such start has `SAFE_PATH_VARIABLE` in its environment. Programs that get
 a command line and no environment are started with `-P`, which is the same (`ssh_launcher.py`).
-=======
-A Python that is started with `-m` or `-c` imports from the current folder first, so a module of the user's called
-queue would run in place of the standard library's. Every such start has `SAFE_PATH_VARIABLE` in its environment.
-Programs that get a command line and no environment are started with `-P`, which is the same (`ssh_launcher.py`).
->>>>>>> robust
 """
 
 import gc

@@ -265,7 +265,7 @@ def test_perplexities_of_a_method_say_their_steps_and_seeds(generated: Generated
     """kerple_power has one seed and beats kerple_log, of three, which its advice calls better."""
     page = generated.contents["methods/kerple_power.md"]
     assert "is trained for 300 steps" in page
-    assert "trains the same models for 500" in page
+    assert "trains the same models longer and on another text" in page
     row = next(line for line in page.splitlines() if line.startswith("| perplexity at 32×"))
     power, rotary = row.strip("| ").split(" | ")[1:]
     assert power.endswith(" (n 1)")
