@@ -27,6 +27,7 @@ RESULTS: dict[str, dict[str, str]] = {
     "Checked against others": {
         "methods": "Methods against published code",
         "export": "Exports against transformers",
+        "export_versions": "Exports under versions of transformers",
         "stock_configs": "Other projects' configurations",
         "parity": "Layouts of 2 and 4 ranks",
         "parity_8": "Layouts of 8 ranks",
