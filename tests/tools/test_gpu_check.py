@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tools.bench import attention as attention_bench
-from tools.bench import train_step
+from tools.bench import profile_step, train_step
 from tools.gpu import check as gpu_check
 from tools.gpu import parts as gpu_parts
 from tools.gpu import self_check
@@ -26,12 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = CheckPart("good", 30, ("-c", "open(r'{output}', 'w').write('{\"records\": [], \"command\": \"inner\"}')"))
 BAD = CheckPart("bad", 30, ("-c", "import sys; print('what went wrong'); sys.exit(3)"))
 HALF = CheckPart("half", 30, ("-c", "open(r'{output}', 'w').write('{\"rec'); raise SystemExit(4)"))
-ALL = [*gpu_parts.list_parts(), *gpu_parts.list_rehearsal_parts()]
+ALL = [
+    *(*gpu_parts.list_parts(), *gpu_parts.list_rehearsal_parts()),
+    *(*gpu_parts.list_visit_parts(), *gpu_parts.list_visit_rehearsal_parts()),
+]
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "cpu", "versions": {"torch": "2"}}
 TOOLS = {
     "tools/gpu/self_check.py": self_check.parse_arguments,
     "tools/bench/attention.py": attention_bench.parse_arguments,
     "tools/bench/train_step.py": train_step.parse_arguments,
+    "tools/bench/profile_step.py": profile_step.parse_arguments,
 }
 
 
@@ -62,10 +66,17 @@ def test_the_rehearsals_choice_of_tests_is_not_empty() -> None:
         assert re.search(rf"def test_\w*{word}", sources), word
 
 
-def test_a_rehearsal_has_every_part_in_the_same_order() -> None:
-    names, rehearsed = (
-        [part.name for part in parts] for parts in (gpu_parts.list_parts(), gpu_parts.list_rehearsal_parts())
-    )
+@pytest.mark.parametrize(
+    ("list_parts", "list_rehearsed"),
+    [
+        (gpu_parts.list_parts, gpu_parts.list_rehearsal_parts),
+        (gpu_parts.list_visit_parts, gpu_parts.list_visit_rehearsal_parts),
+    ],
+)
+def test_a_rehearsal_has_every_part_in_the_same_order(
+    list_parts: Callable[[], list[CheckPart]], list_rehearsed: Callable[[], list[CheckPart]]
+) -> None:
+    names, rehearsed = ([part.name for part in parts] for parts in (list_parts(), list_rehearsed()))
     assert len(set(names)) == len(names)
     assert names == rehearsed
 
@@ -102,7 +113,7 @@ def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def check(parts: list[CheckPart], path: Path) -> tuple[int, dict[str, Any]]:
-    code = gpu_check.run_parts(parts, path, rehearsal=True)
+    code = gpu_check.report_check(gpu_check.run_parts(parts, path, rehearsal=True), path)
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -167,9 +178,10 @@ def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "MAX_TOTAL_SECONDS", gpu_check.GRACE_SECONDS)
     monkeypatch.setattr(gpu_check, "collect_provenance", lambda script, device: {**STAMP, "machine": device})
-    assert gpu_check.run_parts([GOOD], tmp_path / "a.json", rehearsal=False) == 1
+    limit = gpu_check.GRACE_SECONDS
+    done = gpu_check.run_parts([GOOD], tmp_path / "a.json", rehearsal=False, max_seconds=limit)
+    assert gpu_check.get_exit_code(done) == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert result["machine"] == "cuda"
     assert result["parts"]["good"]["exit"] == "not run: no time was left"
@@ -287,7 +299,8 @@ def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: 
 
 def test_a_rehearsal_does_not_write_over_a_record(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(gpu_check, "run_parts", lambda chosen, path, rehearsal: written.append(path) or 0)
+    monkeypatch.setattr(gpu_check, "run_parts", lambda chosen, path, rehearsal: written.append(path) or {})
+    monkeypatch.setattr(gpu_check, "report_check", lambda result, path: 0)
     assert command(gpu_check, "--rehearse") == 0
     assert gpu_check.RECORD not in written
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -4,7 +4,6 @@ B batch, H heads, T sequence, d head dimension, W processor width, k kernel size
 gives the attention output of the same shape; all peers of a problem share one encoding and one processor.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -32,6 +31,7 @@ from megatron.position.numerics import promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.token_range import TokenRange
+from tools.bench.mixer_switch import use_mixer
 from tools.bench.plain_gpt import AppendixCdape
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -198,14 +198,8 @@ def _wrap_with_mixer(problem: AttentionProblem, backend: TritonBackend) -> Atten
         shape = get_weight_shape(problem.heads, problem.width, problem.kernel_size, True)
         if get_arch(q) != mixer.ARCH or not mixer.is_supported(shape, q.dtype, problem.dim, problem.length):
             raise RuntimeError("the mixer's CUDA kernels do not compute this problem on this card")
-        before = os.environ.get(mixer.VARIABLE)
-        os.environ[mixer.VARIABLE] = "1"
-        try:
+        with use_mixer():
             return attention(q, k, v)
-        finally:
-            del os.environ[mixer.VARIABLE]
-            if before is not None:
-                os.environ[mixer.VARIABLE] = before
 
     return with_mixer
 

@@ -44,6 +44,7 @@ from megatron.options.model import ModelOptions  # noqa: E402
 from megatron.options.position import PositionOptions  # noqa: E402
 from megatron.training.metrics import find_peak_tflops  # noqa: E402
 from tools.bench.error_gate import disable_tf32, format_exception  # noqa: E402
+from tools.bench.mixer_switch import use_mixer  # noqa: E402
 from tools.bench.plain_gpt import PlainGPT  # noqa: E402
 from tools.bench.timing import compute_quartiles  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
@@ -56,8 +57,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", **CDAPE},
+    "cdape_mixer": {"pos_emb": "kerple_log", **CDAPE},
 }
+"""`cdape_mixer` is cdape with the mixer's CUDA kernels in the backward pass, where they compute its shapes."""
 PEERS = (*METHODS, "plain")
+DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_mixer")
 NUM_WARMUP_ROUNDS = 2
 """Rounds that only warm up and compile."""
 StepFunction = Callable[[], None]
@@ -114,10 +118,20 @@ def build_farfield(problem: StepProblem, method: str) -> Candidate:
         backend="triton" if (problem.cuda or is_interpreted()) and method != "rotary" else "auto",
     )
     if problem.layer:
-        return Candidate(_build_layer_step(problem, gpt, width))
-    return Candidate(
-        _build_model_step(problem, gpt, lambda x, y: gpt(x, y).mean()), gpt.flops_per_token(problem.length)
-    )
+        return Candidate(_choose_kernels(method, _build_layer_step(problem, gpt, width)))
+    step = _build_model_step(problem, gpt, lambda x, y: gpt(x, y).mean())
+    return Candidate(_choose_kernels(method, step), gpt.flops_per_token(problem.length))
+
+
+def _choose_kernels(method: str, step: StepFunction) -> StepFunction:
+    if method != "cdape_mixer":
+        return step
+
+    def step_with_mixer() -> None:
+        with use_mixer():
+            step()
+
+    return step_with_mixer
 
 
 def build_plain(problem: StepProblem) -> Candidate:
@@ -279,7 +293,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.layer and "plain" in (arguments.methods or ()):
         parser.error("argument --methods: plain is a whole model, not a layer")
-    arguments.methods = arguments.methods or list(METHODS if arguments.layer else PEERS)
+    arguments.methods = arguments.methods or [name for name in DEFAULT_PEERS if name != "plain" or not arguments.layer]
     return arguments
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -144,29 +144,53 @@ def main() -> None:
         parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
     chosen = list_rehearsal_parts() if arguments.rehearse else list_parts()
     chosen = [part for part in chosen if not arguments.parts or part.name in arguments.parts]
-    sys.exit(run_parts(chosen, path, rehearsal=arguments.rehearse))
+    sys.exit(report_check(run_parts(chosen, path, rehearsal=arguments.rehearse), path))
 
 
-def run_parts(chosen: list[CheckPart], path: Path, *, rehearsal: bool) -> int:
-    """Run parts one after the other and write file and page after each; 0 if every one of them exits with 0, else 1."""
+def run_parts(
+    chosen: list[CheckPart],
+    path: Path,
+    *,
+    rehearsal: bool,
+    script: str = __file__,
+    max_seconds: float = MAX_TOTAL_SECONDS,
+    render: Callable[[dict[str, Any]], str] = render_page,
+) -> dict[str, Any]:
+    """Run parts one after the other, and write file and page after each; return what was written.
+
+    Args:
+        script: the tool that was started.
+        max_seconds: that all parts together may take on a GPU.
+        render: makes the page.
+    """
     result: dict[str, Any] = {
-        **collect_provenance(__file__, "cpu" if rehearsal else "cuda"),
+        **collect_provenance(script, "cpu" if rehearsal else "cuda"),
         "rehearsal": rehearsal,
         "parts": {},
     }
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
-            left = float("inf") if rehearsal else MAX_TOTAL_SECONDS - (time.perf_counter() - begun)
+            left = float("inf") if rehearsal else max_seconds - (time.perf_counter() - begun)
             done = result["parts"][part.name] = run_part(
                 part, Path(folder), build_environment(rehearsal=rehearsal), left
             )
             print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_format_exit(done['exit'])}", flush=True)
             result["seconds"] = round(time.perf_counter() - begun, 1)
-            write_record(path, result, render_page(result))
+            write_record(path, result, render(result))
+    return result
+
+
+def report_check(result: dict[str, Any], path: Path) -> int:
+    """Print which goals were met; return 0 if every part exited with 0, else 1."""
     for goal, measured, wanted, met in judge_goals(result):
         print(f"{goal}: {measured}; wanted {wanted}: {met or 'for information'}")
     print(f"written: {path} and {path.with_suffix('.md')}")
+    return get_exit_code(result)
+
+
+def get_exit_code(result: dict[str, Any]) -> int:
+    """Return 0 if every part exited with 0, else 1."""
     return 0 if all(done["exit"] == 0 for done in result["parts"].values()) else 1
 
 

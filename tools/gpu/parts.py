@@ -113,6 +113,56 @@ def list_parts() -> list[CheckPart]:
     ]  # fmt: skip
 
 
+def build_profile_part(name: str, seconds: int, *options: str) -> CheckPart:
+    """A part of the profile of whole models."""
+    command = ("tools/bench/profile_step.py", "--seconds", str(seconds - 30), *options, "--json", "{output}")
+    return CheckPart(name, seconds, command, MODEL_MODULES)
+
+
+def list_visit_parts() -> list[CheckPart]:
+    """On a card that is there for a quarter of an hour: what most needs to be known, first."""
+    cdape, bias = ("--op", "cdape", "--heads", "16"), ("--op", "biased_attention", "--heads", "16")
+    ours, half = ("--peers", "triton", "mixer"), ("--dtype", "bf16")
+    methods = ("--methods", "kerple_log", "cdape", "cdape_mixer", "rotary", "plain", "--rounds", "8")
+    return [
+        build_profile_part("profile", 150, "--shapes", "350M:512:32", "350M:512:1"),
+        build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
+            "2", *ours),
+        build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
+        build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
+        build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
+        build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "mixer", "appendix"),
+        build_attention_part("bias", 45, *bias, *half, "--lengths", "512", "2048", "8192", "--peers", "triton", "flash",
+            "flash cudnn"),
+        build_attention_part("compiled", 75, *bias, *half, "--lengths", "2048", "--peers", "triton", "flex learned",
+            "flex frozen"),
+        build_step_part("step_8192", 60, "--shapes", "350M:8192:2", "--methods", "kerple_log", "cdape",
+            "--rounds", "5"),
+        build_profile_part("profile_mixer", 90, "--shapes", "350M:512:32", "--methods", "cdape_mixer", "rotary"),
+    ]  # fmt: skip
+
+
+def list_visit_rehearsal_parts() -> list[CheckPart]:
+    """The same on a CPU in Triton's interpreter, tiny."""
+    cdape, bias = ("--op", "cdape", "--width", "4"), ("--op", "biased_attention")
+    tiny = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "16", "--lengths", "8", "--rounds", "2")
+    step = ("--device", "cpu", "--dtype", "fp32", "--rounds", "2", "--methods", "kerple_log", "cdape", "cdape_mixer")
+    profile = ("--device", "cpu", "--dtype", "fp32", "--shapes", "tiny:8:1")
+    ours, limit = ("--peers", "triton"), REHEARSAL_SECONDS
+    return [
+        build_profile_part("profile", limit, *profile, "--methods", "kerple_log", "plain"),
+        build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
+        build_attention_part("mixer", limit, *cdape, *tiny, *ours),
+        build_step_part("step_512", limit, "--shapes", "tiny:8:1", *step),
+        build_step_part("step_long", limit, "--shapes", "tiny:8:2", *step),
+        build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
+        build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
+        build_attention_part("compiled", limit, *bias, *tiny, *ours, "sdpa mask"),
+        build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *step),
+        build_profile_part("profile_mixer", limit, *profile, "--methods", "cdape_mixer"),
+    ]  # fmt: skip
+
+
 def list_rehearsal_parts() -> list[CheckPart]:
     """On a CPU in Triton's interpreter: every part, small enough for that."""
     bias, cdape = ("--op", "biased_attention"), ("--op", "cdape", "--width", "4")

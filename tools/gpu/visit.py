@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+"""A quarter of an hour on a card: what most needs to be known next, in order, with a record after each part.
+
+    python tools/gpu/visit.py --json $OUT/gpu_visit.json            or, on a CPU,    --rehearse
+
+Parts are those of `parts.list_visit_parts`, each a process with a share of the time (`check.py` runs them). The page
+beside the JSON compares every time with the last record's, where both have the same measurement on the same card.
+"""
+
+import json
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.arguments import ToolParser, int_at_least, parse_record_path, print_interrupts_in_one_line  # noqa: E402
+from tools.gpu.check import get_exit_code, run_parts  # noqa: E402
+from tools.gpu.parts import list_missing, list_visit_parts, list_visit_rehearsal_parts  # noqa: E402
+from tools.records import format_provenance  # noqa: E402
+
+RECORD = ROOT / "docs/results/gpu_visit.json"
+REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_visit_rehearsal.json"
+VISIT_SECONDS = 780
+"""Seconds for all parts: fifteen minutes without what starting a machine and copying files takes."""
+KEY = ("op", "peer", "model", "dtype", "B", "H", "T", "d", "width", "kernel_size")
+"""What tells measurements of a part apart."""
+
+Measurement = tuple[str, tuple[Any, ...]]
+
+
+def list_times(result: dict[str, Any]) -> dict[Measurement, float]:
+    """Return the median milliseconds of each measurement, by part and key."""
+    found: dict[Measurement, float] = {}
+    for part, done in result.get("parts", {}).items():
+        for record in done.get("records", ()):
+            times = record.get("ms")
+            median = times["both"][1] if isinstance(times, dict) and "both" in times else record.get("wall_ms")
+            if median is not None:
+                found[part, tuple(record.get(name) for name in KEY)] = median
+    return found
+
+
+def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
+    """Return the page of a visit: its parts, and its times beside those of the last record."""
+    lines = ["# A visit to a GPU", "", f"{format_provenance(result)}", ""]
+    lines += ["| part | ended | seconds |", "|---|---|--:|"]
+    for name, done in result["parts"].items():
+        lines.append(f"| `{name}` | {'done' if done['exit'] == 0 else done['exit']} | {done['seconds']:.0f} |")
+    is_comparable = last is not None and last.get("machine") == result.get("machine")
+    before = list_times(last) if last is not None and is_comparable else {}
+    lines += ["", "| part | measurement | ms | last record | ratio |", "|---|---|--:|--:|--:|"]
+    for (part, key), median in list_times(result).items():
+        named = [f"{name} {value}" for name, value in zip(KEY, key, strict=True) if value is not None]
+        earlier = before.get((part, key))
+        ratio = "" if earlier is None else f"{median / earlier:.3f}"
+        lines.append(f"| `{part}` | {', '.join(named)} | {median:.3f} | {earlier or ''} | {ratio} |")
+    refusals = [
+        f"- `{part}`, {record.get('peer')}: {record['refusal']}"
+        for part, done in result["parts"].items()
+        for record in done.get("records", ())
+        if record.get("refusal")
+    ]
+    return "\n".join([*lines, "", *(["Not measured:", "", *refusals] if refusals else []), ""])
+
+
+def main() -> None:
+    parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_visit.json if absent"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
+    parser.add_argument(
+        "--seconds", type=int_at_least(1), default=VISIT_SECONDS, help=f"for all parts ({VISIT_SECONDS})"
+    )
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="only these")
+    arguments = parser.parse_args()
+    if lacking := list_missing(("torch", "triton")):
+        parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+    import torch
+
+    if not torch.cuda.is_available() and not arguments.rehearse:
+        parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
+    path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
+    last = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
+    chosen = list_visit_rehearsal_parts() if arguments.rehearse else list_visit_parts()
+    result = run_parts(
+        [part for part in chosen if not arguments.parts or part.name in arguments.parts],
+        path,
+        rehearsal=arguments.rehearse,
+        script=__file__,
+        max_seconds=arguments.seconds,
+        render=partial(render_visit, last=last),
+    )
+    print(f"written: {path} and {path.with_suffix('.md')}")
+    sys.exit(get_exit_code(result))
+
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+    main()
