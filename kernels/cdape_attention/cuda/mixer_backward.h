@@ -10,6 +10,7 @@
 // take as many registers as a kernel has, so they have a launch of their own: SCORES says that a kernel returns dS and
 // the gradients of tables, WEIGHTS that it returns those of weights.
 #pragma once
+#include "diagonals.h"
 #include "scores.h"
 
 struct MixerBackwardArgs {
@@ -33,21 +34,19 @@ template <int PADDING, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   typedef Geometry<PADDING> G;
   typedef Scores<G> S;
+  typedef Diagonals<G> D;
   static constexpr int TAPS = G::TAPS, CARRY = PADDING > 0 ? 2 * PADDING : 1;
   static constexpr int NUM_THREADS = 32 * G::WARPS;
   static constexpr float SLOPE = 0.01f;
 
-  // Each warp's sums along diagonals of its 16 × 8 pixels, by 24 distances (a group is 8) and 32 + 16 channels.
-  static constexpr int DISTANCE_BYTES = (G::WIDTH + G::HEADS) * 4, GROUP_BYTES = 8 * DISTANCE_BYTES;
-  static constexpr int DIAGONAL_BYTES = 3 * GROUP_BYTES;
   static constexpr int MEMORY_BYTES =
-      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? G::SUM_BYTES + G::WARPS * DIAGONAL_BYTES : 0);
+      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? G::SUM_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][2][2][2];
     u32 carry[CARRY][4];  // what the last run has for the next tile's columns
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
-    f32 diagonals[SCORES ? 3 : 1][4];  // of the group of distances that the warp adds up
+    typename D::Sums diagonals;
   };
   struct Context {
     MixerBackwardArgs args;
@@ -98,7 +97,8 @@ struct MixerBackward {
     barrier(memory);
     if constexpr (SCORES) {
       store_scores<MASKED>(c, first);
-      add_diagonals(st, c, first, tile, is_last);
+      const int row = c.position() - first - (G::COLUMNS - 1);  // of the sums' first distance
+      D::add(st.diagonals, c.diagonals, c.warp, tile, is_last, c.args.dtables, c.program, c.args.dtable_rows, row);
     }
   }
 
@@ -122,9 +122,7 @@ struct MixerBackward {
             st.dw2[tap][n][x] = f32(0.0f);
           }
       }
-    if constexpr (SCORES)
-      UNROLL_FOR (int v = 0; v < 3; v++)
-        UNROLL_FOR (int x = 0; x < 4; x++) st.diagonals[v][x] = f32(0.0f);
+    if constexpr (SCORES) D::clear(st.diagonals);
     S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
   }
 
@@ -259,14 +257,12 @@ struct MixerBackward {
         transpose_scores(s_rows[(jj + KEPT) % TAPS], s.column[jj + KEPT]);
         transpose(l_rows[(jj + KEPT) % TAPS], l.column[jj + KEPT]);
       }
-      u32 shift[2];  // nonzero words of the matrix that moves row r to row r + 7 - jj: of distances below 8, and others
+      u32 shift[2];
       if constexpr (SCORES && !EDGE) {
-        i32 from = g - t * 2 + (jj - 7);
-        UNROLL_FOR (int x = 0; x < 2; x++)
-          shift[x] = select(from == -8 * x, u32(0x3f80u), select(from == 1 - 8 * x, u32(0x3f800000u), u32(0u)));
+        D::build_shift(shift, jj);
         u32 dl[4];
         UNROLL_FOR (int q = 0; q < 4; q++) dl[q] = transpose_8x8(l.column[jj][q]);
-        UNROLL_FOR (int n = 0; n < 2; n++) add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
+        UNROLL_FOR (int n = 0; n < 2; n++) D::add_shifted(db[0][n], db[1][n], shift, dl[2 * n], dl[2 * n + 1], jj);
       }
       UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
         f32 hidden[2][4], gradient[2][4];
@@ -314,7 +310,7 @@ struct MixerBackward {
         }
         if constexpr (SCORES && !EDGE)
           UNROLL_FOR (int n = 0; n < 2; n++) {
-            add_shifted(du[0][2 * step + n], du[1][2 * step + n], shift, before[n][0], before[n][1], jj);
+            D::add_shifted(du[0][2 * step + n], du[1][2 * step + n], shift, before[n][0], before[n][1], jj);
           }
       }
       if constexpr (SCORES) {
@@ -334,16 +330,10 @@ struct MixerBackward {
     }
     if constexpr (SCORES) {
       if constexpr (PADDING > 0) pass_on(st, c, ds, sums, run, EDGE);
-      if constexpr (!EDGE) store_diagonals(c, du, db);
+      if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db);
     }
   }
 
-  // Adds a product with the matrix that moves row r to row r + 7 - jj, of 32 rows: those below 16, and the others.
-  static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const u32 (&shift)[2], u32 b0, u32 b1, int jj) {
-    mma_bf16_k8(low, shift[0], shift[1], b0);
-    mma_bf16_k8(low, u32(0u), shift[0], b1);
-    if (jj < 7) mma_bf16_k8(high, shift[1], u32(0u), b1);
-  }
   static KERNEL_CODE int sum_offset(int part, int column) {
     return ((part % 2) * 8 * G::SUM_ROW_STRIDE + (part / 2) * 4 * G::SUM_PAIR_STRIDE + column) * 4;
   }
@@ -373,53 +363,6 @@ struct MixerBackward {
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(gradient[x / 2][2 * r + x % 2]);
       store_global<4>(address(c.args.dedge, row * (PADDING * 128) + t * 16), column * 128 + step * 64, v,
                       row < c.args.scores.rows);
-    }
-  }
-
-  // Row x of the warp's diagonals is of distance position + 16·row tile - first - p - 8·run - 7 + x (of dL: without p).
-  static KERNEL_CODE void store_diagonals(Context& c, const f32 (&du)[2][4][4], const f32 (&db)[2][2][4]) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    i32 to = g * DISTANCE_BYTES + t * 16;
-    UNROLL_FOR (int group = 0; group < 3; group++) {
-      const int m = group / 2, r = group % 2, at = c.warp * DIAGONAL_BYTES + group * GROUP_BYTES;
-      Words<4> v;
-      UNROLL_FOR (int step = 0; step < 2; step++) {
-        UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(du[m][2 * step + x / 2][2 * r + x % 2]);
-        store_shared<4>(c.diagonals, to + (at + step * 64), v);
-      }
-      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(db[m][x / 2][2 * r + x % 2]);
-      store_shared<4>(c.diagonals, to + (at + 128), v);
-    }
-  }
-
-  // Adds up the warps' diagonals. A tile has 8 groups of distances; the lower four are the next tile's upper four, so a
-  // warp adds to the same one in two tiles, lower and then upper, and stores it.
-  static KERNEL_CODE void add_diagonals(State& st, Context& c, int first, int tile, bool is_last) {
-    i32 lane = lane_id();
-    const int group = (c.warp + 4 * (tile & 1)) & 7;
-    UNROLL_FOR (int row_tile = 0; row_tile < 2; row_tile++)
-      UNROLL_FOR (int part = 0; part < 3; part++) {
-        const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
-        if (run >= 0 && run < G::RUNS)
-          UNROLL_FOR (int v = 0; v < 3; v++) {
-            const int from = (row_tile * G::RUNS + run) * DIAGONAL_BYTES + part * GROUP_BYTES + v * 512;
-            Words<4> x = load_shared<4>(c.diagonals, lane * 16 + from);
-            UNROLL_FOR (int y = 0; y < 4; y++) st.diagonals[v][y] += as_f32(x.x[y]);
-          }
-      }
-    if (group >= 4 || is_last) {
-      const int row = c.position() - first - (G::COLUMNS - 1) + 8 * group;
-      UNROLL_FOR (int v = 0; v < 3; v++) {
-        Words<4> x;
-        UNROLL_FOR (int y = 0; y < 4; y++) {
-          x.x[y] = as_u32(st.diagonals[v][y]);
-          st.diagonals[v][y] = f32(0.0f);
-        }
-        i32 distance = (lane + v * 32) / 12 + row;
-        Address to =
-            advance(address(c.args.dtables, lane * 16), (c.program * c.args.dtable_rows + row) * DISTANCE_BYTES);
-        store_global<4>(to, v * 512, x, distance >= 0 && distance < c.args.dtable_rows);
-      }
     }
   }
 

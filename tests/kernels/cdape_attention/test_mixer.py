@@ -255,7 +255,7 @@ FAULTS = {
     "a missing barrier": ("    mix<false>(st, c, first);\n    barrier(memory);\n", "    mix<false>(st, c, first);\n"),
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": ("j >= 0 && j <= last", "j >= 0 && j <= last + 1"),
-    "a wrong distance": ("(G::COLUMNS - 1) + 8 * group", "(G::COLUMNS - 1) + 8 * group + 1"),
+    "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
 }
 
 

@@ -1,0 +1,82 @@
+// Sums along diagonals: of what a block has for each pixel, the sum over the pixels of each distance n = i - j. The
+// gradients of U (of hidden values, 32 channels) and of the bias table (of logits, 16 channels) are such sums.
+//
+// A warp adds up its 16 rows × 8 columns by products with shifted identities, which move row r of a column to row
+// r + 7 - jj: 23 distances, in 3 groups of 8. A tile of 32 × 32 pixels has 63 distances, in 8 groups, of which the
+// lower four are the next tile's upper four. So a warp adds up the warps' sums of one group in two tiles, as a lower
+// and then as an upper one, in the order of the warps, and stores them once.
+#pragma once
+#include "geometry.h"
+
+template <class G>
+struct Diagonals {
+  static constexpr int CHANNELS = G::WIDTH + G::HEADS, DISTANCE_BYTES = CHANNELS * 4;
+  static constexpr int GROUP_BYTES = 8 * DISTANCE_BYTES, WARP_BYTES = 3 * GROUP_BYTES;
+  static constexpr int MEMORY_BYTES = G::WARPS * WARP_BYTES;
+
+  // A group: 8 distances × 48 channels, 12 of which a lane holds.
+  struct Sums {
+    f32 part[3][4];
+  };
+  static KERNEL_CODE void clear(Sums& sums) {
+    UNROLL_FOR (int v = 0; v < 3; v++)
+      UNROLL_FOR (int x = 0; x < 4; x++) sums.part[v][x] = f32(0.0f);
+  }
+
+  // The nonzero words of the matrix that moves a column's rows: of distances below 8, and of the others.
+  static KERNEL_CODE void build_shift(u32 (&shift)[2], int jj) {
+    i32 lane = lane_id(), from = lane / 4 - lane % 4 * 2 + (jj - 7);
+    UNROLL_FOR (int x = 0; x < 2; x++)
+      shift[x] = select(from == -8 * x, u32(0x3f80u), select(from == 1 - 8 * x, u32(0x3f800000u), u32(0u)));
+  }
+
+  // Adds a column, (rows, channels) as a B fragment, to the sums of the distances below 16, and of the others.
+  static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const u32 (&shift)[2], u32 b0, u32 b1, int jj) {
+    mma_bf16_k8(low, shift[0], shift[1], b0);
+    mma_bf16_k8(low, u32(0u), shift[0], b1);
+    if (jj < 7) mma_bf16_k8(high, shift[1], u32(0u), b1);
+  }
+
+  // Stores a warp's sums. Row x is of the distance of its first row and last column, plus x - 7.
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][4][4], const f32 (&db)[2][2][4]) {
+    i32 lane = lane_id(), to = lane / 4 * DISTANCE_BYTES + lane % 4 * 16;
+    UNROLL_FOR (int group = 0; group < 3; group++) {
+      const int m = group / 2, r = group % 2, at = warp * WARP_BYTES + group * GROUP_BYTES;
+      Words<4> v;
+      UNROLL_FOR (int step = 0; step < 2; step++) {
+        UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(du[m][2 * step + x / 2][2 * r + x % 2]);
+        store_shared<4>(memory, to + (at + step * 64), v);
+      }
+      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(db[m][x / 2][2 * r + x % 2]);
+      store_shared<4>(memory, to + (at + 128), v);
+    }
+  }
+
+  // Adds the warps' sums of a tile to those of this warp's group, and stores the group when it is complete.
+  // `first_row` is the row of `table` [programs, rows, 48] that the tile's first distance has.
+  static KERNEL_CODE void add(Sums& sums, SharedMemory memory, int warp, int tile, bool is_last, void* table,
+                              long long program, int rows, int first_row) {
+    i32 lane = lane_id();
+    const int group = (warp + 4 * (tile & 1)) & 7;
+    UNROLL_FOR (int row_tile = 0; row_tile < 2; row_tile++)
+      UNROLL_FOR (int part = 0; part < 3; part++) {
+        const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
+        if (run >= 0 && run < G::RUNS)
+          UNROLL_FOR (int v = 0; v < 3; v++) {
+            const int from = (row_tile * G::RUNS + run) * WARP_BYTES + part * GROUP_BYTES + v * 512;
+            Words<4> x = load_shared<4>(memory, lane * 16 + from);
+            UNROLL_FOR (int y = 0; y < 4; y++) sums.part[v][y] += as_f32(x.x[y]);
+          }
+      }
+    if (group < 4 && !is_last) return;
+    const int row = first_row + 8 * group;
+    Address to = advance(address(table, lane * 16), (program * rows + row) * DISTANCE_BYTES);
+    UNROLL_FOR (int v = 0; v < 3; v++) {
+      Words<4> x;
+      UNROLL_FOR (int y = 0; y < 4; y++) x.x[y] = as_u32(sums.part[v][y]);
+      i32 distance = (lane + v * 32) / 12 + row;
+      store_global<4>(to, v * 512, x, distance >= 0 && distance < rows);
+    }
+    clear(sums);
+  }
+};
