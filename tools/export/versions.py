@@ -48,7 +48,18 @@ def install_version(wanted: str, folder: Path) -> None:
 
 def run_pip(requirements: list[str], folder: Path) -> None:
     """Install exactly these. Raises SystemExit."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *requirements]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        *requirements,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: pip cannot install {', '.join(requirements)}: {done.stderr.strip()[-500:]}")
@@ -79,8 +90,13 @@ def list_missing_requirements(folder: Path) -> Iterator[Requirement]:
 def run_tests(packages: Path, folder: Path) -> dict[str, Any]:
     """Run the tests with a folder's packages; return how many passed and were skipped, and the names that failed."""
     report = folder / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
-    environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{packages}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(f"error: the tests cannot be run: {done.stdout[-2000:]}")
