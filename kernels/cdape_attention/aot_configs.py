@@ -16,8 +16,12 @@ from kernels.cdape_attention.configs import (
     heads_tile,
     processor_constants,
     processor_tile,
+    product_constants,
+    product_tile,
+    transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
+from kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from kernels.cdape_attention.scores import _scores_kernel
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, build_signature
@@ -51,6 +55,7 @@ PROCESSOR_KERNELS = {
 ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
 HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 """Programs of these take a tile of all heads."""
+PRODUCT_KERNELS = {"multiply_map": _multiply_map_kernel, "multiply_transposed": _multiply_transposed_kernel}
 FLOAT32_POINTERS = (
     "sinks_ptr",
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
@@ -130,6 +135,25 @@ def _build_head_tile_config(
     )
 
 
+def _build_product_config(
+    name: str, dim: int, dtype_name: str, *, odd: bool = False, documents: bool = False, add: bool = False
+) -> KernelConfig:
+    """`odd` as above; `add`: of several chunks, whose sums are in float32."""
+    kernel: Any = PRODUCT_KERNELS[name]
+    tile = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    is_transposed = name == "multiply_transposed"
+    constants = transposed_product_constants(dim, tile, add=add) if is_transposed else product_constants(dim, tile)
+    suffix = " odd" if odd else " documents" if documents else " add" if add else ""
+    constants = _add_first_keys(constants, documents)
+    return KernelConfig(
+        name=f"{name}{suffix} d={dim} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, ("out_ptr",) if add else (), () if odd else ("C",)),
+        constexprs=constants,
+        options=tile.options,
+    )
+
+
 def list_configurations() -> Iterator[KernelConfig]:
     """Every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
     for heads, width, kernel_size in SHAPES:
@@ -159,6 +183,14 @@ def list_configurations() -> Iterator[KernelConfig]:
     for heads, dim in ((12, 64), (16, 64), (32, 80)):
         for name in HEAD_TILE_KERNELS:
             yield _build_head_tile_config(name, heads, dim, "bf16", ROWS, documents=True)
+    for dim in HEAD_DIMS:
+        for dtype_name in DTYPES_BY_NAME if dim == 64 else ("bf16",):
+            for name in PRODUCT_KERNELS:
+                yield _build_product_config(name, dim, dtype_name)
+    for name in PRODUCT_KERNELS:
+        yield _build_product_config(name, 64, "bf16", odd=True)
+        yield _build_product_config(name, 64, "bf16", documents=True)
+    yield _build_product_config("multiply_transposed", 64, "bf16", add=True)
     yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
@@ -213,3 +245,11 @@ def _build_pass() -> Iterator[PassKernel]:
         kept_pixels["mix_bwd"],
         has_loop=True,
     )
+    product = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    for name, launches in (("multiply_map", 1), ("multiply_transposed", 2)):
+        yield PassKernel(
+            _build_product_config(name, dim, dtype_name),
+            product.block_m * product.block_n / heads,
+            has_loop=True,
+            launches=launches,
+        )

@@ -251,7 +251,7 @@ def _processor_bwd_kernel(
     bias_contributions_ptr,  # [p + N + rows·p, D] float32
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type
-    dscores_ptr,  # [B, H, R, C] compute type, written where a row sees a column; must be zero elsewhere
+    dscores_ptr,  # [B, H, R, C] compute type, written where a row sees a column
     dbias_contributions_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
     dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
     dedge_ptr,  # [B, R, p, D] float32, holds zeros before

@@ -66,6 +66,14 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
 
 
 @cache
+def product_tile(dim: int, dtype: torch.dtype) -> Tile:
+    """The tile of a product of a map with rows of heads (`products.py`)."""
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2)
+    return Tile(64, 64, 4, 3 if dim <= 80 else 2)
+
+
+@cache
 def heads_tile(rows: int, dim: int, dtype: torch.dtype, aligned: bool) -> Tile:
     """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
 
@@ -103,6 +111,18 @@ def processor_constants(
     if kernel == "mix_bwd_dw":
         return constants | {"BLOCK_KC": pad_for_dot(kernel_size * padded_channels(heads))}
     return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
+
+
+@cache
+def product_constants(dim: int, tile: Tile) -> dict[str, Any]:
+    """The constants of a product of a map with rows of heads."""
+    return {**head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+
+
+@cache
+def transposed_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
+    """The constants of a product of a transposed map, whose kernel adds to what is there."""
+    return product_constants(dim, tile) | {"ADD": add}
 
 
 @cache

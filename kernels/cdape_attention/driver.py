@@ -27,8 +27,12 @@ from kernels.cdape_attention.configs import (
     heads_tile,
     processor_constants,
     processor_tile,
+    product_constants,
+    product_tile,
+    transposed_product_constants,
 )
 from kernels.cdape_attention.forward import _processor_fwd_kernel
+from kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
 from kernels.cdape_attention.scores import _scores_kernel, padded_channels
 from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
@@ -139,9 +143,8 @@ class ChunkMaps:
     (`scores.py`); what matrix products and the softmax read has them first, [B, H, R, C].
 
     The forward pass uses scores and logits. The backward pass fills, in this order: `scores`; `logits`; with one kernel
-    `probabilities`, whole, and `dlogits`; then over the probabilities `dscores`. The kernels write gradients where a
-    row sees a column. Elsewhere `dscores` must be zero, for it is multiplied with whole matrices: the probabilities
-    beneath it are.
+    `probabilities` and `dlogits`; then over the probabilities `dscores`. No kernel reads an entry of a column that the
+    row does not see, except to drop it.
     """
 
     scores: Tensor
@@ -149,7 +152,7 @@ class ChunkMaps:
     logits: Tensor
     """L, float32; undefined where a row does not see the column."""
     probabilities: Tensor
-    """P, compute type; zero where a row does not see the column."""
+    """P, compute type; undefined where a row does not see the column."""
     dlogits: Tensor
     """dL, compute type, heads last; undefined where a row does not see the column."""
 
@@ -292,29 +295,24 @@ def backward(
         dout: of the output; like the others contiguous.
         terms: still zero.
     """
-    batch, heads, _, dim = k.shape
     chunks = list(iter_chunks(problem, chunk_rows))[::-1]
     sums = _new_sums(terms, chunks, k)
     dq = torch.empty_like(scaled)
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
-    flat_dq, flat_dout, flat_scaled, flat_k = (x.view(batch * heads, -1, dim) for x in (dq, dout, scaled, k))
 
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """A function of its own, so that a chunk's maps are freed before the next ones."""
         maps = _compute_maps(problem, chunk, scaled, k)
         softmax_backward(problem, chunk, maps, v, dout, stats, means)
-        rows, seen = slice(chunk.first, chunk.last), slice(chunk.left, chunk.right)
-        probabilities = maps.probabilities.view(batch * heads, chunk.rows, -1)
-        _add_product(sums.v[:, seen], probabilities.mT, flat_dout[:, rows], is_only=len(chunks) == 1)
+        is_only = len(chunks) == 1
+        multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
         if _uses_mixer(problem, chunk, k):
             _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
         else:
             _weights_backward(problem, chunk, maps, sums, is_first=is_first)
             _processor_backward(problem, product, chunk, maps, sums, is_first=is_first)  # dS over P
-        dscores = probabilities
-        into = flat_dq[:, rows]
-        torch.baddbmm(into, dscores, flat_k[:, seen], beta=0.0, alpha=scale, out=into)
-        _add_product(sums.k[:, seen], dscores.mT, flat_scaled[:, rows], is_only=len(chunks) == 1)
+        multiply_map(problem, chunk, maps.dscores, k, dq, scale)
+        multiply_transposed(problem, chunk, maps.dscores, scaled, sums.k, is_only=is_only)
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
@@ -339,12 +337,50 @@ def _new_sums(terms: TermSums, chunks: list[Chunk], k: Tensor) -> GradientSums:
     return GradientSums(dk, dv, terms)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_only: bool) -> None:
-    """Add the product of two batches of matrices; `is_only` says that nothing else is added."""
-    if is_only:
-        torch.bmm(left, right, out=total)
-    else:
-        total += torch.bmm(left, right)
+def multiply_map(problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, out: Tensor, scale: float) -> None:
+    """Write scale · factor · x into the chunk's rows.
+
+    Args:
+        factor: a map [B, H, R, C], read where a row sees the column.
+        x: [B, H, columns, d], contiguous like the output.
+        out: [B, H, rows, d].
+    """
+    batch, heads, rows, dim = out.shape
+    tile = product_tile(dim, problem.dtype)
+    launch(
+        _multiply_map_kernel,
+        (cdiv(chunk.rows, tile.block_m), batch * heads, 1),
+        (
+            *(factor, chunk.slice_columns(x), chunk.slice_rows(out), chunk.first_keys, heads, *chunk.extent),
+            *(problem.window, rows, x.shape[2], scale),
+        ),
+        product_constants(dim, tile),
+        tile.options,
+    )
+
+
+def multiply_transposed(
+    problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, total: Tensor, *, is_only: bool
+) -> None:
+    """Add factorᵀ · (the chunk's rows of x) to the columns that the chunk sees; `is_only` says that nothing is there.
+
+    Args:
+        factor: a map [B, H, R, C], read where a row sees the column.
+        x: [B, H, rows, d], contiguous like the total.
+        total: [B·H, columns, d].
+    """
+    batch, heads, rows, dim = x.shape
+    tile = product_tile(dim, problem.dtype)
+    launch(
+        _multiply_transposed_kernel,
+        (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
+        (
+            *(factor, chunk.slice_rows(x), total[:, chunk.left :], chunk.first_keys, heads, *chunk.extent),
+            *(problem.window, rows, total.shape[1]),
+        ),
+        transposed_product_constants(dim, tile, add=not is_only),
+        tile.options,
+    )
 
 
 def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:

@@ -52,13 +52,13 @@ def column_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_visible_logits(logits_ptr, row, column, extent, MASKED: tl.constexpr):
-    """Logits [BLOCK_M, BLOCK_N], −∞ where a row does not see the column. Not MASKED: all rows see all columns.
+def load_visible(map_ptr, row, column, extent, OTHER: tl.constexpr, MASKED: tl.constexpr):
+    """A map's tile [BLOCK_M, BLOCK_N], OTHER where a row does not see the column. Not MASKED: all rows see all columns.
 
     What it does not see is loaded all the same and dropped: a mask that differs along a row would forbid wide loads.
     """
     R, C, first_row, first_column, window, first_keys_ptr = extent
-    pointers = logits_ptr + row[:, None] * C + column[None, :]
+    pointers = map_ptr + row[:, None] * C + column[None, :]
     if MASKED:
         x = tl.load(pointers, mask=(row < R)[:, None] & (column < C)[None, :], other=0.0)
         stop = (first_row - first_column + 1 + row)[:, None]
@@ -66,7 +66,7 @@ def load_visible_logits(logits_ptr, row, column, extent, MASKED: tl.constexpr):
         if first_keys_ptr is not None:
             first_keys = tl.load(first_keys_ptr + row, mask=row < R, other=0) - first_column
             seen = seen & (column[None, :] >= first_keys[:, None])
-        x = tl.where(seen, x, float("-inf"))
+        x = tl.where(seen, x, OTHER)
     else:
         x = tl.load(pointers)
     return x
@@ -101,7 +101,7 @@ def _attend_fwd_columns(
         if MASKED:
             c0 = tl.where(step < skipped_from, step, step + skipped)
         column = c0 + tl.arange(0, BLOCK_N)
-        x = load_visible_logits(logits_ptr, row, column, extent, MASKED)
+        x = load_visible(logits_ptr, row, column, extent, float("-inf"), MASKED)
         higher = tl.maximum(maximum, tl.max(x, 1) * LOG2E)
         # A row may not have met a column that it sees: −∞ − (−∞) would be NaN.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -209,7 +209,7 @@ def _attend_sums_columns(
             v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         column = c0 + tl.arange(0, BLOCK_N)
-        x = load_visible_logits(logits_ptr, row, column, extent, MASKED)
+        x = load_visible(logits_ptr, row, column, extent, float("-inf"), MASKED)
         row_sum += tl.sum(tl.exp2(x * LOG2E - top[:, None]) * dp, 1)
     return row_sum
 
@@ -303,7 +303,7 @@ def head_gradient(
                            INPUT_PRECISION, MASKED)
         # fmt: on
         of_map = (R, C, first_row, first_column, window, first_keys_ptr)
-        x = load_visible_logits(logits_ptr + map_start, rows, columns, of_map, MASKED)
+        x = load_visible(logits_ptr + map_start, rows, columns, of_map, float("-inf"), MASKED)
         p = tl.exp2(x * LOG2E - top[:, None]) * inverse_sum[:, None]
         store_map_tile(p_ptr + map_start, p, rows, columns, R, C, MASKED)
         dlogits = p * (dp - mean[:, None])
@@ -402,7 +402,7 @@ def _attend_bwd_kernel(
     do_ptr,  # [B, H, R_total, d] compute type, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
-    p_ptr,  # [B, H, R, C] compute type, P, written whole: zero where a row does not see the column
+    p_ptr,  # [B, H, R, C] compute type, P, written where a tile holds a column that a row sees
     dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
     first_keys_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
@@ -460,8 +460,3 @@ def _attend_bwd_kernel(
             _store_gradient(dlogits_ptr, pointers, row, column, extent, H, SMALL_GROUP, CHANNELS,
                             HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION, True)
         # fmt: on
-    else:
-        zeros = tl.zeros([BLOCK_M, BLOCK_N], p_ptr.dtype.element_ty)
-        rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        for head in range(H):
-            store_map_tile(p_ptr + tl.cast(R, tl.int64) * C * head, zeros, rows, columns, R, C, True)

@@ -93,7 +93,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes as long for a tile of any size, so these are few, and short sequences still have several.
     """
     from kernels.cdape_attention import driver
-    from kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile
+    from kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
     from kernels.runtime import Tile
 
     def tall_processor_tile(kernel: str, *args: Any) -> Tile:
@@ -104,6 +104,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "processor_tile", tall_processor_tile)
     monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_m=16, block_n=16))
     monkeypatch.setattr(driver, "heads_tile", lambda *args: replace(heads_tile(*args), block_m=16, block_n=16))
+    monkeypatch.setattr(driver, "product_tile", lambda *args: replace(product_tile(*args), block_m=16, block_n=16))
     monkeypatch.setattr(driver, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
