@@ -149,8 +149,8 @@ MISTAKES = {
     (
         "evaluate",
         "several",
-    ): "no checkpoint in it, but runs that have some; name those that you mean: several/a several/b/c",
-    ("generate", "several/b", "-p", "a"): "but runs that have some; name those that you mean: several/b/c",
+    ): "this folder has no checkpoint, but contains runs that do; name one of them: several/a several/b/c",
+    ("generate", "several/b", "-p", "a"): "but contains runs that do; name one of them: several/b/c",
     ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3 or kerple_power?",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
@@ -576,7 +576,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "rotary" in evaluated.stdout
-    assert "runs/one: step_0000004, whole by its checksums" in evaluated.stdout
+    assert "runs/one: step_0000004, checksums match" in evaluated.stdout
     assert json.loads((run / "results.json").read_text())[0]["length"] == 16
 
 

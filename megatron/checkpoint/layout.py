@@ -108,7 +108,7 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
             shown = " ".join(shlex.quote(str(run)) for run in runs[:MAX_RUNS_LISTED])
             more = f" and {len(runs) - MAX_RUNS_LISTED} more" if len(runs) > MAX_RUNS_LISTED else ""
             raise UserError(
-                f"{path}: no checkpoint in it, but runs that have some; name those that you mean: {shown}{more}"
+                f"{path}: this folder has no checkpoint, but contains runs that do; name one of them: {shown}{more}"
             )
         raise UserError(f"{path}: no checkpoint in it; give a run's folder or one of its {CHECKPOINTS}/step_…")
     return latest

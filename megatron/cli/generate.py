@@ -28,7 +28,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each prompt instead of its text.")] = False,
     **options: Any,
 ) -> None:
-    """Let a model go on with texts.
+    """Continue texts with a model.
 
     Without a prompt, what standard input holds is gone on with; on a terminal, lines are typed one by one. What is
     written goes to standard output as it comes, and everything else to standard error.

@@ -28,7 +28,7 @@ def report(
     port: Annotated[
         int | None,
         typer.Option(
-            help=f"Of --serve; 0 takes one that is free, and it is {DEFAULT_PORT} if absent.",
+            help=f"Port of --serve, {DEFAULT_PORT} by default; 0 picks a free one.",
             min=0,
             max=65535,
             show_default=False,

@@ -74,11 +74,17 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
     architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
     position = run.config.position
     options = {
-        **position.pos_emb_options, **position.score_processor_options, **position.attention_temperature_options
-    }  # fmt: skip
+        "options of the encoding": position.pos_emb_options,
+        "options of the score processor": position.score_processor_options,
+        "options of the temperature": position.attention_temperature_options,
+    }
     rows = [
         ("shape", f"{architecture}, feed-forward {ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
-        ("options of positions", ", ".join(f"{name} = {value}" for name, value in options.items()) or "defaults"),
+        *(
+            (title, ", ".join(f"{name} = {value}" for name, value in chosen.items()))
+            for title, chosen in options.items()
+            if chosen
+        ),
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens"),
     ]
     if trainer_state.step:

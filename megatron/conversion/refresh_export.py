@@ -76,6 +76,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises UserError: it is of no model whose code we renew."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name an export")
+    if not (folder / HF_CONFIG_FILE).exists():
+        raise UserError(f"{folder}: not an export: it has no {HF_CONFIG_FILE}")
     values = read_json_object(folder / HF_CONFIG_FILE)
     classes = values.get("auto_map")
     if values.get("model_type") != FARFIELD.model_type or not isinstance(classes, dict) or not classes:

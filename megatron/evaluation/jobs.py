@@ -311,8 +311,8 @@ def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
     """Whether the model is known to be what training wrote."""
     checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
     if loaded.verified:
-        return f"{checkpoint}, whole by its checksums"
-    return f"{checkpoint}, which has no manifest: whether its files are as they were written is not known"
+        return f"{checkpoint}, checksums match"
+    return f"{checkpoint}, not verified: it has no manifest of checksums"
 
 
 def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:

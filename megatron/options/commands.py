@@ -126,7 +126,7 @@ class ExportOptions(ConfigSection):
     license: str | None = config_field(None, "of the weights, for the model card: apache-2.0, …")
     overwrite: bool = config_field(False, "replace an export that is there; with --refresh, also code that was edited")
     refresh: bool = config_field(
-        False, "renew the code of an export that is there, in the place of RUN and DIR; weights stay as they are"
+        False, "renew the code of an existing export, given instead of RUN and DIR; its weights do not change"
     )
 
 
@@ -138,7 +138,7 @@ class PlanOptions(ConfigSection):
     gpus_per_node: int = config_field(8, "GPUs of one machine", ge=1, le=1024)
     network: float = config_field(25.0, "GB/s of one node to the others; 25 is one 200 Gbit/s adapter", ge=0.001)
     mfu: float = config_field(0.45, "share of its peak that a GPU reaches while it computes", ge=0.001, le=1)
-    gib: float | None = config_field(None, "memory of one GPU, if not as sold", ge=0.1)
+    gib: float | None = config_field(None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1)
     vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=1)
     layouts: int = config_field(10, "layouts to list", ge=1)
 
@@ -158,7 +158,9 @@ class RehearseOptions(ConfigSection):
         "which to execute: roles (two of each pipeline stage, which stand for the others), all, or numbers",
         metavar="roles|all|0,5,60-63",
     )
-    gib: float | None = config_field(None, "memory of one GPU, if not as sold", ge=0.1, le=8192)
+    gib: float | None = config_field(
+        None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1, le=8192
+    )
     vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=2, le=1 << 24)
     network: float = config_field(25.0, "GB/s of one node to the others, for the estimate of time", ge=0.001)
     mfu: float = config_field(0.45, "share of its peak that a GPU reaches, for the estimate of time", ge=0.001, le=1)
@@ -168,5 +170,5 @@ class ReportOptions(ConfigSection):
     """What is compared, and what counts as extrapolating."""
 
     against: str | None = config_field(None, "compare all others with this method", metavar="METHOD")
-    delta: float = config_field(0.1, "a perplexity that changes by less, as a share, extrapolates", ge=0)
+    delta: float = config_field(0.1, "a method extrapolates if its perplexity changes by less than this fraction", ge=0)
     title: str | None = config_field(None, "of the page")

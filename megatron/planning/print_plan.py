@@ -90,10 +90,7 @@ def describe_auto(plan: Plan) -> str:
     if plan.checked_backend is not None:
         return f"takes {plan.checked_backend}, as the run's record of a check on its card says"
     pytorch = "PyTorch's fused attention" if plan.supports_sdpa else "row blocks in PyTorch"
-    return (
-        f"takes {pytorch} until a check on your GPU finds a backend that is right and faster; that one's column holds "
-        "then"
-    )
+    return f"takes {pytorch} until a check on your GPU finds a correct, faster backend; then read that backend's column"
 
 
 def _print_summary(plan: Plan, console: Console) -> None:

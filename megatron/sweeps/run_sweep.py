@@ -386,7 +386,7 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_members: int, num_w
     at_once = "" if num_workers == 1 else f", {num_workers} at once"
     return (
         f"{runs} of {num_members} runs to do{at_once}: {format_flops(training)} of training and "
-        f"{format_flops(evaluation)} of evaluation; how long that takes follows with the first steps"
+        f"{format_flops(evaluation)} of evaluation; a time estimate follows after the first steps"
     )
 
 

@@ -45,7 +45,8 @@ def format_bytes(bytes_: float) -> str:
     """Memory and files: 950 bytes, 12.3 KiB, 4.56 GiB."""
     for unit, power in (("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if bytes_ >= 2**power:
-            return f"{bytes_ / 2**power:.3g} {unit}"
+            scaled = bytes_ / 2**power
+            return f"{scaled:.0f} {unit}" if scaled >= 999.5 else f"{scaled:.3g} {unit}"
     return f"{bytes_:.0f} bytes"
 
 
