@@ -210,7 +210,8 @@ class LossGuard:
         good = [path for path in checkpoints if (parse_step(path) or 0) < good_step]
         if good:
             return f"the last good checkpoint is {good[-1]}"
-        return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it"
+        earlier = f"; one before it is {checkpoints[-2]}" if len(checkpoints) > 1 else ""
+        return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it{earlier}"
 
     def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
         run, save = checkpoint.parent.parent, self._config.checkpoint.save

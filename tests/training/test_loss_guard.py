@@ -25,6 +25,7 @@ from megatron.training.engine import Engine
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
 from megatron.training.metrics_log import find_divergence
 from megatron.training.resolve_run import resolve_run
+from megatron.training.summary import describe_stop
 from megatron.training.trainer import Trainer, train
 from megatron.training.training_run import build_training_run
 from megatron.utils.errors import RunError, UserError
@@ -288,3 +289,17 @@ def test_a_run_whose_last_steps_are_bad_is_not_finished(
         train(tiny_config(corpus, tmp_path, **KEYS))
     assert read_status(tmp_path).state == "diverged"
     assert 8 not in list_steps(tmp_path)
+
+
+def test_a_run_says_which_checkpoint_is_left_after_bad_steps(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus, tmp_path)
+    second, fourth = (tmp_path / "checkpoints" / layout.format_checkpoint_name(step) for step in (2, 4))
+    assert f"at step 4 of 4; saved {fourth}; " in describe_stop(config, 4, fourth, 15)
+    assert f"at step 4 of 4; the last checkpoint is {second}; " in describe_stop(config, 4, second, 15)
+
+    engine = SimpleNamespace(skipped=True, precision="fp32", loss_scale=1.0)
+    keys = {"on_bad_loss": "stop"}
+    guard = LossGuard(config.replace(**keys), cast(Engine, engine), single_process(), lambda: [second, fourth])
+    stop = guard.check(5, 20, torch.tensor(math.nan))
+    assert isinstance(stop, Stop)
+    assert stop.message.endswith(f"{fourth}, and no good step followed it; one before it is {second}")
