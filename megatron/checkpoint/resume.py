@@ -12,7 +12,7 @@ is said as a stage.
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -272,11 +272,20 @@ def plan_resume(
     layout_now = f"{sizes or groups.mesh.sizes}, ZeRO {config.training.zero_optimization.stage}"
     if layout_before != layout_now:
         notes += (f"layout: {layout_before} until here, {layout_now} from here on",)
-    # A run that continues in another folder with the same keys is the same training.
-    is_same_training = config.compute_training_digest() == stored_config.compute_training_digest()
     is_own = index is not None or options.save is None
-    origin = state.origin if is_own or is_same_training else _describe_origin(source)
+    is_same = _is_same_training(config, stored_config, may_differ=LENGTH_KEYS if is_own else ())
+    origin = state.origin if is_same else _describe_origin(source)
     return ResumePlan(source, reader, state, notes, stages, later, origin)
+
+
+def _is_same_training(config: Config, stored: Config, *, may_differ: Collection[str] = ()) -> bool:
+    """Return whether a run continues a training as it began.
+
+    With another learning rate, say, it is not what a run is that had this rate from its first step.
+
+    may_differ: keys that a run may change without becoming another training.
+    """
+    return all(key in may_differ for key, _, _ in _list_changes(config, stored, "data", "numerics", "schedule"))
 
 
 def _describe_origin(source: StoredCheckpoint) -> str:
@@ -440,6 +449,8 @@ def _describe_changes(config: Config, source: StoredCheckpoint, *policies: Chang
     return lines
 
 
+LENGTH_KEYS = ("train_iters", "train_epochs")
+"""Keys of the length of a run, which may be extended without becoming another training."""
 PRECISION_KEYS = ("precision", "fp16", "bf16")
 """What a branch may change beside its schedule, as it may its layout: results agree to rounding."""
 

@@ -21,7 +21,7 @@ from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
 
 MAX_ROLLBACKS = 3
-"""Rollbacks without a new checkpoint in between, after which the run ends."""
+"""Rollbacks after which the run ends, unless a good step followed a new checkpoint in between."""
 
 DECAY = 0.98
 """Of the usual loss, with every step: it is the mean over about fifty."""
@@ -46,7 +46,9 @@ class Rollback:
     samples: int
     """Consumed when the loss was bad: the run goes on behind them."""
     count: int = 1
-    """Rollbacks since the run last saved a checkpoint, this one included."""
+    """Rollbacks since a checkpoint was last proven by a good step after it, this one included."""
+    total: int = 1
+    """Rollbacks over all starts of the run, this one included."""
     moves_newer_aside: bool = False
     """True if the run has newer checkpoints, which did not help and are moved aside."""
     note: str = ""
@@ -57,7 +59,7 @@ class Rollback:
         return replace(
             state,
             consumed_samples=self.samples,
-            rollbacks=state.rollbacks + self.count,
+            rollbacks=self.total,
             skipped_samples=state.skipped_samples + self.samples - state.consumed_samples,
         )
 
@@ -173,14 +175,16 @@ class LossGuard:
         checkpoint = checkpoints[-1] if checkpoints else None
         if self._config.training.on_bad_loss == "rollback" and checkpoint is not None:
             count, last = 1, self._last_rollback
-            if last is not None and (parse_step(checkpoint) or 0) <= last.step:  # nothing was saved since
-                count = last.count + 1
-                checkpoint = next(
-                    (path for path in checkpoints[::-1] if (parse_step(path) or 0) < last.step), checkpoint
-                )
+            if last is not None:
+                steps = [parse_step(path) or 0 for path in checkpoints]
+                if not any(last.step < saved < (self.last_good_step or 0) for saved in steps):
+                    count = last.count + 1
+                if steps[-1] <= last.step:  # nothing was saved since
+                    older = [path for path, saved in zip(checkpoints, steps, strict=True) if saved < last.step]
+                    checkpoint = older[-1] if older else checkpoint
             if count <= MAX_ROLLBACKS:
                 return self._go_back_to(checkpoint, checkpoints[-1], samples, count, problem)
-            problem += f"; gone back {MAX_ROLLBACKS} times, and no new checkpoint was reached"
+            problem += f"; gone back {MAX_ROLLBACKS} times, and no new checkpoint was followed by a good step"
         return Stop(reason, f"{problem}; {self._describe_checkpoints(checkpoints)}")
 
     def judge_end(self, step: int, losses: Sequence[float]) -> Stop | None:
@@ -188,12 +192,12 @@ class LossGuard:
 
         Args:
             step: the last one.
-            losses: those of its last validation and its test, if there are any.
+            losses: those that its final weights give: of its last validation and its test, or of a training batch.
         """
         if self.bad_steps:
             reason = "the last step was bad" if self.bad_steps == 1 else f"the last {self.bad_steps} steps were bad"
         elif not all(map(math.isfinite, losses)):
-            reason = "the loss on held-out text is not finite"
+            reason = "the loss at its final weights is not finite"
         else:
             return None
         return Stop(reason, f"step {step}: {reason}; {self._describe_checkpoints(self._list_checkpoints())}")
@@ -206,7 +210,8 @@ class LossGuard:
         good = [path for path in checkpoints if (parse_step(path) or 0) < good_step]
         if good:
             return f"the last good checkpoint is {good[-1]}"
-        return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it"
+        earlier = f"; one before it is {checkpoints[-2]}" if len(checkpoints) > 1 else ""
+        return f"the last checkpoint is {checkpoints[-1]}, and no good step followed it{earlier}"
 
     def _go_back_to(self, checkpoint: Path, newest: Path, samples: int, count: int, problem: str) -> Rollback:
         run, save = checkpoint.parent.parent, self._config.checkpoint.save
@@ -216,6 +221,7 @@ class LossGuard:
             step=parse_step(checkpoint) or 0,
             samples=samples,
             count=count,
+            total=self.num_rollbacks + 1,
             moves_newer_aside=is_own and checkpoint != newest,
             note=f"{problem}; going back to {checkpoint}, behind the data until here",
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.layout import parse_step
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.parallelism import resolve_mesh_shape
 from megatron.config.schema import Config
@@ -166,7 +167,9 @@ def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: in
     """Where a run is that signal `signum` stopped, and how it goes on."""
     saved = "no checkpoint is saved"
     if checkpoint is not None:
-        saved = f"saved {checkpoint}; {describe_next_action(config, signum)}"
+        is_of_this_step = parse_step(checkpoint) == step  # none is saved after a bad step
+        kept = f"saved {checkpoint}" if is_of_this_step else f"the last checkpoint is {checkpoint}"
+        saved = f"{kept}; {describe_next_action(config, signum)}"
     return f"stopped by signal {signum} at step {step} of {config.training.train_iters}; {saved}"
 
 

@@ -107,21 +107,25 @@ def folder_lock(folder: Path) -> Iterator[None]:
         UserError: the folder cannot be written.
         RunError: another process held the lock for `WAIT_SECONDS`.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
-    lock_file: Path | None = None
-    try:
-        if not _wait_for_flock(descriptor, folder):
-            lock_file = folder / WRITE_LOCK_FILE
-            _create_lock_file(lock_file)
-        yield
-    finally:
-        if lock_file is not None:
-            lock_file.unlink(missing_ok=True)
-        os.close(descriptor)
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written ({error.strerror})") from error
+        lock_file: Path | None = None
+        try:
+            if not _wait_for_flock(descriptor, folder):
+                lock_file = folder / WRITE_LOCK_FILE
+                _create_lock_file(lock_file)
+            elif not _is_same_file(folder, descriptor):
+                continue  # it was removed or replaced before this process had locked it
+            yield
+            return
+        finally:
+            if lock_file is not None:
+                lock_file.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _wait_for_flock(descriptor: int, folder: Path) -> bool:

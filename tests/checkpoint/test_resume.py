@@ -234,6 +234,26 @@ def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpu
     assert (branch.trainer_state.origin, branch.training_digest) == (None, whole.training_digest)
 
 
+def test_a_run_that_changed_its_rate_is_no_seed_of_one_that_always_had_it(
+    trained: Path, corpus: Path, tmp_path: Path
+) -> None:
+    def resume(name: str, **keys: Any) -> str:
+        run = copied(trained, tmp_path / name)
+        train(tiny_config(corpus, run, load=str(run), **keys))
+        return open_run(run).training_digest
+
+    other_rate = {"optimizer": {"type": "Adam", "params": {"lr": 5e-4}}}
+    longer = resume("longer", train_iters=5)
+    assert open_run(tmp_path / "longer").trainer_state.origin is None
+    changed = resume("changed", train_iters=5, **other_rate)
+    train(tiny_config(corpus, tmp_path / "always", train_iters=5, **other_rate))
+    assert len({longer, changed, open_run(tmp_path / "always").training_digest}) == 3
+    run = tmp_path / "changed"
+    train(tiny_config(corpus, run, load=str(run), train_iters=6, **other_rate))
+    origin = f"{open_run(trained).training_digest} at step 4"
+    assert open_run(run).trainer_state.origin == origin  # which further resuming keeps
+
+
 def steps(run: Path) -> list[int | None]:
     return [layout.parse_step(path) for path in layout.list_checkpoints(run)]
 

@@ -25,6 +25,7 @@ from megatron.training.engine import Engine
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, RunningMeanLoss, Stop
 from megatron.training.metrics_log import find_divergence
 from megatron.training.resolve_run import resolve_run
+from megatron.training.summary import describe_stop
 from megatron.training.trainer import Trainer, train
 from megatron.training.training_run import build_training_run
 from megatron.utils.errors import RunError, UserError
@@ -123,7 +124,7 @@ def test_it_ends_where_going_back_does_not_help(corpus: Path, tmp_path: Path, mo
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS)
     with pytest.raises(
         RunError,
-        match=r"gone back 3 times, and no new checkpoint was reached; the last checkpoint is .*, and no good step",
+        match=r"gone back 3 times, and no new checkpoint was followed by a good step; the last checkpoint is",
     ):
         train(config)
 
@@ -179,7 +180,7 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert isinstance(rollback, Rollback)
     assert (rollback.load, rollback.step, rollback.samples, rollback.count) == (str(tmp_path), 4, 24, 1)
     skipped = rollback.skip_samples(TrainerState(step=4, consumed_samples=16, rollbacks=1, skipped_samples=3))
-    assert (skipped.consumed_samples, skipped.rollbacks, skipped.skipped_samples) == (24, 2, 11)
+    assert (skipped.consumed_samples, skipped.rollbacks, skipped.skipped_samples) == (24, 1, 11)
 
     other = build_guard(None, rollback)
     other.load_state_dict({"usual_loss": 2.0, "rollbacks": 1, "step": 4})
@@ -192,7 +193,7 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
     assert (
-        "gone back 3 times, and no new checkpoint was reached"
+        "gone back 3 times, and no new checkpoint was followed by a good step"
         in cast(Stop, third.check(7, 28, torch.tensor(math.nan))).message
     )
 
@@ -202,14 +203,17 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert isinstance(guard.check(8, 32, torch.tensor(1.0)), Rollback)
 
 
-def break_weights(monkeypatch: pytest.MonkeyPatch, step: int, factor: float) -> None:
-    """Multiply all matrices by a factor after the optimizer's n-th step, counted over all starts."""
+def break_weights(monkeypatch: pytest.MonkeyPatch, step: int, factor: float, *, persistent: bool = False) -> None:
+    """Multiply all matrices by a factor after the optimizer's n-th step, counted over all starts.
+
+    persistent: do so after all later steps too.
+    """
     usual, calls = Engine.step, [0]
 
     def take_step(self: Engine, *args: Any, **kwargs: Any) -> None:
         usual(self, *args, **kwargs)
         calls[0] += 1
-        if calls[0] == step:
+        if calls[0] == step or (persistent and calls[0] > step):
             with torch.no_grad():
                 for shard in self.model.parameters():
                     if shard.ndim > 1:
@@ -237,13 +241,14 @@ def test_broken_weights_never_push_out_good_checkpoints(
         assert list_steps(tmp_path) == [2]
 
 
-@pytest.mark.parametrize("factor", [1e25, math.inf])
+@pytest.mark.parametrize(("factor", "eval_interval"), [(1e25, 4), (1e25, 0), (math.inf, 4)])
 def test_weights_that_break_at_the_last_step_are_no_success(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, eval_interval: int
 ) -> None:
-    """They stay finite, so that only the loss on held-out text shows it, or they are refused when they are saved."""
+    """They stay finite, so that only another loss shows it, or they are refused when they are saved."""
     break_weights(monkeypatch, 8, factor)
-    config = tiny_config(corpus, tmp_path, **KEYS, keep_last_n_checkpoints=1, eval_interval=4)
+    keys = {**KEYS, "keep_last_n_checkpoints": 1, "eval_interval": eval_interval}
+    config = tiny_config(corpus, tmp_path, **keys)
     with pytest.raises(RunError, match=r"^step 8: .*finite; the last good checkpoint is .*step_0000006$"):
         train(config)
     assert 6 in list_steps(tmp_path)
@@ -265,6 +270,17 @@ def test_a_rollback_that_fails_tries_the_checkpoint_before(
     assert all(math.isfinite(loss) for loss in losses(tmp_path))
 
 
+def test_rollbacks_end_if_every_step_breaks_the_weights(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start saves the step that it breaks, which is no sign that going back helped."""
+    break_weights(monkeypatch, 3, 1e25, persistent=True)
+    keys = {**KEYS, "checkpoint_factor": 1, "on_bad_loss": "rollback", "max_bad_steps": 1}
+    with pytest.raises(RunError, match="gone back 3 times, and no new checkpoint was followed by a good step"):
+        train(tiny_config(corpus, tmp_path, **keys))
+    assert len(list((tmp_path / "checkpoints" / "abandoned").iterdir())) <= 3
+
+
 def test_a_run_whose_last_steps_are_bad_is_not_finished(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,3 +289,17 @@ def test_a_run_whose_last_steps_are_bad_is_not_finished(
         train(tiny_config(corpus, tmp_path, **KEYS))
     assert read_status(tmp_path).state == "diverged"
     assert 8 not in list_steps(tmp_path)
+
+
+def test_a_run_says_which_checkpoint_is_left_after_bad_steps(corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(corpus, tmp_path)
+    second, fourth = (tmp_path / "checkpoints" / layout.format_checkpoint_name(step) for step in (2, 4))
+    assert f"at step 4 of 4; saved {fourth}; " in describe_stop(config, 4, fourth, 15)
+    assert f"at step 4 of 4; the last checkpoint is {second}; " in describe_stop(config, 4, second, 15)
+
+    engine = SimpleNamespace(skipped=True, precision="fp32", loss_scale=1.0)
+    keys = {"on_bad_loss": "stop"}
+    guard = LossGuard(config.replace(**keys), cast(Engine, engine), single_process(), lambda: [second, fourth])
+    stop = guard.check(5, 20, torch.tensor(math.nan))
+    assert isinstance(stop, Stop)
+    assert stop.message.endswith(f"{fourth}, and no good step followed it; one before it is {second}")

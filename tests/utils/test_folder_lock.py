@@ -1,6 +1,7 @@
 """Two writers of one folder: one waits for the other, or is refused, also on file systems without locks."""
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -92,3 +93,35 @@ def test_a_lock_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="busy"):
         FolderLock(tmp_path, name=".lock", key="--output", busy="busy", patience=0.0)
     waiting[0].release()
+
+
+def test_a_folder_that_is_made_anew_while_a_writer_waits_is_locked_anew(tmp_path: Path) -> None:
+    """A lock on a folder that was removed keeps nobody out of the folder that has its name now."""
+    folder, is_locked = tmp_path / "results", threading.Event()
+
+    def write() -> None:
+        with folder_lock(folder):
+            is_locked.set()
+            descriptors.append(os.open(folder, os.O_RDONLY))
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    descriptors: list[int] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:
+            failures.append(error)
+
+    with folder_lock(folder):
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert not is_locked.wait(0.2)  # it has the folder open
+        folder.rmdir()
+        folder.mkdir()
+    thread.join()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert not failures
