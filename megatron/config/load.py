@@ -189,6 +189,7 @@ def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None
 
 def _build_config(layers: ConfigLayers, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
+    layers.drop_alternatives()
     layers.resolve_deferred()
     _resolve_stages(layers)
     _resolve_vocabulary_rows(layers)
