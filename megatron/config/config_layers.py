@@ -43,7 +43,7 @@ REPLACED_KEYS: dict[str, tuple[str, ...]] = {
     "rollback": ("finetune",),
     "warmup": ("lr_warmup_iters",),
     "lr_warmup_iters": ("warmup",),
-    "data_path": (*_SPLIT_PATHS, *_SPLIT_WEIGHTS, "valid_data_sets", "task", *TASK_KEYS),
+    "data_path": (*_SPLIT_PATHS, *_SPLIT_WEIGHTS, "task", *TASK_KEYS),
     "train_data_paths": ("data_path", "task", *TASK_KEYS),
     "task": (*TEXT_KEYS, "seq_length"),
     "weight_by_num_documents": _SPLIT_WEIGHTS,
@@ -178,7 +178,8 @@ class ConfigLayers:
         if path in self.values:
             return self.values[path].where
         nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
-        return next(nested, None)
+        around = self.locate(path[:-1]) if len(path) > 1 else None
+        return next(nested, around)
 
     def get_value(self, key: str) -> Any:
         """The value of a flat key; its default where no layer has it."""

@@ -236,6 +236,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
+    **dict.fromkeys(("eval_at_start", "eval_lengths", "valid_data_sets"), ("eval_interval", bool)),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
     "slurm": ("launcher", lambda launcher: launcher == "slurm"),
     "fp16": ("precision", lambda precision: precision == "fp16"),

@@ -401,6 +401,26 @@ def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)
 
 
+def test_validations_without_an_interval_are_told(write):
+    keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
+    notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
+    for key in ("eval_at_start", "eval_lengths", "valid_data_sets"):
+        assert f"command line: {key} has no effect: eval_interval is 0" in notes
+    assert load_config(["base"], [*keys, "eval_interval=5"]).notes == ()
+
+
+def test_a_validation_set_is_located_by_its_key(write):
+    loaded = load_config(["base"], ["valid_data_sets={a: x}"])
+    with pytest.raises(UserError, match=r"^command line: valid_data_sets\.a: no"), loaded.locate_errors():
+        raise UserError("valid_data_sets.a: no", "valid_data_sets.a")
+
+
+def test_validation_sets_stay_beside_a_data_path(write):
+    write(sets="train_data_paths: [b]\nvalid_data_sets: {a: x}")
+    data = load_config(["base", "sets"], ["data_path=c"]).config.data
+    assert (data.data_path, data.train_data_paths, data.valid_data_sets) == ("c", [], {"a": "x"})
+
+
 def test_keys_of_a_section_that_is_not_read_are_told_together(write):
     write(
         job="slurm: {partition: a, account: b, requeue: true}\nlauncher: slurm\nnum_gpus: 1\n",
