@@ -260,7 +260,8 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
         for path, setting in layers.values.items():
             if path[0] != key or path in PRECISION_SWITCHES:  # `precision` says what a switch does
                 continue
-            if setting.value != list_config_keys()[path].field.get_default(call_default_factory=True):
+            key_info = list_config_keys().get(path)  # none inside a mapping whose names are the user's
+            if key_info is None or setting.value != key_info.field.get_default(call_default_factory=True):
                 unread.setdefault(setting.layer, []).append(path)
         for paths in unread.values():
             names = ", ".join(map(".".join, paths))

@@ -404,7 +404,7 @@ def test_a_key_that_is_not_read_beside_the_others_is_told(write):
 def test_validations_without_an_interval_are_told(write):
     keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
     notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
-    for key in ("eval_at_start", "eval_lengths", "valid_data_sets"):
+    for key in ("eval_at_start", "eval_lengths", "valid_data_sets.a"):
         assert f"command line: {key} has no effect: eval_interval is 0" in notes
     assert load_config(["base"], [*keys, "eval_interval=5"]).notes == ()
 
