@@ -38,15 +38,20 @@ _SPLIT_WEIGHTS = tuple(f"{split}_data_weights" for split in SPLITS)
 REPLACED_KEYS: dict[str, tuple[str, ...]] = {
     "train_iters": ("train_epochs",),
     "train_epochs": ("train_iters",),
+    "stages": ("train_iters", "train_epochs"),  # if the last one has an end
+    "finetune": ("rollback",),
+    "rollback": ("finetune",),
     "warmup": ("lr_warmup_iters",),
     "lr_warmup_iters": ("warmup",),
-    "data_path": (*_SPLIT_PATHS, *_SPLIT_WEIGHTS, "valid_data_sets", "task", *TASK_KEYS),
+    "data_path": (*_SPLIT_PATHS, *_SPLIT_WEIGHTS, "task", *TASK_KEYS),
     "train_data_paths": ("data_path", "task", *TASK_KEYS),
     "task": (*TEXT_KEYS, "seq_length"),
     "weight_by_num_documents": _SPLIT_WEIGHTS,
     **dict.fromkeys(_SPLIT_WEIGHTS, ("weight_by_num_documents",)),
 }
 """Keys that exclude each other: a layer that gives a key replaces what earlier layers set for the keys beside it."""
+ZERO_IS_GIVEN = ("warmup", "lr_warmup_iters")
+"""Keys of `REPLACED_KEYS` whose zero says something; that of the others is their absence."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,14 @@ def _flatten(
             yield path, SourcedValue(value, document.locate(written_path))
 
 
+def _excludes_others(name: str, value: Any) -> bool:
+    """Return whether a value of a key in `REPLACED_KEYS` excludes the keys beside it."""
+    if name == "stages":
+        last = value[-1] if isinstance(value, list) and value else None
+        return isinstance(last, dict) and not {"until", "until_tokens"}.isdisjoint(last)
+    return bool(value) or (name in ZERO_IS_GIVEN and value is not None)
+
+
 def _get_default_of_null(path: KeyPath) -> Any:
     """Return the default of a key whose values exclude null, or None if the key allows null or has no default.
 
@@ -165,7 +178,8 @@ class ConfigLayers:
         if path in self.values:
             return self.values[path].where
         nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
-        return next(nested, None)
+        around = self.locate(path[:-1]) if len(path) > 1 else None
+        return next(nested, around)
 
     def get_value(self, key: str) -> Any:
         """The value of a flat key; its default where no layer has it."""
@@ -183,6 +197,39 @@ class ConfigLayers:
         """Let the rules of all keys that were put off look at the layers as they are merged."""
         for name in sorted(self.deferred, key=lambda name: self.key_rules[name].resolve_order):
             self.key_rules[name].resolve(name, self.deferred[name], self)
+
+    def drop_alternatives(self) -> None:
+        """Drop keys that a key of a later layer excludes, the last layers first: what is dropped excludes nothing."""
+        given = [path for path in self.values if path[0] in REPLACED_KEYS and len(path) == 1]
+        for path in sorted(given, key=lambda path: -self.values[path].layer):
+            new = self.values.get(path)
+            if new is None or not _excludes_others(path[0], new.value):
+                continue
+            for other in [other for other in self.values if other[0] in REPLACED_KEYS[path[0]]]:
+                if (old := self.values[other]).layer < new.layer:
+                    del self.values[other]
+                    self.replacements.append(
+                        f"{'.'.join(other)} {format_value(old.value)} ({old.where}) replaced by {path[0]} "
+                        f"{format_value(new.value)} ({new.where})"
+                    )
+
+    def is_replaced(self, name: str, setting: SourcedValue, path: KeyPath) -> bool:
+        """Return whether another project's key, which means the key of `path`, is replaced by a later layer's `path`;
+        both in one layer contradict each other, which becomes a problem."""
+        other = self.values.get(path)
+        if other is None:
+            return False
+        own_key = ".".join(path)
+        if other.layer == setting.layer:
+            self.problems.append(f"{setting.where}: {name} contradicts {own_key} ({other.where}); give one of them")
+            return True
+        old, new = (setting, other) if other.layer > setting.layer else (other, setting)
+        names = (name, own_key) if old is setting else (own_key, name)
+        self.replacements.append(
+            f"{names[0]} {format_value(old.value)} ({old.where}) replaced by {names[1]} {format_value(new.value)} "
+            f"({new.where})"
+        )
+        return old is setting
 
     def note_ignored(self, name: str, reason: str) -> None:
         """Say of a key, together with others of its layer, that it has no effect."""
@@ -220,7 +267,6 @@ class ConfigLayers:
         self._resolve_precision(layer)
         for method_path, options_key in OPTION_KEYS.items():
             self._drop_options(method_path, options_key, layer)
-        self._drop_alternatives(layer)
         for path, setting in layer.items():
             if setting.value is None:
                 setting = SourcedValue(_get_default_of_null(path), setting.where, setting.layer)
@@ -311,19 +357,6 @@ class ConfigLayers:
             self.notes.append(
                 f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {owner}"
             )
-
-    def _drop_alternatives(self, layer: dict[KeyPath, SourcedValue]) -> None:
-        """Drop what earlier layers set for keys that a key of this layer excludes."""
-        for name, others in REPLACED_KEYS.items():
-            new = layer.get((name,))
-            if new is None or not new.value:
-                continue
-            for path in [path for path in self.values if path[0] in others and path not in layer]:
-                old = self.values.pop(path)
-                self.replacements.append(
-                    f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {name} "
-                    f"{format_value(new.value)} ({new.where})"
-                )
 
     def _describe_unknown_key(self, path: KeyPath) -> str:
         """`unknown key 'num_layrs'; did you mean num_layers?`"""

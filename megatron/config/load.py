@@ -189,6 +189,7 @@ def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None
 
 def _build_config(layers: ConfigLayers, sources: str) -> Config:
     """The checked configuration; `sources` are where a key that is missing was looked for."""
+    layers.drop_alternatives()
     layers.resolve_deferred()
     _resolve_stages(layers)
     _resolve_vocabulary_rows(layers)
@@ -235,6 +236,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
+    **dict.fromkeys(("eval_at_start", "eval_lengths", "valid_data_sets"), ("eval_interval", bool)),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
     "slurm": ("launcher", lambda launcher: launcher == "slurm"),
     "fp16": ("precision", lambda precision: precision == "fp16"),
@@ -258,7 +260,8 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
         for path, setting in layers.values.items():
             if path[0] != key or path in PRECISION_SWITCHES:  # `precision` says what a switch does
                 continue
-            if setting.value != list_config_keys()[path].field.get_default(call_default_factory=True):
+            key_info = list_config_keys().get(path)  # none inside a mapping whose names are the user's
+            if key_info is None or setting.value != key_info.field.get_default(call_default_factory=True):
                 unread.setdefault(setting.layer, []).append(path)
         for paths in unread.values():
             names = ", ".join(map(".".join, paths))

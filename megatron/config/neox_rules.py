@@ -223,8 +223,8 @@ class FractionOf(DeferredRule):
         base = layers.values.get((self.base_key,))
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < float("inf"):
             layers.problems.append(f"{where}: {name} is {format_value(fraction)}; it must be a finite positive number")
-        elif (other := layers.values.get((self.own_key,))) is not None:
-            layers.problems.append(f"{where}: {name} contradicts {self.own_key} ({other.where}); give one of them")
+        elif layers.is_replaced(name, setting, (self.own_key,)):
+            return
         elif base is not None and isinstance(base.value, int):
             try:
                 value = int(float(fraction) * base.value)  # as GPT-NeoX has it
@@ -314,9 +314,9 @@ class StepSwitch(DeferredRule):
     ) -> None:
         path, where = tuple(own_key.split(".")), setting.where
         value = layers.deferred[step.key].value if step.key in layers.deferred else step.default
-        if (other := layers.values.get(path)) is not None:
-            layers.problems.append(f"{where}: {name} contradicts {own_key} ({other.where}); give one of them")
-        elif type(value) is int:
+        if layers.is_replaced(name, setting, path):
+            return
+        if type(value) is int:
             layers.values[path] = replace(setting, value=value + step.offset)
             layers.notes.append(f"{where}: {name} makes {own_key} {value + step.offset}")
         else:
@@ -373,9 +373,7 @@ class WindowSize(DeferredRule):
             layers.problems.append(
                 f"{where}: {name} is {format_value(value)}; it must be [keys before a token, 0], or -1 for all of them"
             )
-        elif (other := layers.values.get(path)) is not None:
-            layers.problems.append(f"{where}: {name} contradicts {self.own_key} ({other.where}); give one of them")
-        else:
+        elif not layers.is_replaced(name, setting, path):
             window = None if value[0] == -1 else value[0] + 1
             layers.values[path] = replace(setting, value=window)
             layers.notes.append(f"{where}: {name} {format_value(value)} makes {self.own_key} {format_value(window)}")

@@ -56,16 +56,19 @@ class DatasetSlice:
         return int(self.dataset.lengths[self.first : self.last].sum(dtype=np.int64))
 
 
-def list_corpora(data: DataOptions, split: Split) -> list[list[Path]]:
+def list_corpora(data: DataOptions, split: Split, key: str | None = None) -> list[list[Path]]:
     """The datasets of each corpus of a split, by their prefixes. Empty if the configuration names none.
 
     A prefix may be written with `.bin` or `.idx`. UserError if the options contradict each other, a dataset's files are
     missing or it is named twice, or a folder holds no dataset for the split.
+
+    key: what errors call the key that names them; the split's own if absent.
     """
     for _, problem in find_data_conflicts(data):
         raise UserError(problem)
-    key = "data_path" if data.data_path is not None else f"{split}_data_paths"
-    names: Sequence[CorpusName] = getattr(data, key) if data.data_path is None else [data.data_path]
+    own_key = "data_path" if data.data_path is not None else f"{split}_data_paths"
+    names: Sequence[CorpusName] = getattr(data, own_key) if data.data_path is None else [data.data_path]
+    key = key or own_key
     corpora = [
         [prefix for name in list_corpus_names(corpus) for prefix in _find_datasets(key, name, split)]
         for corpus in names
@@ -78,25 +81,25 @@ def list_corpora(data: DataOptions, split: Split) -> list[list[Path]]:
     return corpora
 
 
-def list_split_prefixes(data: DataOptions, split: Split) -> list[Path]:
+def list_split_prefixes(data: DataOptions, split: Split, key: str | None = None) -> list[Path]:
     """The datasets of a split, by their prefixes. Empty, or UserError, as `list_corpora`."""
-    return [prefix for corpus in list_corpora(data, split) for prefix in corpus]
+    return [prefix for corpus in list_corpora(data, split, key) for prefix in corpus]
 
 
 def select_validation_sets(data: DataOptions) -> dict[str, DataOptions]:
-    """Return the options that name each further validation set alone, as valid_data_paths, by the set's name."""
+    """Return the options that name each further validation set alone, as valid_data_paths, by the key that names it."""
     return {
-        name: DataOptions(valid_data_paths=[corpus], tokenizer_type=data.tokenizer_type)
+        f"valid_data_sets.{name}": DataOptions(valid_data_paths=[corpus], tokenizer_type=data.tokenizer_type)
         for name, corpus in data.valid_data_sets.items()
     }
 
 
 def list_all_prefixes(data: DataOptions) -> list[Path]:
     """The prefixes of all splits, each once. UserError if the configuration names no dataset."""
-    sets = [data, *select_validation_sets(data).values()]
-    prefixes = list(
-        dict.fromkeys(prefix for each in sets for split in SPLITS for prefix in list_split_prefixes(each, split))
-    )
+    found = [prefix for split in SPLITS for prefix in list_split_prefixes(data, split)]
+    for key, validation_set in select_validation_sets(data).items():
+        found += list_split_prefixes(validation_set, "valid", key)
+    prefixes = list(dict.fromkeys(found))
     if not prefixes:
         lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
         raise UserError(f"data_path: no data are named; give data_path, or {lists}")
@@ -185,12 +188,12 @@ def compute_sequence_range(fractions: str, split: Split, num_sequences: int) -> 
     return round(float(edges[i]) * num_sequences), round(float(edges[i + 1]) * num_sequences)
 
 
-def list_dataset_slices(data: DataOptions, split: Split) -> list[DatasetSlice]:
+def list_dataset_slices(data: DataOptions, split: Split, key: str | None = None) -> list[DatasetSlice]:
     """What a split takes of each of its datasets; empty if the configuration has no data for it."""
-    key = "data_path" if data.data_path is not None else f"{split}_data_paths"
+    key = key or ("data_path" if data.data_path is not None else f"{split}_data_paths")
     corpora = [
         [dataset_slice for prefix in corpus if (dataset_slice := _open_slice(data, key, prefix, split)) is not None]
-        for corpus in list_corpora(data, split)
+        for corpus in list_corpora(data, split, key)
     ]
     weights: Sequence[float] = getattr(data, f"{split}_data_weights") or [1.0] * len(corpora)
     if data.weight_by_num_documents and key != "data_path":

@@ -200,7 +200,8 @@ def open_dataset_slices(
         split: list_dataset_slices(data, split) for split in SPLITS if order.num_samples[split] != 0
     }
     if order.valid_samples != 0:
-        named |= {f"valid/{n}": list_dataset_slices(d, "valid") for n, d in select_validation_sets(data).items()}
+        for key, validation_set in select_validation_sets(data).items():
+            named[f"valid/{key.partition('.')[2]}"] = list_dataset_slices(validation_set, "valid", key)
     train_length = _get_train_length(order, seq_length)
     for name, slices_of_split in named.items():
         split: Split = "valid" if name.startswith("valid/") else name  # type: ignore[assignment]

@@ -50,7 +50,7 @@ def _resolve_folders(config: Config) -> tuple[Config, list[str]]:
         changes["data_path"] = _list_datasets("data_path", [config.data.data_path], "train", notes)[0]
     if _names_folder([*config.data.valid_data_sets.values()]):
         changes["valid_data_sets"] = {
-            name: _list_datasets("valid_data_paths", [corpus], "valid", notes)[0]
+            name: _list_datasets(f"valid_data_sets.{name}", [corpus], "valid", notes)[0]
             for name, corpus in config.data.valid_data_sets.items()
         }
     key, stages = "train_data_paths", config.training.stages
@@ -69,8 +69,8 @@ def _names_folder(corpora: Sequence[CorpusName]) -> bool:
 
 def _list_datasets(key: str, names: Sequence[CorpusName], split: Split, notes: list[str]) -> list[CorpusName]:
     """The datasets of each corpus that a key names."""
-    data = DataOptions.model_validate({key: names[0] if key == "data_path" else names})
-    corpora = [[str(prefix) for prefix in corpus] for corpus in list_corpora(data, split)]
+    data = DataOptions.model_validate({"data_path": names[0]} if key == "data_path" else {f"{split}_data_paths": names})
+    corpora = [[str(prefix) for prefix in corpus] for corpus in list_corpora(data, split, key)]
     for name, prefixes in zip(names, corpora, strict=True):
         if _names_folder([name]):
             shown = ", ".join(prefixes[:MAX_SHOWN])

@@ -73,6 +73,12 @@ def test_saying_the_same_again_is_not_worth_a_line(write):
         ("train_iters: 9", "train_epochs: 2", "train_iters"),
         ("train_epochs: 2", "train_iters: 9", "train_epochs"),
         ("lr_warmup_iters: 3", "warmup: 0.1", "lr_warmup_iters"),
+        ("lr_warmup_iters: 3", "warmup: 0", "lr_warmup_iters"),
+        ("warmup: 0.1", "lr_warmup_iters: 0", "warmup"),
+        ("train_iters: 9", "stages: [{until: 4}, {until: 8}]\nsave: x", "train_iters"),
+        ("train_epochs: 2", "stages: [{until: 4}, {until_tokens: 9000}]\nsave: x", "train_epochs"),
+        ("load: x\nfinetune: true", "rollback: true", "finetune"),
+        ("load: x\nrollback: true", "finetune: true", "rollback"),
         ("data_path: a", "train_data_paths: [b]", "data_path"),
         ("train_data_paths: [b]\nvalid_data_paths: [c]", "data_path: a", "valid_data_paths"),
         ("train_data_paths: [b]\ntokenizer_type: bytes", "task: copy_string\ntask_length: 8", "train_data_paths"),
@@ -83,6 +89,35 @@ def test_a_later_alternative_replaces_an_earlier_one(write, first, second, dropp
     loaded = load_config(["base", "first", "second"])
     assert (dropped,) not in loaded.layers.values
     assert any(line.startswith(dropped) and "second.yml:1" in line for line in loaded.layers.replacements)
+
+
+@pytest.mark.parametrize(
+    ("own", "foreign", "own_value", "foreign_value"),
+    [
+        ("lr_decay_iters: 9", "lr_decay_fraction: 0.5", 9, 50),
+        ("attention_window: 7", "window_size: [4, 0]", 7, 5),
+    ],
+)
+def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, foreign, own_value, foreign_value):
+    write(own=f"train_iters: 100\n{own}", foreign=f"train_iters: 100\n{foreign}")
+    path = (own.partition(":")[0],)
+    assert load_config(["base", "foreign", "own"]).layers.values[path].value == own_value
+    assert load_config(["base", "own", "foreign"]).layers.values[path].value == foreign_value
+
+
+def test_what_is_replaced_replaces_nothing(write):
+    """A task excludes texts and the length; a text in a later layer excludes the task, and the length is back."""
+    write(task="task: copy_string\ntask_length: 8", text="train_data_paths: [a]")
+    config = load_config(["base", "task", "text"]).config
+    assert (config.data.task, config.model.seq_length) == (None, load_config(["base"]).config.model.seq_length)
+
+
+@pytest.mark.parametrize("value", ["train_iters=0", "train_iters=null", "stages=[{until: 4}, {}]", "data_path=null"])
+def test_a_value_that_gives_nothing_replaces_nothing(write, value):
+    write(first="train_epochs: 2\ntrain_data_paths: [a]\nsave: x")
+    layers = load_config(["base", "first"], [value]).layers
+    assert layers.values[("train_epochs",)].value == 2
+    assert ("train_data_paths",) in layers.values
 
 
 @pytest.mark.parametrize("key", ["save", "load", "vocab_file", "hostfile"])
@@ -364,6 +399,26 @@ def test_a_key_that_is_not_read_beside_the_others_is_told(write):
     assert "over.yml:1: split has no effect: train_data_paths is ['x']" in notes
     assert any(note.endswith("wandb_project has no effect: use_wandb is false") for note in notes)
     assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)
+
+
+def test_validations_without_an_interval_are_told(write):
+    keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
+    notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
+    for key in ("eval_at_start", "eval_lengths", "valid_data_sets.a"):
+        assert f"command line: {key} has no effect: eval_interval is 0" in notes
+    assert load_config(["base"], [*keys, "eval_interval=5"]).notes == ()
+
+
+def test_a_validation_set_is_located_by_its_key(write):
+    loaded = load_config(["base"], ["valid_data_sets={a: x}"])
+    with pytest.raises(UserError, match=r"^command line: valid_data_sets\.a: no"), loaded.locate_errors():
+        raise UserError("valid_data_sets.a: no", "valid_data_sets.a")
+
+
+def test_validation_sets_stay_beside_a_data_path(write):
+    write(sets="train_data_paths: [b]\nvalid_data_sets: {a: x}")
+    data = load_config(["base", "sets"], ["data_path=c"]).config.data
+    assert (data.data_path, data.train_data_paths, data.valid_data_sets) == ("c", [], {"a": "x"})
 
 
 def test_keys_of_a_section_that_is_not_read_are_told_together(write):

@@ -334,7 +334,9 @@ def test_their_switches_of_profiles_are_our_steps(read):
         with pytest.raises(UserError, match=why):
             read({**SMALL, **wrong})
     with pytest.raises(UserError, match=r"profile contradicts profile\.from"):
-        read({**SMALL, "profile": {"from": 2, "to": 3}}, {**SMALL, "profile": True})
+        read({**SMALL, "profile": True, "profile.from": 2, "profile.to": 3})
+    later = read({**SMALL, "profile": {"from": 2, "to": 3}}, {**SMALL, "profile": True}).config.logging
+    assert later.profile.steps == range(11, 13)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron.config.validation_errors import parse_section
 from megatron.data.blend import (
     compute_document_weights,
     describe_document_weights,
+    list_all_prefixes,
     list_corpora,
     list_dataset_slices,
     list_split_prefixes,
@@ -221,3 +222,7 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
     only_train = prepare([str(texts)], tmp_path / "train", split=(1, 0, 0))
     with pytest.raises(UserError, match=r"valid_data_paths: the corpus .* it has data for train_data_paths"):
         list_split_prefixes(DataOptions(valid_data_paths=[str(only_train.folder)]), "valid")
+    sets = DataOptions(train_data_paths=[path], valid_data_sets={"a": str(tmp_path / "nowhere")})
+    with pytest.raises(UserError, match=r"^valid_data_sets\.a: no dataset") as error:
+        list_all_prefixes(sets)
+    assert error.value.key == "valid_data_sets.a"

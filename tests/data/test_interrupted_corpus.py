@@ -268,3 +268,15 @@ def test_a_local_folder_through_the_library(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^hf:a needs the package datasets, .*: pip install -r requirements-eval\.txt"):
         prepare(["hf:a"], tmp_path / "none")
+
+
+def test_an_error_says_that_all_text_was_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"x": 1}\n' * 3)
+    with pytest.raises(
+        UserError, match=r"no text in it; 3 documents left out, as they cannot be decoded: .*:1: no key"
+    ):
+        prepare([str(path)], tmp_path / "out", skip_bad=3, split=None)
+    path.write_text('{"text": "a"}\n{"x": 1}\n{"text": ""}\n')
+    with pytest.raises(UserError, match=r"only 1 document is not empty; .*; 1 document left out, as it cannot"):
+        prepare([str(path)], tmp_path / "out", skip_bad=3)

@@ -39,7 +39,6 @@ from megatron.data.corpus_metadata import (
     TOKENIZER_FILES,
     CorpusInfo,
     CorpusMetadata,
-    SplitCounts,
     SplitName,
     compute_file_digest,
     read_corpus,
@@ -158,14 +157,12 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if earlier is None and (options.tokens is not None or recipe.tokenizer is None):
         writer.save()  # counting and training took long
     _write_splits(writer, tokenizer, assignment, recipe.num_workers)
-    _refuse_empty_split(writer.split_counts, recipe.files)
+    _refuse_empty_split(writer, recipe.files)
     if writer.skipped:
         examples = ", ".join(writer.skipped[:5])
         notes.append(f"{len(writer.skipped)} Python files left out, as Python cannot decode them: {examples}")
     if writer.bad.count:
-        notes.append(
-            f"{writer.bad.count:,} documents left out, as they cannot be decoded: {'; '.join(writer.bad.first)}"
-        )
+        notes.append(writer.bad.describe())
     metadata = CorpusMetadata(
         farfield=get_farfield_version(),
         sources=list(options.sources),
@@ -254,16 +251,17 @@ def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitA
         writer.close()
 
 
-def _refuse_empty_split(split_counts: dict[SplitName, SplitCounts], files: list[SourceFile]) -> None:
-    num_documents = sum(counts.documents for counts in split_counts.values())
+def _refuse_empty_split(writer: CorpusWriter, files: list[SourceFile]) -> None:
+    num_documents = sum(counts.documents for counts in writer.split_counts.values())
+    bad = f"; {writer.bad.describe()}" if writer.bad.count else ""
     if num_documents == 0:
-        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it")
-    for name, counts in split_counts.items():
+        raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text in it{bad}")
+    for name, counts in writer.split_counts.items():
         if counts.documents == 0:
             subject = "1 document is" if num_documents == 1 else f"{num_documents} documents are"
             raise UserError(
                 f"split: no text is left for {name}: only {subject} not empty; with --split none all text is one "
-                "dataset"
+                f"dataset{bad}"
             )
 
 

@@ -69,6 +69,12 @@ class BadDocuments:
         self.count += len(problems)
         self.first = [*self.first, *problems][:MAX_SHOWN_BAD]
 
+    def describe(self) -> str:
+        """Return how many documents were left out, with the problems of the first ones."""
+        documents = "1 document" if self.count == 1 else f"{self.count:,} documents"
+        left_out = f"{documents} left out, as {'it' if self.count == 1 else 'they'} cannot be decoded"
+        return f"{left_out}: {'; '.join(self.first)}"
+
 
 class CorpusWriter:
     """Datasets of some splits, from the beginning or from where earlier work stopped.
