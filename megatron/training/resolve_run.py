@@ -119,8 +119,7 @@ def _check_complete(config: Config) -> None:
         and not any(key in stage for stage in training.stages[-1:] for key in ENDS)
     ):
         raise UserError(
-            f"train_iters is {'missing' if training.train_iters is None else training.train_iters} (optimizer steps); "
-            "give it in a file or as train_iters=…, or give train_epochs",
+            "train_iters is missing or 0 (optimizer steps); give it in a file or as train_iters=…, or give train_epochs",
             "train_iters",
         )
     if training.stages and config.checkpoint.save is None:

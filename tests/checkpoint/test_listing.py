@@ -46,7 +46,7 @@ def test_each_is_told_with_its_loss_and_what_is_wrong_with_it(
 def test_what_is_no_run_is_told(run: Path, tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
-        (tmp_path, "no checkpoint in it"),
+        (tmp_path, "this folder has no checkpoint, but contains runs that do"),
         (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; give the run's folder"),
     ):
         with pytest.raises(UserError, match=message):

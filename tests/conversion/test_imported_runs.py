@@ -47,7 +47,7 @@ def test_its_configuration_says_nothing_of_training_and_a_training_asks_for_it(r
     assert config.training.train_iters == 0
     with pytest.raises(UserError, match="no data to train on"):
         resolve_run(config, LocalHardware(0, 2))
-    with pytest.raises(UserError, match=r"train_iters is missing \(optimizer steps\)"):
+    with pytest.raises(UserError, match=r"train_iters is missing or 0 \(optimizer steps\)"):
         resolve_run(config.replace(train_data_paths=["x"]), LocalHardware(0, 2))
 
 

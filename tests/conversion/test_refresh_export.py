@@ -182,7 +182,7 @@ def test_what_cannot_be_renewed_is_refused(tmp_path: Path) -> None:
     folder = write_export(tmp_path, {"pos_emb": "kerple_log"})
     with pytest.raises(UserError, match="nowhere: no such folder; name an export"):
         refresh_export.refresh_export(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"run/config\.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"run: not an export: it has no config\.json"):
         refresh_export.refresh_export(tmp_path / "run")
     values = change_config(folder, num_hidden_layers=3)
     with pytest.raises(RunError, match=r"holds no model\.layers\.2\..*, which config.json asks for"):

@@ -124,7 +124,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     said = out.getvalue()
     assert "rotary seed 1234: loading" in said
     # These checkpoints were made by hand; those that training writes have checksums.
-    assert "runs/a: step_0000005, which has no manifest: whether its files are as they were written" in said
+    assert "runs/a: step_0000005, not verified: it has no manifest" in said
     assert f"{found[1].value:,.1f}" in said
     assert "written: results/results.json" in said
 
