@@ -192,7 +192,7 @@ class LossGuard:
 
         Args:
             step: the last one.
-            losses: those that its final weights give: of its last validation and its test, or of a training batch.
+            losses: those of its last validation and its test, if there are any.
         """
         if self.bad_steps:
             reason = "the last step was bad" if self.bad_steps == 1 else f"the last {self.bad_steps} steps were bad"

@@ -119,7 +119,8 @@ def _check_complete(config: Config) -> None:
         and not any(key in stage for stage in training.stages[-1:] for key in ENDS)
     ):
         raise UserError(
-            "train_iters is missing or 0 (optimizer steps); give it in a file or as train_iters=…, or give train_epochs",
+            "train_iters is missing or 0 (optimizer steps); give it in a file or as train_iters=…, or give "
+            "train_epochs",
             "train_iters",
         )
     if training.stages and config.checkpoint.save is None:

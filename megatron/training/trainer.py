@@ -31,7 +31,6 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
 from megatron.config.schema import Config
-from megatron.data.dataloader import Batch
 from megatron.distributed import rng
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
@@ -39,7 +38,7 @@ from megatron.training import summary
 from megatron.training.check_start import check_surroundings
 from megatron.training.console import ConsoleReporter
 from megatron.training.loss_guard import Continue, LossGuard, Rollback, Stop
-from megatron.training.metrics import IntervalMetrics, sum_over_batch
+from megatron.training.metrics import IntervalMetrics
 from megatron.training.metrics_log import DivergenceRecord
 from megatron.training.parameter_norms import ParameterNorms
 from megatron.training.profiler import build_profiler, dump_memory_if_exhausted
@@ -249,7 +248,6 @@ class Trainer:
         self.norms = ParameterNorms(run.engine, groups) if config.logging.log_param_norm else None
         self.guard = LossGuard(config, run.engine, groups, self._list_checkpoints, rollback)
         self.validator = Validator(run, self.watchdog)
-        self._last_batch: list[Batch] = []
 
     def close(self) -> None:
         """End the threads that watch and write."""
@@ -291,7 +289,7 @@ class Trainer:
                 run.console.log(line)
             if not is_stopped:
                 held_out = [record.loss for record in (self.validator.last, test) if record is not None]
-                self._check_end(held_out or self._measure_last_batch())
+                self._check_end(held_out)
                 self.saver.confirm(self.data_position.step + 1)
                 is_new = checkpoint != run.resume.checkpoint
                 run.console.log(summary.describe_end(run.config, checkpoint, now=is_new))
@@ -304,21 +302,6 @@ class Trainer:
             seconds=time.perf_counter() - self.start_time,
             signal=signum,
         )
-
-    def _measure_last_batch(self) -> list[float]:
-        """Return the loss of the last step's batch at the final weights, or nothing if this start took no step.
-
-        Without held-out text, no other loss shows whether the last step broke the weights. All processes must call
-        this.
-        """
-        if not self._last_batch:
-            return []
-        engine, groups = self.run.engine, self.run.groups
-        self.watchdog.enter_phase("validate", self.data_position.step)
-        engine.model.eval()
-        loss = sum_over_batch(groups, float(engine.evaluate_loss(self._last_batch)))
-        engine.model.train()
-        return [loss]
 
     def _check_end(self, losses: list[float]) -> None:
         """Raise RunError if a run that has taken all its steps ended in a bad state.
@@ -376,7 +359,7 @@ class Trainer:
         self.watchdog.enter_phase("data", step)
         self.forward_timer.begin_step()
         data_time = time.perf_counter()
-        self._last_batch = micro_batches = [next(run.batches) for _ in range(num_micro_batches)]
+        micro_batches = [next(run.batches) for _ in range(num_micro_batches)]
         self.interval.data_wait += time.perf_counter() - data_time
         local_scored = sum(int(batch["loss_mask"].sum(dtype=torch.float64)) for batch in micro_batches)
         local_read = sum(batch["tokens"].numel() for batch in micro_batches)
