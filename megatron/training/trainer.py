@@ -393,12 +393,14 @@ class Trainer:
         self.data_position.advance(training.train_batch_size or 0, read)
         length = micro_batches[0]["tokens"].shape[1] * groups.mesh.context.size
         flops = read * run.flops_per_token[length]
-        if not scored:
+        # The ranks of a rehearsal exchange nothing, and must take one way all the same.
+        has_loss = scored > 0 or local_scored > 0
+        if not has_loss:
             run.console.log(
                 f"step {step + 1}: no token of its batch is scored, so it has no loss and nothing is learned"
             )
-        self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not scored, engine.z_loss)
-        if scored or engine.skipped:
+        self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not has_loss, engine.z_loss)
+        if has_loss or engine.skipped:
             self._check_loss(loss)
         run.console.step(self.data_position.step)
         return False
