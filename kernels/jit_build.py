@@ -41,9 +41,22 @@ def build_library(folder: Path, arch_flags: tuple[str, ...] = ARCH_FLAGS) -> cty
     sources = sorted([*folder.glob("*.c"), *folder.glob("*.h")])
     command = [compiler, *COMPILER_FLAGS, *arch_flags]
     name = f"{folder.parent.name}-{hash_sources(sources, command)}.so"
+    return load_library(name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+
+
+def load_library(name: str, command: Sequence[str]) -> ctypes.CDLL:
+    """Load a library from a cache folder, where the command makes it if it is not there or damaged.
+
+    Args:
+        name: the library's file name, which tells its contents apart (`hash_sources`).
+        command: the compiler's, without the output.
+
+    Raises:
+        CompileError: the compiler failed, or the library cannot be kept or loaded.
+    """
     for cache_folder in iter_cache_folders():
         try:
-            return _load(cache_folder, name, [*command, *(str(path) for path in sources if path.suffix == ".c")])
+            return _load(cache_folder, name, command)
         except OSError as error:
             failed = error
     raise CompileError(f"what was compiled cannot be kept or loaded: {failed}")

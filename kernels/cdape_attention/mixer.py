@@ -41,7 +41,7 @@ class _ScoreInputs(ctypes.Structure):
 
 
 class MixerBackwardArgs(ctypes.Structure):
-    """The kernels' arguments, as `cuda/mixer_backward.h` declares them."""
+    """Arguments of both kernels, as `cuda/mixer_backward.h` declares them."""
 
     _fields_ = (
         ("scores", _ScoreInputs),
@@ -53,7 +53,7 @@ class MixerBackwardArgs(ctypes.Structure):
 
 
 class MixerInputs(NamedTuple):
-    """What both kernels read of a chunk."""
+    """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
     """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
@@ -68,20 +68,20 @@ class MixerInputs(NamedTuple):
     weights: PackedWeights
     shape: WeightShape
     position: int
-    """Of the first row."""
+    """Position of the chunk's first row."""
 
 
 class MixerGradients(NamedTuple):
     """Gradients of a chunk, summed over sequences and rows."""
 
     contributions: Tensor
-    """Of U, float32 [n, D] from distance −p on."""
+    """Gradient of U, float32 [n, D], from distance −p on."""
     bias_table: Tensor
-    """Of the table in the logits, float32 [n, H] by distance."""
+    """Gradient of the bias table in the logits, float32 [n, H], by distance."""
     edge: Tensor
-    """Of E, float32 [B, R, p, D]."""
+    """Gradient of E, float32 [B, R, p, D]."""
     patches: Tensor
-    """Of both weights, as `PackedWeights` has them: float32 [2, KC, DP]."""
+    """Gradients of both weights in the layout of `PackedWeights`, float32 [2, KC, DP]."""
 
 
 def is_enabled() -> bool:
@@ -193,7 +193,7 @@ def _list_table_columns(device: torch.device) -> Tensor:
 
 @cache
 def _list_head_columns(device: torch.device) -> Tensor:
-    """Where the sums of heads 0 … 15 stand in a row of the sums along diagonals."""
+    """Return the columns of heads 0 … 15 in the sums along diagonals."""
     columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
     return torch.tensor(columns, device=device)
 

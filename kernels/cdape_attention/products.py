@@ -99,8 +99,8 @@ def _multiply_map_kernel(
 
 @triton.jit
 def row_ranges(start, extent, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the blocks of rows begin of which one sees some of BLOCK_N columns, where those begin that see them whole,
-    and where both end. In rows of several documents none counts as whole."""
+    """Return (first, whole, end, last): rows first … last − 1 see some of BLOCK_N columns, rows whole … end − 1 all of
+    them. In rows of several documents none counts as whole."""
     R, C, first_row, first_column, window, first_keys_ptr = extent
     own = first_column - first_row + start  # the row of the first column's token
     first = tl.maximum(own, 0) // BLOCK_M * BLOCK_M

@@ -18,7 +18,7 @@ from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder
 
 LANGUAGE = Path(__file__).parent
-FLAGS = ("--std=c++17", "--device-as-default-execution-space")
+FLAGS = ("--std=c++17",)
 
 
 @cache

@@ -4,10 +4,7 @@ The folder of the kernels has an `emulate.cpp`, which gives each kernel a functi
 """
 
 import ctypes
-import hashlib
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,13 +13,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.cuda.compile import LANGUAGE
-from kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder, run_compiler
+from kernels.jit_build import CompileError, hash_sources, load_library
 
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
 
 
 class Faults(NamedTuple):
-    """What the emulator counted. All but the last two are errors of a kernel."""
+    """Counts of the emulator. All but the last two are errors of a kernel."""
 
     races: int
     """Words of shared memory that two warps access, one of them writing, with no barrier between."""
@@ -85,18 +82,5 @@ def _build(folder: Path) -> ctypes.CDLL:
         raise CompileError("no C++ compiler was found (c++, g++, clang++)")
     source = folder / "emulate.cpp"
     sources = [source, *sorted(LANGUAGE.glob("*.h")), *sorted(folder.glob("*.h"))]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [*(path.read_text(encoding="utf-8") for path in sources), version, *FLAGS]
-    name = f"emulate-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    for cache_folder in iter_cache_folders():
-        try:
-            open_cache_folder(cache_folder)
-            if not (cache_folder / name).exists():
-                with tempfile.TemporaryDirectory(dir=cache_folder) as own:
-                    library = Path(own) / name
-                    run_compiler([compiler, *FLAGS, f"-I{LANGUAGE}", str(source), "-o", str(library)])
-                    library.replace(cache_folder / name)
-            return ctypes.CDLL(str(cache_folder / name))
-        except OSError:
-            continue
-    raise CompileError("what was compiled cannot be kept or loaded")
+    command = [compiler, *FLAGS, f"-I{LANGUAGE}"]
+    return load_library(f"emulate-{hash_sources(sources, command)}.so", [*command, str(source)])

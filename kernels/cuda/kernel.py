@@ -1,4 +1,4 @@
-"""What names a kernel in CUDA C++, for those who compile, launch or emulate it."""
+"""Description of a kernel in CUDA C++, for those who compile, launch or emulate it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ class CudaKernel(NamedTuple):
     folder: Path
     header: str
     name: str
-    """With its template arguments, for example "MixerBackward<1, true, false>"."""
+    """Name of the struct with its template arguments, for example "MixerBackward<1, true, false>"."""
     arguments: str
     num_threads: int
     shared_bytes: int

@@ -1,5 +1,5 @@
-"""Which backends and methods compute all documents of a row at once (`documents.mask_documents`), and what a backend
-prepares for that before the layers."""
+"""Masks of documents: backends and methods that compute all documents of a row at once (`documents.mask_documents`),
+and masks that a backend prepares before the layers."""
 
 from collections.abc import Sequence
 from dataclasses import replace

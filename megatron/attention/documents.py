@@ -29,8 +29,8 @@ from megatron.position.token_range import SampledPositions, TokenRange
 
 
 def find_document_starts(tokens: Tensor, eod: int | bool, mask: Tensor | None = None) -> Tensor:
-    """Of each token of rows, the column of its document's first token in the row. The token that ends a document
-    belongs to it, and the next one begins another.
+    """Return for each token of rows the column of its document's first token. The token that ends a document belongs to
+    it, and the next one begins another.
 
     Args:
         tokens: int64 [..., T]; or bool, which of them end a document.

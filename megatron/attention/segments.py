@@ -48,8 +48,8 @@ class Segment:
     first_key: int = 0
     """The index of the first key at hand; those before it are hidden by a window."""
     document_mask: Any = None
-    """What the backend made of `first_keys` before the layers (`document_masks.compute_document_masks`), of these very
-    tokens."""
+    """Mask that the backend made of these tokens' `first_keys` before the layers
+    (`document_masks.compute_document_masks`)."""
 
     @property
     def context(self) -> TokenRange:

@@ -87,7 +87,7 @@ class ResumePlan:
     """Later checkpoints in the run's folder, damaged or gone back behind: `move_superseded_aside` moves them out of the
     way."""
     origin: str | None = None
-    """What the weights come from, where that is another training (`TrainerState.origin`)."""
+    """Training that the initial weights come from, if any (`TrainerState.origin`)."""
 
     @property
     def stage(self) -> Stage:

@@ -62,7 +62,7 @@ class TrainerState:
     directory: str | None = None
     """Where it was trained: what relative paths of its configuration are relative to."""
     origin: str | None = None
-    """What the weights come from, where that is another training: its digest and step. Resuming keeps it."""
+    """Digest and step of the training that the initial weights come from, if any. Resuming keeps it."""
     data_order: dict[str, Any] | None = None
     """How the stage that it was in reads the text (`megatron.data.stage_order.StageOrder`); None without stages."""
     rollbacks: int = 0

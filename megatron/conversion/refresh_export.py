@@ -23,7 +23,7 @@ from megatron.utils.errors import UserError
 
 _CODE_FILE = re.compile(r"\w+(_[0-9a-f]{8})\.py")
 _REPOSITORY_PREFIX = re.compile(r"^.*--")
-"""What transformers puts before the name of a module that came from another folder or from the Hub."""
+"""Prefix that transformers gives to the name of a module from another folder or from the Hub."""
 
 
 def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable[[str], object] = print) -> Path:

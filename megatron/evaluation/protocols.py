@@ -1,4 +1,4 @@
-"""Which tokens of a text are scored, with how much context: four protocols, as plain arithmetic on positions.
+"""Protocols: the tokens of a text that are scored, and how much context each has, by arithmetic on positions.
 
 A *window* of length L is L input tokens x[s … s+L−1]; the model predicts each one's successor, so its L targets are
 x[s+1 … s+L]. A protocol chooses the starts s and how many targets at the end of each window are scored. All keep one

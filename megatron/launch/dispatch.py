@@ -194,7 +194,7 @@ def _describe_start(check: StartCheck) -> list[str]:
 
 
 def _describe_groups(check: StartCheck) -> tuple[str, ...]:
-    """Which algorithm steps each parameter."""
+    """Return lines that name the algorithm of each group of parameters."""
     from megatron.training.optimizer import describe_parameter_groups  # torch takes seconds
 
     unknown = " (the vocabulary is not known here, so of the smallest)" if check.plan is None else ""

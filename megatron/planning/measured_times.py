@@ -1,4 +1,4 @@
-"""How much longer score processors take than their FLOPs say, by measured training steps.
+"""Measured training steps with score processors, which take longer than their FLOPs say.
 
 A processor's maps are read and written more slowly than they are computed, so `step_time.py`, which counts FLOPs, makes
 it look cheap. In each measurement a step with the processor and one without differ by so many times what the plan says:
@@ -24,7 +24,7 @@ from megatron.planning.step_time import Cluster, estimate_step_time
 
 @dataclass(frozen=True)
 class MeasuredOverhead:
-    """How many times the planned overhead of a processor was measured."""
+    """Range of a processor's measured overhead, in multiples of the planned one."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ MEASURED_OVERHEADS = {
     "cdape": MeasuredOverhead(6.4, 16.2, f"350M on an H200, docs/results/gpu_check.md, and {_PAPER}"),
     "dape": MeasuredOverhead(10.5, 34.0, _PAPER),
 }
-"""By the name of the score processor. Of others no step was measured."""
+"""Overheads by the name of the score processor. No step was measured with the others."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class BackendEstimate:
     memory: MemoryEstimate
     step_time: StepTime
     measured: StepTimeBand | None
-    """As measured overheads of its score processor have it."""
+    """Time of a step according to measured overheads of the score processor."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What methods cost: times and memory, over those of a baseline."""
+"""Costs of methods: times and memory relative to a baseline."""
 
 import statistics
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ MIN_SECONDS = 1e-9
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What a method costs, over what the baseline costs; memory in GiB. None is not known."""
+    """Costs of a method relative to the baseline; memory in GiB. None if unknown."""
 
     parameters: int | None
     step: float | None
@@ -61,7 +61,7 @@ def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost
 
 
 def has_cpu_times(table: ComparisonTable) -> bool:
-    """Do all its records tell the seconds of processors, of models that ran on nothing else?"""
+    """True if all records have processor seconds of models that ran on CPUs alone."""
     records = [record for record in table.records if not record.is_trivial_baseline]
     return all(
         record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None

@@ -1,4 +1,4 @@
-"""Which runs are seeds of one method, and the names of methods that several trainings share.
+"""Rows of tables: runs that are seeds of one method, and distinct names for different trainings.
 
 A row of a table is the mean over the seeds of one method. Runs are seeds of one another if their records have equal
 training digests, took the same number of steps, and no two of them have the same seed. Wherever a name stands for more

@@ -1,4 +1,4 @@
-"""Which differences between methods are significant: the one definition for tables, pages and sentences.
+"""Significance of differences between methods: the one definition for tables, pages and sentences.
 
 A claim about methods is a claim over seeds. Two methods are compared on the same targets by a paired two-sided t-test
 whose pairs are the runs of one seed that both have: on the values, as KERPLE's tables 3 and 9 (2205.09921), and on

@@ -1,4 +1,4 @@
-"""What tables say together: training lengths side by side, which methods extrapolate, which differ significantly.
+"""Tables of verdicts: training lengths side by side, methods that extrapolate, and significant differences.
 
 **Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Tables keep them apart, because a
 column usually is a multiple of the training length. Where all lengths score the same targets, their numbers can be

@@ -1,4 +1,4 @@
-"""What a run refuses before its first step, found out where it is started: a night in a queue costs more.
+"""Checks that a run makes before its first step, made where it is started, before a night in a queue.
 
     check_surroundings   files, folders, disk and logins, in a second and without torch. Every start begins with it: a
                          training on this machine, a dry run, a submission to SLURM and the runs of a sweep.
@@ -88,13 +88,13 @@ class StartCheck:
     config: Config
     """The configuration with what its data decide, and with a batch where that was open."""
     data_notes: tuple[str, ...]
-    """What the data decided."""
+    """Lines about values that the data decided."""
     plan: StartPlan | None
-    """What it starts from and reads; None if the data are not here."""
+    """Plan of the start; None if the data are not on this machine."""
     model: GPT
     """The model without memory; with the smallest vocabulary if the data are not here."""
     missing_data: str | None
-    """Why the data could not be read here."""
+    """Reason why the data could not be read on this machine, or None."""
     has_own_python: bool
     """True if the packages and logins of this machine were checked: the run uses them."""
 

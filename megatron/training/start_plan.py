@@ -1,4 +1,4 @@
-"""What a run starts from and what it reads, settled and checked before anything is built.
+"""Plan of a run's start: its checkpoint and its data, settled and checked before anything is built.
 
 Every rank of a run makes a `StartPlan` before it builds data and model. A dry run and a submission to SLURM make one
 without a rank (check_start.py): so both refuse what the run would refuse, by the same code.
@@ -31,7 +31,7 @@ TASK_EVAL_ITERS = 100
 
 @dataclass
 class DataPosition:
-    """How far a run is in its steps and in its data (`Stateful`)."""
+    """Progress of a run in steps and in data (`Stateful`)."""
 
     step: int = 0
     """Optimizer steps taken, skipped ones included."""
@@ -41,13 +41,13 @@ class DataPosition:
     ordered_samples: int = 0
     """The number of samples that the order of the training data was built for."""
     skipped_samples: int = 0
-    """Of those read, the ones that no weight has seen, because the run went back."""
+    """Samples read that no weight has seen, because the run rolled back."""
     order: StageOrder | None = None
-    """How the stage reads the text; None without stages: the samples are the order's first."""
+    """Order in which the stage reads the text; None without stages."""
 
     @property
     def next_sequence(self) -> int:
-        """Which sequence of the order is read next."""
+        """Index in the order of the sequence that is read next."""
         return self.samples if self.order is None else self.order.find_sequence(self.samples)
 
     def advance(self, samples: int, tokens: int) -> None:
@@ -75,7 +75,7 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """What a run starts from, and what it reads."""
+    """Checkpoint, vocabulary and data with which a run starts."""
 
     config: Config
     """Configuration of the stage in which the run starts."""
@@ -195,7 +195,7 @@ def check_stages(resume: ResumePlan) -> None:
 
 
 def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
-    """What a run in stages begins from, with the order of the text in its stage; lines worth telling.
+    """Return the plan of a run in stages with the order of the text in its stage, and lines for the user.
 
     Of a run without stages, or one that learns a task, nothing changes.
     """

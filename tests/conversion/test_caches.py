@@ -118,7 +118,7 @@ def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict
 
 @pytest.mark.parametrize("name", CASES)
 def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, Any], name: str) -> None:
-    """As peft's prefix tuning puts them into a cache before the tokens."""
+    """Fill a cache before the tokens, as peft's prefix tuning does."""
     model, cache = models[name], DynamicCache()
     prefix = torch.randn(1, 3, 4, WIDTH // 3, generator=torch.Generator().manual_seed(2), requires_grad=True)
     for layer in range(LAYERS):

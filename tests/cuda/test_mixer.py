@@ -14,7 +14,7 @@ from kernels.cuda.compile import compile_kernel
 from kernels.cuda.kernel import CudaKernel
 
 MAX_STACK_BYTES = 512
-"""Of a thread, for what 255 registers do not hold: most of it is kept around the mixer, not in its inner loop."""
+"""Stack of a thread for values that 255 registers do not hold."""
 PROGRAM = """
 import os
 import torch

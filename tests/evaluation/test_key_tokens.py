@@ -108,7 +108,7 @@ def find_published_key_tokens(
 
 
 def test_overlapping_windows_choose_the_key_tokens_of_the_published_function(tmp_path: Path) -> None:
-    """Of texts of 19 tokens that lie one behind the other, each with the end of the one before as its first context."""
+    """Score texts of 19 tokens one behind the other, each with the end of the one before as its first context."""
     reference, trunc_len, sliding_window, num_short = RunningMean().eval(), 4, 3, 5
     short_length, num_scored = trunc_len + sliding_window - 1, sliding_window * num_short
     long_length = trunc_len + num_scored - 1

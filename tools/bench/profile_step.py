@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the time of a training step goes: the host, each kernel, and the gaps between kernels.
+"""Profile of a training step: time on the host, in each kernel, and between kernels.
 
     python tools/bench/profile_step.py --shapes 350M:512:32 350M:512:1 --json profile.json
 

@@ -27,7 +27,7 @@ REHEARSAL_RECORD = Path(tempfile.gettempdir()) / "farfield_gpu_visit_rehearsal.j
 VISIT_SECONDS = 780
 """Seconds for all parts: fifteen minutes without what starting a machine and copying files takes."""
 KEY = ("op", "peer", "model", "dtype", "B", "H", "T", "d", "width", "kernel_size")
-"""What tells measurements of a part apart."""
+"""Fields that identify a measurement within a part."""
 
 Measurement = tuple[str, tuple[Any, ...]]
 

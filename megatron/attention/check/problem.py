@@ -70,7 +70,7 @@ class CheckedDocuments:
     starts: Tensor
     """int64 [B, T] on the CPU: of each token of the whole rows, the column at which its document begins."""
     masked: bool
-    """Is attention computed for all of a row at once (`document_masks.can_mask_documents`), or document by document?"""
+    """True if attention is computed for whole rows (`document_masks.can_mask_documents`), not for each document."""
     sample: SampleFunction = no_sampling
     """Of randomized positions."""
 

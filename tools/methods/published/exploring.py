@@ -20,7 +20,7 @@ MISSING = (
     "einops", "fairseq", "fairseq.distributed", "fairseq.models", "fairseq.models.transformer", "fairseq.modules",
     "fairseq.modules.checkpoint_activations", "fairseq.modules.helpers", "fairseq.modules.quant_noise", "omegaconf",
 )  # fmt: skip
-"""What its file imports and its biases do not use."""
+"""Modules that its file imports and its biases do not use."""
 SERIES = {"alibi": 3, "type1": 4, "type2": 11, "inverse": 7, "inverse_nlogn": 13}
 
 
