@@ -50,9 +50,7 @@ KERNEL_CODE f32 low_bf16(u32 word) { return __uint_as_float(word << 16); }
 KERNEL_CODE f32 high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u); }
 KERNEL_CODE u32 pack_exchange(f32 low, f32 high) {
   u32 word;
-  asm("{.reg .b32 t; cvt.rn.f16x2.f32 t, %1, %2; min.f16x2 t, t, %3; max.f16x2 %0, t, %4;}"
-      : "=r"(word)
-      : "f"(high), "f"(low), "r"(0x7bff7bffu), "r"(0xfbfffbffu));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
 KERNEL_CODE f32 low_exchange(u32 word) {
@@ -92,6 +90,15 @@ KERNEL_CODE void mma_bf16_k8(f32 (&d)[4], u32 a0, u32 a1, u32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(b));
+}
+
+// The same word from an instruction of its own. A fragment whose words were loaded by different instructions is copied
+// to neighboring registers for every product that reads it; one of settled words stands there once. Grids have one
+// block in their third dimension, which the compiler does not know.
+KERNEL_CODE u32 settle(u32 a) {
+  u32 d;
+  asm("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(blockIdx.z));
+  return d;
 }
 
 // The transpose of an 8 × 8 matrix of 16-bit numbers: lane 4g + t holds columns 2t and 2t + 1 of row g.

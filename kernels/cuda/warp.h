@@ -22,8 +22,8 @@
 #endif
 
 // Runs a kernel: a struct with NUM_THREADS, MEMORY_BYTES and run(args, memory, warp, block, num_blocks, batch). Blocks
-// are counted from the last, which has the most columns to go over, and those of all sequences stand side by side in the
-// grid's first dimension, so that the longest blocks of all sequences begin first.
+// are counted from the last, which has the most columns to go over, and those of all sequences stand side by side in
+// the grid's first dimension, so that the longest blocks of all sequences begin first.
 #ifdef __CUDACC__
 template <class Kernel, class Args>
 __global__ void __launch_bounds__(Kernel::NUM_THREADS, 1) launch_kernel(Args args) {
