@@ -22,9 +22,9 @@ from kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
-"""Environment variable that turns the kernels on: 1. They have run in the emulator, and on no GPU yet."""
-ARCH = 90
-"""Compute capability whose shared memory holds a block of the kernels."""
+"""Environment variable that turns the kernels on, those of the forward pass too: 1."""
+ARCHS = (90,)
+"""Compute capabilities whose shared memory holds a block of the kernels."""
 BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
 TABLE_FRONT = 64
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""

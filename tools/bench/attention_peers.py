@@ -196,7 +196,7 @@ def _wrap_with_mixer(problem: AttentionProblem, backend: TritonBackend) -> Atten
 
     def with_mixer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = get_weight_shape(problem.heads, problem.width, problem.kernel_size, True)
-        if get_arch(q) != mixer.ARCH or not mixer.is_supported(shape, q.dtype, problem.dim, problem.length):
+        if get_arch(q) not in mixer.ARCHS or not mixer.is_supported(shape, q.dtype, problem.dim, problem.length):
             raise RuntimeError("the mixer's CUDA kernels do not compute this problem on this card")
         with use_mixer():
             return attention(q, k, v)
