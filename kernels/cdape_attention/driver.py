@@ -9,14 +9,14 @@ of decoding could compile anew, names arguments and cannot name fields of a Name
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.cdape_attention import mixer
+from kernels.cdape_attention import mixer, mixer_forward
 from kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from kernels.cdape_attention.bias_product import BiasProduct, add_sum
 from kernels.cdape_attention.configs import (
@@ -65,7 +65,7 @@ class CdapeProblem:
     sinks: Tensor | None = None
     """float32 [H], contiguous."""
     uses_mixer: bool = False
-    """True if the backward pass takes the CUDA kernels (`mixer.py`) where they compute its shapes."""
+    """True if both passes take the CUDA kernels (`mixer.py`) where they compute their shapes."""
 
     @property
     def heads(self) -> int:
@@ -147,8 +147,8 @@ class ChunkMaps:
     row does not see, except to drop it.
     """
 
-    scores: Tensor
-    """S = scale · q·k, compute type, heads last."""
+    scores: Tensor | None
+    """S = scale · q·k, compute type, heads last; None if no kernel reads it."""
     logits: Tensor
     """L, float32; undefined where a row does not see the column."""
     probabilities: Tensor
@@ -184,8 +184,42 @@ def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]
     return cdiv(chunk.right - chunk.left, tile.block_n), cdiv(chunk.rows, tile.block_m), batch
 
 
-def compute_logits(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
-    """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was."""
+def compute_logits(
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, scores: Tensor | None = None
+) -> Tensor:
+    """Logits of a chunk, float32 [B, H, R, C]; what a row does not see is left as it was.
+
+    Args:
+        scores: from `compute_scores`, if there are any.
+    """
+    if _uses_mixer(problem, chunk, k, mixer_forward.KERNELS):
+        return _compute_mixer_logits(problem, chunk, scaled, k)
+    return _process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
+
+
+def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+    inputs = mixer_forward.LogitInputs(
+        chunk.slice_rows(scaled),
+        chunk.slice_columns(k),
+        *_split_contributions(problem, chunk),
+        problem.bias_table,
+        problem.weights,
+        problem.shape,
+        chunk.position,
+    )
+    arch = get_arch(k)
+    assert arch is not None  # `_uses_mixer` has found a GPU
+    return mixer_forward.compute_logits(inputs, arch, launch_kernel)
+
+
+def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """U by distance, and E of the chunk's rows, [R, p, D]."""
+    contributions, padding = problem.bias_contributions, problem.padding
+    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
+    return contributions[: chunk.edge_start], edge.view(chunk.rows, padding, -1)
+
+
+def _process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
     batch, rows, columns, _ = scores.shape
     logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
     tile = problem.tile("mix_fwd", chunk.rows)
@@ -236,7 +270,7 @@ def _forward_chunk(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, v: Tensor, output: Tensor, stats: Tensor
 ) -> None:
     """Output and softmax of a chunk's rows. A function of its own, so that its maps are freed before the next ones."""
-    logits = compute_logits(problem, chunk, compute_scores(problem, chunk, scaled, k))
+    logits = compute_logits(problem, chunk, scaled, k)
     tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), stats[..., chunk.first :], problem.sinks)
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
@@ -306,11 +340,11 @@ def backward(
         softmax_backward(problem, chunk, maps, v, dout, stats, means)
         is_only = len(chunks) == 1
         multiply_transposed(problem, chunk, maps.probabilities, dout, sums.v, is_only=is_only)
-        if _uses_mixer(problem, chunk, k):
+        if maps.scores is None:
             _mixer_backward(problem, product, chunk, maps, scaled, k, sums, is_first=is_first)  # dS over P
         else:
-            _weights_backward(problem, chunk, maps, sums, is_first=is_first)
-            _processor_backward(problem, product, chunk, maps, sums, is_first=is_first)  # dS over P
+            _weights_backward(problem, chunk, maps, maps.scores, sums, is_first=is_first)
+            _processor_backward(problem, product, chunk, maps, maps.scores, sums, is_first=is_first)  # dS over P
         multiply_map(problem, chunk, maps.dscores, k, dq, scale)
         multiply_transposed(problem, chunk, maps.dscores, scaled, sums.k, is_only=is_only)
 
@@ -385,9 +419,12 @@ def multiply_transposed(
 
 def _compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
     """Scores and logits, and room for the rest."""
-    scores = compute_scores(problem, chunk, scaled, k)
-    logits = compute_logits(problem, chunk, scores)
-    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
+    needs_scores = not _uses_mixer(problem, chunk, k, mixer.ARCHS)
+    scores = compute_scores(problem, chunk, scaled, k) if needs_scores else None
+    logits = compute_logits(problem, chunk, scaled, k, scores)
+    batch, heads, rows, columns = logits.shape
+    dlogits = logits.new_empty(batch, rows, columns, padded_channels(heads), dtype=problem.dtype)
+    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), dlogits)
 
 
 def softmax_backward(
@@ -417,15 +454,15 @@ def softmax_backward(
     )
 
 
-def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor) -> bool:
-    """True if the CUDA kernels compute this chunk, and faster than Triton's."""
+def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collection[int]) -> bool:
+    """True if CUDA kernels for these compute capabilities compute this chunk, and faster than Triton's."""
     return (
         problem.uses_mixer
         and k.is_cuda
         and problem.window == NO_WINDOW_INT32
         and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
-        and get_arch(k) == mixer.ARCH
+        and get_arch(k) in archs
         and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
         and mixer.has_compiler()
     )
@@ -443,14 +480,11 @@ def _mixer_backward(
     is_first: bool,
 ) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of tables and weights."""
-    contributions, padding = problem.bias_contributions, problem.padding
-    edge = contributions[chunk.edge_start + chunk.first * padding :][: chunk.rows * padding]
     inputs = mixer.MixerInputs(
         chunk.slice_rows(scaled),
         chunk.slice_columns(k),
         maps.dlogits,
-        contributions[: chunk.edge_start],
-        edge.view(chunk.rows, padding, -1),
+        *_split_contributions(problem, chunk),
         problem.weights,
         problem.shape,
         chunk.position,
@@ -469,23 +503,24 @@ def _processor_backward(
     product: BiasProduct,
     chunk: Chunk,
     maps: ChunkMaps,
+    scores: Tensor,
     sums: GradientSums,
     *,
     is_first: bool,
 ) -> None:
     """dS over P, where a row sees the column; adds the chunk's part to the gradients of the tables."""
-    padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
+    padding, batch, has_bias = problem.padding, scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
     reach = min(chunk.right, problem.window + padding)  # hidden values just beyond the window reach into it
     blocks, row_blocks = cdiv(reach, kept_distances), cdiv(chunk.rows, tile.block_m)
     parts = choose_splits(blocks, batch, row_blocks)
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": maps.scores.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": scores.device}
     width = problem.shape.width
     dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
     dedge = torch.zeros(batch, chunk.rows, padding, width, **float32)
-    inputs = (maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
+    inputs = (scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
     outputs = (maps.dscores, dbias_contributions, dbias, dedge)
     launch(
         _processor_bwd_kernel,
@@ -505,10 +540,10 @@ def _processor_backward(
 
 
 def _weights_backward(
-    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: GradientSums, *, is_first: bool
+    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, scores: Tensor, sums: GradientSums, *, is_first: bool
 ) -> None:
     """Adds the chunk's part to the gradients of the weights."""
-    padding, batch = problem.padding, maps.scores.shape[0]
+    padding, batch = problem.padding, scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
     blocks, row_blocks = cdiv(reach, tile.block_n), cdiv(chunk.rows, tile.block_m)
@@ -516,7 +551,7 @@ def _weights_backward(
     patches = sums.terms.patches
     partial = patches.new_empty(batch * parts * blocks, *patches.shape)
     weights = problem.weights
-    tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
+    tensors = (scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
     launch(
         _processor_bwd_dw_kernel,
         (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first

@@ -25,9 +25,9 @@ from kernels.runtime import DeviceProperties, cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 VARIABLE = "FARFIELD_CUDA_MIXER"
-"""Environment variable that turns the kernels off: 0. Triton's kernels then compute everything."""
-ARCH = 90
-"""Compute capability whose shared memory holds a block of the kernels."""
+"""Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
+ARCHS = (90,)
+"""Compute capabilities whose shared memory holds a block of the kernels."""
 BLOCK_ROWS, HEADS, WIDTH = 32, 16, 32
 TABLE_FRONT = 64
 """Entries of U in front of distance 0: tiles at the diagonal look so far ahead."""
@@ -36,7 +36,13 @@ TO_SCORES = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, true, false
 TO_WEIGHTS = CudaKernel(FOLDER, "mixer_backward.h", "MixerBackward<1, false, true>", "MixerBackwardArgs", 256, 152576)
 
 
-class _ScoreInputs(ctypes.Structure):
+Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
+"""Runs a kernel on a grid of (blocks, sequences)."""
+
+
+class ScoreInputs(ctypes.Structure):
+    """Inputs of scores, as `cuda/scores.h` declares them."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k")),
         *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "heads", "rows", "columns", "position")),
@@ -47,7 +53,7 @@ class MixerBackwardArgs(ctypes.Structure):
     """Arguments of both kernels, as `cuda/mixer_backward.h` declares them."""
 
     _fields_ = (
-        ("scores", _ScoreInputs),
+        ("scores", ScoreInputs),
         *((name, ctypes.c_void_p) for name in ("dlogits", "table", "edge", "w1", "w2", "w1_back")),
         *((name, ctypes.c_void_p) for name in ("dscores", "dtables", "dedge", "dweights")),
         *((name, ctypes.c_int) for name in ("table_front", "dtable_rows")),
@@ -124,9 +130,14 @@ def is_supported(shape: WeightShape, dtype: torch.dtype, dim: int, columns: int)
     )
 
 
-def differentiate_mixer(
-    inputs: MixerInputs, dscores: Tensor, launch: Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
-) -> MixerGradients:
+def build_score_inputs(queries: Tensor, keys: Tensor, columns: int, position: int) -> ScoreInputs:
+    """Describe a chunk's queries [B, H, R, 64] and keys [B, H, C or more, 64] for a kernel."""
+    heads, rows = queries.shape[1:3]
+    strides = (x.stride(1) * x.element_size() for x in (queries, keys))
+    return ScoreInputs(queries.data_ptr(), keys.data_ptr(), *strides, heads, rows, columns, position)
+
+
+def differentiate_mixer(inputs: MixerInputs, dscores: Tensor, launch: Launch) -> MixerGradients:
     """Run both kernels for a chunk.
 
     Args:
@@ -143,13 +154,8 @@ def differentiate_mixer(
     dtables = torch.zeros(batch * blocks, inputs.position + blocks * BLOCK_ROWS + padding, WIDTH + HEADS, **float32)
     dedge = torch.empty(batch, rows, padding, WIDTH, **float32)
     dweights = torch.empty(batch * blocks, 2 * shape.kernel_size * 4 * 32 * 4, **float32)
-    scores = _ScoreInputs(
-        *(inputs.queries.data_ptr(), inputs.keys.data_ptr()),
-        *(x.stride(1) * x.element_size() for x in (inputs.queries, inputs.keys)),
-        *(shape.heads, rows, columns, inputs.position),
-    )
     args = MixerBackwardArgs(
-        scores,
+        build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position),
         *(x.data_ptr() for x in (inputs.dlogits, table, edge, *fragments, dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
@@ -182,11 +188,24 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
 
 def build_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor, Tensor]:
     """W1 in float16, W2ᵀ and W1ᵀ as operands of products: [k, 4, 32 lanes, 4]."""
-    to_w1, to_w2, to_w1_back = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
-    w1 = weights.w1.flatten()
-    exchanged = w1.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
-    w2 = weights.w2.flatten().index_select(0, to_w2)
-    return exchanged.index_select(0, to_w1), w2, w1.index_select(0, to_w1_back)
+    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
+    w1, w2 = weights.w1.flatten(), weights.w2.flatten()
+    return (
+        _exchange(w1).index_select(0, indices.w1),
+        w2.index_select(0, indices.w2_back),
+        w1.index_select(0, indices.w1_back),
+    )
+
+
+def exchange_fragments(weights: PackedWeights) -> tuple[Tensor, Tensor]:
+    """W1 and W2 in float16 as operands of products: [k, 4, 32 lanes, 4]."""
+    indices = _build_fragment_indices(weights.w1.shape[0], weights.w1.device)
+    w1, w2 = _exchange(weights.w1.flatten()), _exchange(weights.w2.flatten())
+    return w1.index_select(0, indices.w1), w2.index_select(0, indices.w2)
+
+
+def _exchange(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST_EXCHANGED, LARGEST_EXCHANGED).to(torch.float16)
 
 
 def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
@@ -221,17 +240,27 @@ def _list_head_columns(device: torch.device) -> Tensor:
     return torch.tensor(columns, device=device)
 
 
+class _FragmentIndices(NamedTuple):
+    """Indices of operands of products, into W1 [k, 16, 32] or W2 [k, 32, 16]."""
+
+    w1: Tensor
+    w2: Tensor
+    w1_back: Tensor
+    w2_back: Tensor
+
+
 @cache
-def _build_fragment_indices(taps: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Into W1 [k, 16, 32], W2 [k, 32, 16] and W1 again."""
+def _build_fragment_indices(taps: int, device: torch.device) -> _FragmentIndices:
     tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in (taps, 4, 32, 2, 2)), indexing="ij")
     g, t = lane // 4, lane % 4
     head, width = 2 * t + 8 * word + half, _width(tile, g)
     w1 = (tap * HEADS + head) * WIDTH + width
-    w2 = (tap * WIDTH + width) * HEADS + head
+    w2_back = (tap * WIDTH + width) * HEADS + head
     step, n = tile // 2, tile % 2
-    back = (tap * HEADS + 8 * n + g) * WIDTH + _width(2 * step + word, 2 * t + half)
-    return w1.flatten().to(device), w2.flatten().to(device), back.flatten().to(device)
+    head, width = 8 * n + g, _width(2 * step + word, 2 * t + half)
+    w1_back = (tap * HEADS + head) * WIDTH + width
+    w2 = (tap * WIDTH + width) * HEADS + head
+    return _FragmentIndices(*(x.flatten().to(device) for x in (w1, w2, w1_back, w2_back)))
 
 
 @cache

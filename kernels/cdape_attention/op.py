@@ -134,12 +134,13 @@ class _CdapeAttention(torch.autograd.Function):
         weights = select_layer(packed, 0)
         problem = build_problem(product, contributions[0], bias, weights, residual_bias=residual_bias)
         problem = replace(problem, rows=rows, offset=offset, first_keys=first_keys, sinks=_contiguous(sinks))
+        problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk)
         # Tensors are kept by `save_for_backward`, which knows when they are needed no more.
         of_problem = (problem.bias_contributions, problem.bias_table, first_keys, problem.sinks, *problem.weights)
         ctx.save_for_backward(*kept, biases, *of_problem)
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
-        ctx.uses_mixer = mixer.is_enabled()
+        ctx.uses_mixer = problem.uses_mixer
         ctx.dtypes = tuple(x.dtype for x in (w1, b1, w2, b2))
         return output
 
@@ -173,10 +174,11 @@ class _AttendWithTerms(torch.autograd.Function):
     ) -> Tensor:
         get_arch(q)
         sinks = _contiguous(sinks)
-        output, kept = _attend(q, k, v, replace(terms.problem, sinks=sinks), scale, chunk)
+        problem = replace(terms.problem, sinks=sinks, uses_mixer=mixer.is_enabled())
+        output, kept = _attend(q, k, v, problem, scale, chunk)
         ctx.save_for_backward(*kept, sinks)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
-        ctx.uses_mixer = mixer.is_enabled()
+        ctx.uses_mixer = problem.uses_mixer
         return output
 
     @staticmethod

@@ -1,4 +1,4 @@
-// The language of warp.h on a GPU. PTX ISA 7.0, compute capability 8.0 and later. NVRTC needs no header for it.
+// The language of warp.h on a GPU. PTX ISA 8.1, compute capability 8.0 and later. NVRTC needs no header for it.
 #pragma once
 
 #define KERNEL_CODE __device__ __forceinline__
@@ -39,6 +39,12 @@ KERNEL_CODE i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
 KERNEL_CODE i32 minimum(i32 a, i32 b) { return a < b ? a : b; }
 KERNEL_CODE f32 as_f32(u32 a) { return __uint_as_float(a); }
 KERNEL_CODE u32 as_u32(f32 a) { return __float_as_uint(a); }
+// a · 2^bits, or 0 if `bits` is not in 0 … 31.
+KERNEL_CODE u32 shift_left(u32 a, i32 bits) {
+  u32 word;
+  asm("shl.b32 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(bits));
+  return word;
+}
 
 // Pairs of 16-bit numbers.
 KERNEL_CODE u32 pack_bf16(f32 low, f32 high) {
@@ -51,6 +57,16 @@ KERNEL_CODE f32 high_bf16(u32 word) { return __uint_as_float(word & 0xffff0000u)
 KERNEL_CODE u32 pack_exchange(f32 low, f32 high) {
   u32 word;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+KERNEL_CODE u32 multiply_exchange(u32 a, u32 b) {
+  u32 word;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  return word;
+}
+KERNEL_CODE u32 maximum_exchange(u32 a, u32 b) {
+  u32 word;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
 KERNEL_CODE f32 low_exchange(u32 word) {
@@ -86,11 +102,16 @@ MMA(mma_bf16, "bf16")
 MMA(mma_exchange, "f16")
 #undef MMA
 // The same with K = 8.
-KERNEL_CODE void mma_bf16_k8(f32 (&d)[4], u32 a0, u32 a1, u32 b) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a0), "r"(a1), "r"(b));
-}
+#define MMA_K8(NAME, TYPE)                                             \
+  KERNEL_CODE void NAME(f32(&d)[4], u32 a0, u32 a1, u32 b) {           \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE \
+                 ".f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"   \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])      \
+                 : "r"(a0), "r"(a1), "r"(b));                          \
+  }
+MMA_K8(mma_bf16_k8, "bf16")
+MMA_K8(mma_exchange_k8, "f16")
+#undef MMA_K8
 
 // The same word from an instruction of its own. A fragment whose words were loaded by different instructions is copied
 // to neighboring registers for every product that reads it; one of settled words stands there once. Grids have one

@@ -1,9 +1,11 @@
 """Runs kernels in CUDA C++ on a CPU, from the source that a GPU runs (`emulator.h`): for tests.
 
-The folder of the kernels has an `emulate.cpp`, which gives each kernel a function for C.
+The folder of the kernels has an `emulate.cpp`, which gives each kernel functions for C. Their names are the kernel's,
+with an underscore for what no name in C has.
 """
 
 import ctypes
+import re
 import shutil
 from collections.abc import Iterable
 from functools import cache
@@ -13,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.cuda.compile import LANGUAGE
+from kernels.cuda.kernel import CudaKernel
 from kernels.jit_build import CompileError, hash_sources, load_library
 
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
@@ -57,6 +60,19 @@ class Emulator:
     def register(self, x: Tensor) -> None:
         """Let kernels access a tensor too."""
         self.library.register_array(x.data_ptr(), x.numel() * x.element_size())
+
+    def launch(
+        self, kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure, *, backwards: bool = False
+    ) -> None:
+        """Run a kernel on a grid of blocks and sequences.
+
+        Args:
+            backwards: run the warps in the reverse order between two barriers.
+        """
+        name = re.sub(r"\W+", "_", kernel.name).strip("_")
+        sizes = (getattr(self.library, f"{name}_{x}")() for x in ("num_threads", "memory_bytes"))
+        assert tuple(sizes) == (kernel.num_threads, kernel.shared_bytes), kernel.name
+        getattr(self.library, name)(ctypes.byref(arguments), *grid, int(backwards))
 
     def get_faults(self) -> Faults:
         """Return what was counted since `begin`."""

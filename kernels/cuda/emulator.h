@@ -65,9 +65,10 @@ typedef Lanes<bool> pred;
   }
 OPERATOR(T, +)
 OPERATOR(T, -)
-OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %)
-    OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==)
-        OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
+OPERATOR(T, *)
+OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^)
+    OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
+        OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
             template <class T>
             Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
@@ -112,6 +113,11 @@ inline f32 as_f32(const u32& a) {
 inline u32 as_u32(const f32& a) {
   u32 r;
   EACH_LANE r.v[lane] = bits_of_float(a.v[lane]);
+  return r;
+}
+inline u32 shift_left(const u32& a, const i32& bits) {
+  u32 r;
+  EACH_LANE r.v[lane] = bits.v[lane] >= 0 && bits.v[lane] < 32 ? a.v[lane] << bits.v[lane] : 0;
   return r;
 }
 
@@ -164,6 +170,12 @@ inline f32 high_exchange(const u32& a) {
   EACH_LANE r.v[lane] = of_exchange(a.v[lane] >> 16);
   return r;
 }
+inline u32 multiply_exchange(const u32& a, const u32& b) {
+  return pack_exchange(low_exchange(a) * low_exchange(b), high_exchange(a) * high_exchange(b));
+}
+inline u32 maximum_exchange(const u32& a, const u32& b) {
+  return pack_exchange(maximum(low_exchange(a), low_exchange(b)), maximum(high_exchange(a), high_exchange(b)));
+}
 inline u32 low_halves(const u32& a, const u32& b) {
   u32 r;
   EACH_LANE r.v[lane] = (a.v[lane] & 0xffff) | b.v[lane] << 16;
@@ -212,8 +224,10 @@ inline void mma_exchange_from_zero(f32 (&d)[4], const u32 (&a)[4], const u32& b0
   multiply<of_exchange>(d, a, b0, b1);
 }
 inline void mma_bf16_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
-  const u32 a[4] = {a0, a1, u32(0u), u32(0u)};
-  multiply<of_bf16>(d, a, b, u32(0u));
+  mma_bf16(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
+}
+inline void mma_exchange_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
+  mma_exchange(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
 }
 inline u32 settle(const u32& a) { return a; }
 inline u32 transpose_8x8(const u32& a) {

@@ -17,7 +17,10 @@ HOST_TESTS = (
     *("test_head_dim.py", "test_rehearsal.py", "test_uniform_registers.py"),
     *(
         f"cdape_attention/{name}"
-        for name in ("test_bias_term.py", "test_cpu.py", "test_driver.py", "test_mixer.py", "test_reference.py")
+        for name in (
+            *("test_bias_term.py", "test_cpu.py", "test_driver.py"),
+            *("test_mixer.py", "test_mixer_forward.py", "test_reference.py"),
+        )
     ),
 )
 """Of `tests/kernels`, what computes nothing on a device and would take its time."""

@@ -1,5 +1,6 @@
 // The kernels of this folder on a CPU, for tests: `kernels/cuda/emulate.py` builds it.
 #include "mixer_backward.h"
+#include "mixer_forward.h"
 
 extern "C" void register_array(const void* begin, long long bytes) { arrays().push_back({(const char*)begin, bytes}); }
 extern "C" void forget_arrays() {
@@ -7,11 +8,19 @@ extern "C" void forget_arrays() {
   faults() = Faults{};
 }
 extern "C" void get_faults(long long* counts) { memcpy(counts, &faults(), sizeof(Faults)); }
-extern "C" void mixer_backward(const MixerBackwardArgs* args, int weights, int num_blocks, int num_batches,
-                               int backwards) {
-  if (weights) emulate_kernel<MixerBackward<1, false, true>>(*args, num_blocks, num_batches, backwards);
-  else emulate_kernel<MixerBackward<1, true, false>>(*args, num_blocks, num_batches, backwards);
-}
-extern "C" int get_memory_bytes(int weights) {
-  return weights ? MixerBackward<1, false, true>::MEMORY_BYTES : MixerBackward<1, true, false>::MEMORY_BYTES;
-}
+
+// A function for each kernel, named as `CudaKernel.name` reads without punctuation.
+#define EMULATE(NAME, ARGS, ...)                                                           \
+  extern "C" void NAME(const ARGS* args, int num_blocks, int num_batches, int backwards) { \
+    emulate_kernel<__VA_ARGS__>(*args, num_blocks, num_batches, backwards);                \
+  }                                                                                        \
+  extern "C" int NAME##_memory_bytes() { return __VA_ARGS__::MEMORY_BYTES; }               \
+  extern "C" int NAME##_num_threads() { return __VA_ARGS__::NUM_THREADS; }
+typedef MixerBackward<1, true, false> BackwardToScores;
+typedef MixerBackward<1, false, true> BackwardToWeights;
+typedef MixerForward<1, 16> Forward16;
+typedef MixerForward<1, 32> Forward32;
+EMULATE(MixerBackward_1_true_false, MixerBackwardArgs, BackwardToScores)
+EMULATE(MixerBackward_1_false_true, MixerBackwardArgs, BackwardToWeights)
+EMULATE(MixerForward_1_16, MixerForwardArgs, Forward16)
+EMULATE(MixerForward_1_32, MixerForwardArgs, Forward32)

@@ -11,12 +11,14 @@
 // the gradients of tables, WEIGHTS that it returns those of weights.
 #pragma once
 #include "diagonals.h"
+#include "runs.h"
 #include "scores.h"
+#include "tables.h"
 
 struct MixerBackwardArgs {
   ScoreInputs scores;
   const void* dlogits;  // bfloat16 [R, C, 16]; what a row does not see is not read
-  const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see load_table; its entry 0 is distance -front
+  const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see Tables; its entry 0 is distance -front
   const void* edge;     // E, float32 [R, p, 32]
   const void* w1;       // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
   const void* w2;       // B fragments of W2ᵀ, bfloat16, the same
@@ -32,19 +34,20 @@ struct MixerBackwardArgs {
 
 template <int PADDING, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
-  typedef Geometry<PADDING> G;
+  typedef Geometry<PADDING, 32> G;
   typedef Scores<G> S;
+  typedef Tables<G> T;
+  typedef Runs<G, Bfloat16> R;
   typedef Diagonals<G> D;
-  static constexpr int TAPS = G::TAPS, CARRY = PADDING > 0 ? 2 * PADDING : 1;
-  static constexpr int NUM_THREADS = 32 * G::WARPS;
+  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 1;
   static constexpr float SLOPE = 0.01f;
 
   static constexpr int MEMORY_BYTES =
-      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? G::SUM_BYTES + D::MEMORY_BYTES : 0);
+      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][2][2][2];
-    u32 carry[CARRY][4];  // what the last run has for the next tile's columns
+    typename R::Words4 carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][4][4], dw2[WEIGHTS ? TAPS : 1][4][4];
     typename D::Sums diagonals;
   };
@@ -68,7 +71,7 @@ struct MixerBackward {
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, G::WINDOW_BYTES);
     c.sums = advance(c.dlogits, G::WINDOW_BYTES);
-    c.diagonals = advance(c.sums, G::SUM_BYTES);
+    c.diagonals = advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
 
@@ -171,24 +174,6 @@ struct MixerBackward {
     }
   }
 
-  // U, or E in the edge's columns, of rows g and g + 8 at a column: half of the width, in the order of accumulators.
-  static KERNEL_CODE void load_table(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
-    // An entry has for each n-tile and t the widths of distances n and n + 8. n-tiles 2x and 2x + 1 of odd entries are
-    // swapped, which spreads a warp's loads over banks.
-    UNROLL_FOR (int n = 0; n < 2; n++) {
-      Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * 256);
-      UNROLL_FOR (int x = 0; x < 4; x++) hidden[n][x] = as_f32(v.x[x]);
-    }
-  }
-  static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], Context& c, int row_tile, int column, int step) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      i32 row = minimum(g + (c.first_row + 16 * row_tile + 8 * r), i32(c.args.scores.rows - 1));
-      Words<4> v = load_global<4>(address(c.args.edge, row * (PADDING * 128) + t * 16), column * 128 + step * 64);
-      UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
-    }
-  }
-
   // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
   static KERNEL_CODE void transpose(u32 (&a)[4], const u32 (&x)[4]) {
     a[0] = transpose_8x8(x[0]);
@@ -207,8 +192,7 @@ struct MixerBackward {
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    UNROLL_FOR (int y = 0; y < CARRY && EDGE; y++)
-      UNROLL_FOR (int q = 0; q < 4; q++) st.carry[y][q] = u32(0u);
+    if (EDGE) R::clear(st.carry);
     if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     Window<G> s, l;
@@ -237,12 +221,12 @@ struct MixerBackward {
             if (n < 2) db[m][n][x] = f32(0.0f);
           }
     }
-    i32 sums = (g + 16 * row_tile) * (G::SUM_ROW_STRIDE * 4) + t * (G::SUM_PAIR_STRIDE * 4);
+    i32 sums = R::locate(row_tile);
     i32 entry = g + (c.position() + 16 * row_tile - (first + PADDING + 8 * run) + c.args.table_front);
     Address entries[2];
     UNROLL_FOR (int n = 0; n < 2; n++)
       entries[n] = address(c.args.table, entry * 256 + ((entry & 1) ^ n) * 64 + t * 16);
-    u32 done[4][4];
+    typename R::Words4 done[4];
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3f80u), u32(0x3f800000u)), u32(0u));
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       if (!EDGE && jj == 0) {
@@ -266,8 +250,9 @@ struct MixerBackward {
       }
       UNROLL_FOR (int step = 0; step < 2; step++) {  // half of the width at a time
         f32 hidden[2][4], gradient[2][4];
-        if constexpr (EDGE) load_edge(hidden, c, row_tile, jj - BEGIN, step);
-        else load_table(hidden, entries, jj, step);
+        if constexpr (EDGE)
+          T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+        else T::load_entries(hidden, entries, jj, step);
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const int w = 2 * step + n;
@@ -318,41 +303,14 @@ struct MixerBackward {
         // dL itself, exactly, by a product with the identity.
         mma_bf16(sum[0], l.column[jj], unit, u32(0u));
         mma_bf16(sum[1], l.column[jj], u32(0u), unit);
-        UNROLL_FOR (int q = 0; q < 4; q++)
-          done[jj % 4][q] = pack_bf16(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
-        if (!EDGE && jj % 4 == 3)
-          UNROLL_FOR (int q = 0; q < 4; q++) {
-            Words<4> v;
-            UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = done[y][q];
-            store_shared<4>(c.sums, sums + sum_offset(q, 8 * run + jj - 3), v);
-          }
+        done[jj % 4] = R::pack(sum);
+        if (!EDGE && jj % 4 == 3) R::store(c.sums, sums, done, 8 * run + jj - 3);
       }
     }
     if constexpr (SCORES) {
-      if constexpr (PADDING > 0) pass_on(st, c, ds, sums, run, EDGE);
+      R::pass_on(c.sums, sums, st.carry, ds, run, EDGE);
       if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db);
     }
-  }
-
-  static KERNEL_CODE int sum_offset(int part, int column) {
-    return ((part % 2) * 8 * G::SUM_ROW_STRIDE + (part / 2) * 4 * G::SUM_PAIR_STRIDE + column) * 4;
-  }
-
-  // Leaves what reaches into the next run's first 2p columns; the last run keeps it for the next tile.
-  static KERNEL_CODE void pass_on(State& st, Context& c, f32 (&ds)[TAPS][2][4], i32 sums, int run, bool is_edge) {
-    const bool is_last = run == G::RUNS - 1;
-    const int next = is_last ? 0 : run + 1;
-    UNROLL_FOR (int q = 0; q < 4; q++)
-      UNROLL_FOR (int y = 0; y < CARRY; y += 2) {
-        Words<2> v;
-        UNROLL_FOR (int z = 0; z < 2; z++) {
-          f32(&sum)[2][4] = ds[(8 + y + z) % TAPS];
-          u32 part = pack_bf16(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
-          v.x[z] = is_last ? st.carry[y + z][q] : part;
-          st.carry[y + z][q] = part;
-        }
-        if (!is_edge) store_shared<2>(c.sums, sums + sum_offset(q, G::COLUMNS + 2 * PADDING * next + y), v);
-      }
   }
 
   static KERNEL_CODE void store_edge(const f32 (&gradient)[2][4], Context& c, int row_tile, int column, int step) {
@@ -376,20 +334,13 @@ struct MixerBackward {
     UNROLL_FOR (int r = 0; r < 4; r++) {
       const int row = 4 * c.warp + r, in_map = c.first_row + row;
       UNROLL_FOR (int upper = 0; upper < 2; upper++) {  // pairs 0 … 3, then 4 … 7
-        i32 at = pair * (G::SUM_PAIR_STRIDE * 4) + (row * G::SUM_ROW_STRIDE + 4 * upper * G::SUM_PAIR_STRIDE) * 4;
-        Words<4> sum = load_shared<4>(c.sums, at + chunk * 16);
-        if constexpr (PADDING > 0)
-          UNROLL_FOR (int y = 0; y < 4; y += 2)
-            if (y < 2 * PADDING) {
-              i32 column = (chunk % 2) * 4 + y;  // in its run
-              i32 passed = (chunk / 2) * (2 * PADDING) + minimum(column, i32(2 * PADDING - 2)) + G::COLUMNS;
-              Words<2> v = load_shared<2>(c.sums, at + passed * 4);
-              UNROLL_FOR (int z = 0; z < 2; z++) {
-                u32 part = select(column < 2 * PADDING, v.x[z], u32(0u));
-                u32& word = sum.x[y + z];
-                word = pack_bf16(low_bf16(word) + low_bf16(part), high_bf16(word) + high_bf16(part));
-              }
-            }
+        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
+        Words<4> sum, passed;
+        R::load(sum, passed, c.sums, at, chunk);
+        UNROLL_FOR (int y = 0; y < 4 && y < R::REACH; y++) {
+          u32 part = passed.x[y], &word = sum.x[y];
+          word = pack_bf16(low_bf16(word) + low_bf16(part), high_bf16(word) + high_bf16(part));
+        }
         i32 j = chunk * 4 + first;
         if (MASKED)
           UNROLL_FOR (int y = 0; y < 4; y++) sum.x[y] = select(j + y <= c.position() + row, sum.x[y], u32(0u));

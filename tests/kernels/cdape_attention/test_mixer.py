@@ -1,133 +1,53 @@
-"""The mixer's CUDA kernels, run on the CPU from the source that a GPU runs, against float64.
+"""The backward mixer's CUDA kernels, run on the CPU from the source that a GPU runs, against float64.
 
 Bounds are elementwise: half a unit in the last place for each value that the kernels round, and where the sign of a
 hidden value is a matter of rounding, the difference that the other sign makes.
 """
 
-import ctypes
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixer_emulation import NO_ERRORS, PADDING, SHAPES, TAPS, Launcher, Shape, draw_call, find_seen
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cdape_attention import mixer
-from kernels.cdape_attention.bias_product import get_bias_product
 from kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
-from kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
-from kernels.cuda.emulate import Emulator, Faults, find_compiler
-from kernels.cuda.kernel import CudaKernel
+from kernels.cdape_attention.weights import get_weight_shape
+from kernels.cuda.emulate import Faults, find_compiler
 
 BF16_ROUNDING = 2.0**-9
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
-TAPS, PADDING = 3, 1
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    heads: int
-    width: int
-    rows: int
-    position: int
-
-    @property
-    def columns(self) -> int:
-        return self.position + self.rows
-
-
-class Launcher:
-    """Runs kernels in the emulator."""
-
-    def __init__(self, folder: Path, *, backwards: bool = False) -> None:
-        self.emulator, self.backwards = Emulator(folder), backwards
-
-    def __call__(self, kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        weights = kernel is mixer.TO_WEIGHTS
-        assert self.emulator.library.get_memory_bytes(int(weights)) == kernel.shared_bytes
-        self.emulator.library.mixer_backward(ctypes.byref(arguments), int(weights), *grid, int(self.backwards))
-
-
-def build_inputs(shape: Shape, seed: int = 0) -> tuple[MixerInputs, Tensor]:
-    """Random inputs whose dL is NaN where a row does not see a column, and the bias table."""
+def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
+    """Random inputs whose dL is NaN where a row does not see a column."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*sizes, generator=generator) * scale
-
-    batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
-    weight_shape = get_weight_shape(heads, shape.width, TAPS, True)
-    weights = (
-        draw(shape.width, 2 * heads, 1, TAPS, scale=0.1),
-        draw(shape.width, scale=0.1),
-        draw(heads, shape.width, 1, TAPS, scale=0.1),
-        draw(heads),
-    )
-    packed = pack_weights(weight_shape, [weights], torch.bfloat16)
-    product = get_bias_product(weight_shape, rows, shape.position, None, torch.bfloat16)
-    bias = draw(heads, columns)
-    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)[0]
-    edge_start = columns + PADDING
-    dlogits = draw(batch, rows, columns, 16).bfloat16()
-    dlogits[..., heads:] = 0
+    call = draw_call(shape, generator)
+    dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).bfloat16()
+    dlogits[..., shape.heads :] = 0
     dlogits[:, ~find_seen(shape)] = torch.nan
-    inputs = MixerInputs(
-        draw(batch, heads, rows, 64, scale=0.35).bfloat16(),
-        draw(batch, heads, columns + 3, 64).bfloat16(),  # a cache may hold more
-        dlogits,
-        contributions[:edge_start].clone(),
-        contributions[edge_start:].view(rows, PADDING, -1).clone(),
-        PackedWeights(*(x[0] for x in packed)),
-        weight_shape,
-        shape.position,
-    )
-    return inputs, bias
-
-
-def find_seen(shape: Shape) -> Tensor:
-    return torch.arange(shape.columns) <= torch.arange(shape.rows)[:, None] + shape.position
+    bias = (call.contributions, call.edge)
+    return MixerInputs(call.queries, call.keys, dlogits, *bias, call.weights, call.weight_shape, shape.position)
 
 
 def run(inputs: MixerInputs, launcher: Launcher) -> tuple[dict[str, Tensor], Faults]:
     """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
     batch, rows, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.shape.heads, rows, columns, dtype=torch.bfloat16)
-    emulator = launcher.emulator
-    emulator.begin([inputs.queries, inputs.keys, inputs.dlogits, dscores])
-    with pytest.MonkeyPatch.context() as patch:
-        kept = []
-
-        def registered(build: Callable[..., Tensor], fill: float | None = None) -> Callable[..., Tensor]:
-            def make(*args: object, **options: object) -> Tensor:
-                made = build(*args, **options)
-                if fill is not None:
-                    made.fill_(fill)
-                kept.append(made)
-                emulator.register(made)
-                return made
-
-            return make
-
-        def fragments(weights: PackedWeights) -> list[Tensor]:
-            return [registered(lambda x: x)(x) for x in build_fragments(weights)]
-
-        build_fragments = mixer.build_fragments
-        patch.setattr(mixer, "build_fragments", fragments)
-        patch.setattr(mixer, "build_table", registered(mixer.build_table))
-        patch.setattr(mixer.F, "pad", registered(mixer.F.pad))
-        patch.setattr(torch, "zeros", registered(torch.zeros))
-        patch.setattr(torch, "empty", registered(torch.empty, torch.nan))
+    with launcher.watch(
+        [inputs.queries, inputs.keys, inputs.dlogits, dscores], mixer, ["build_fragments", "build_table"]
+    ):
         gradients = differentiate_mixer(inputs, dscores, launcher)
-    return name_gradients(gradients, dscores, inputs), emulator.get_faults()
+    return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
 
 
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
@@ -221,32 +141,27 @@ def launcher() -> Launcher:
     return Launcher(mixer.FOLDER)
 
 
-SHAPES = st.builds(
-    Shape, st.integers(1, 2), st.integers(9, 16), st.integers(17, 32), st.integers(1, 80), st.integers(0, 12)
-).map(lambda s: Shape(s.batch, s.heads, s.width, s.rows, s.position * 8 + -(s.rows + s.position * 8) % 8))
-
-
 @settings(max_examples=8, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
 def test_gradients_are_those_of_float64_and_no_access_is_wrong(shape: Shape, seed: int) -> None:
-    inputs, _ = build_inputs(shape, seed)
+    inputs = build_inputs(shape, seed)
     found, faults = run(inputs, Launcher(mixer.FOLDER))
-    assert faults.errors == (0, 0, 0, 0, 0), faults
+    assert faults.errors == NO_ERRORS, faults
     for name, (true, bound) in compute_truth(inputs, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
 
 
 def test_the_order_of_warps_changes_no_bit(launcher: Launcher) -> None:
-    inputs, _ = build_inputs(Shape(1, 12, 32, 72, 0))
+    inputs = build_inputs(Shape(1, 12, 32, 72, 0))
     found, _ = run(inputs, launcher)
     again, faults = run(inputs, Launcher(mixer.FOLDER, backwards=True))
-    assert faults.errors == (0, 0, 0, 0, 0)
+    assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 def test_shared_memory_has_few_bank_conflicts(launcher: Launcher) -> None:
-    inputs, _ = build_inputs(Shape(1, 16, 32, 96, 0))
+    inputs = build_inputs(Shape(1, 16, 32, 96, 0))
     _, faults = run(inputs, launcher)
     assert faults.clocks < 1.1 * faults.accesses
 
@@ -269,11 +184,11 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     assert source.count(right) == 1
     header.write_text(source.replace(right, wrong), encoding="utf-8")
     shape = Shape(1, 16, 32, 64, 0)
-    inputs, _ = build_inputs(shape)
+    inputs = build_inputs(shape)
     found, faults = run(inputs, Launcher(folder))
     truth = compute_truth(inputs, shape)
     is_wrong = any(not ((found[key].double() - true).abs() <= bound).all() for key, (true, bound) in truth.items())
-    assert is_wrong or faults.errors != (0, 0, 0, 0, 0)
+    assert is_wrong or faults.errors != NO_ERRORS
 
 
 def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:

@@ -1,0 +1,226 @@
+// Forward pass of CDAPE's processor for 32 query rows: logits from queries and keys.
+//
+//   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
+//   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
+//
+// (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias.) Scores are never in memory. Everything that a tile
+// reads from global memory is requested a tile ahead of its use, or half of one: few warps fit on a multiprocessor, and
+// they would wait for it together.
+#pragma once
+#include "runs.h"
+#include "scores.h"
+#include "tables.h"
+
+struct MixerForwardArgs {
+  ScoreInputs scores;
+  const void* table;  // U, exchange numbers [groups of 8 distances, 32 lanes, 4 n-tiles, 2], see Tables::Distances
+  const void* edge;   // E, float32 [R, p, 32]
+  const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
+  const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
+  const void* bias;   // float32 [16, bias_stride]: entry bias_front + n is added to the logits at distance n
+  void* logits;       // float32 [H, R, C], written where a row sees a column
+  int table_group;    // of the distance of row 0 and column p + 7
+  int bias_front, bias_stride;               // bias_front + position is a multiple of 4
+  long long q_batch, k_batch, logits_batch;  // bytes from one sequence to the next
+};
+
+template <int PADDING, int COLUMNS>
+struct MixerForward {
+  typedef Geometry<PADDING, COLUMNS> G;
+  typedef Scores<G> S;
+  typedef Tables<G> T;
+  typedef Runs<G, Exchange> R;
+  static constexpr int TAPS = G::TAPS, TILES = COLUMNS / 8, NUM_THREADS = 32 * G::WARPS;
+  static constexpr int MEMORY_BYTES = G::QUERY_BYTES + G::WINDOW_BYTES + R::MEMORY_BYTES;
+  static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
+
+  struct State {
+    u32 w1[TAPS][4][2], w2[TAPS][2][2][2];
+    typename R::Words4 carry[R::CARRY];
+    typename S::template Keys<TILES> keys[2 * G::WARP_PAIRS];  // of the next tile
+    typename T::Distances distances;                           // of this one
+  };
+  struct Context {
+    MixerForwardArgs args;
+    SharedMemory queries, scores, sums;
+    int warp, first_row, num_tiles;
+    KERNEL_CODE int position() const { return args.scores.position + first_row; }
+  };
+
+  static KERNEL_CODE void run(MixerForwardArgs args, SharedMemory memory, int warp, int block, int num_blocks,
+                              int batch) {
+    args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
+    args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
+    args.logits = (char*)args.logits + batch * args.logits_batch;
+    Context c{args, memory, memory, memory, warp, block * G::ROWS, 0};
+    c.scores = advance(memory, G::QUERY_BYTES);
+    c.sums = advance(c.scores, G::WINDOW_BYTES);
+    c.num_tiles = (c.position() + G::ROWS + COLUMNS - 1) / COLUMNS;
+    State st;
+    begin(st, c);
+    compute_scores<true>(st, c, -1);
+    barrier(memory);
+    mix<true>(st, c, -COLUMNS);
+    barrier(memory);
+    // Plain tiles: every row sees all of their scores.
+    const bool is_ragged = c.first_row + G::ROWS > args.scores.rows;
+    const int num_plain = is_ragged || c.position() < 2 * PADDING ? 0 : (c.position() - 2 * PADDING + 1) / COLUMNS;
+    NO_UNROLL_FOR (int tile = 0; tile < num_plain; tile++) take_tile<false>(st, c, memory, tile);
+    NO_UNROLL_FOR (int tile = num_plain; tile < c.num_tiles; tile++) take_tile<true>(st, c, memory, tile);
+  }
+
+ private:
+  template <bool MASKED>
+  static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile) {
+    const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
+    T::load_distances(st.distances, c.args.table, c.args.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
+    S::keep_last_columns(c.scores, c.warp);
+    compute_scores<MASKED>(st, c, tile);
+    barrier(memory);
+    mix<false>(st, c, first);
+    barrier(memory);
+    store_logits<MASKED>(c, first);
+  }
+
+  static KERNEL_CODE void begin(State& st, Context& c) {
+    i32 lane = lane_id();
+    UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+      UNROLL_FOR (int n = 0; n < 4; n++) {
+        Words<2> w1 = load_global<2>(address(c.args.w1, lane * 8), (tap * 4 + n) * 256);
+        Words<2> w2 = load_global<2>(address(c.args.w2, lane * 8), (tap * 4 + n) * 256);
+        UNROLL_FOR (int x = 0; x < 2; x++) {
+          st.w1[tap][n][x] = w1.x[x];
+          st.w2[tap][n / 2][n % 2][x] = w2.x[x];
+        }
+      }
+    S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
+    UNROLL_FOR (int h = 0; h < 2 * G::WARP_PAIRS; h++) load_keys(st, c, h, -1);
+  }
+
+  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next.
+  template <bool MASKED>
+  static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
+    UNROLL_FOR (int pair = 0; pair < G::WARP_PAIRS; pair++) {
+      typename S::template Sums<TILES> sums[2];
+      const int head = S::first_head(c.warp) + 2 * pair;
+      UNROLL_FOR (int h = 0; h < 2; h++) {
+        S::multiply(sums[h], st.keys[2 * pair + h], c.queries, head + h);
+        load_keys(st, c, 2 * pair + h, tile + 1);
+      }
+      S::template store<MASKED>(c.args.scores, c.scores, sums, head / 2, c.first_row, tile * COLUMNS + 2 * PADDING, 0);
+    }
+  }
+  static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
+    if (tile == c.num_tiles) return;
+    const int head = S::first_head(c.warp) + h, first = tile * COLUMNS + 2 * PADDING;
+    if (first >= 0 && first + COLUMNS <= c.args.scores.columns)
+      S::template load_keys<false>(c.args.scores, st.keys[h], head, first, 0);
+    else S::template load_keys<true>(c.args.scores, st.keys[h], head, first, 0);
+  }
+
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
+  template <bool EDGE>
+  static KERNEL_CODE void mix(State& st, Context& c, int first) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
+    if (EDGE) R::clear(st.carry);
+    if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
+    constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
+    Window<G> s;
+    i32 at = Window<G>::locate(row_tile, run);
+    s.template load<0, KEPT>(c.scores, at);
+    s.template load<KEPT, 4 + KEPT>(c.scores, at);
+    s.template load<4 + KEPT, 8 + KEPT>(c.scores, at);
+    f32 sums[TAPS][2][4];
+    UNROLL_FOR (int y = 0; y < TAPS; y++)
+      UNROLL_FOR (int n = 0; n < 2; n++)
+        UNROLL_FOR (int x = 0; x < 4; x++) sums[y][n][x] = f32(0.0f);
+    i32 to = R::locate(row_tile);
+    typename R::Words4 done[4];
+    u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
+    u32 slope = u32(0x211f211fu);  // 0.01 twice
+    UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
+      f32 hidden[4][4];
+      if constexpr (EDGE) {
+        UNROLL_FOR (int step = 0; step < 2; step++) {
+          f32 half[2][4];
+          T::load_edge(half, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, jj - BEGIN, step);
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
+        }
+      } else {
+        T::begin_hidden(hidden, st.distances, jj);
+      }
+      UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+        UNROLL_FOR (int n = 0; n < 4; n++)
+          mma_exchange(hidden[n], s.column[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
+      u32 active[4][2];
+      UNROLL_FOR (int n = 0; n < 4; n++)
+        UNROLL_FOR (int r = 0; r < 2; r++) {
+          u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
+          active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
+        }
+      UNROLL_FOR (int step = 0; step < 2; step++) {
+        const u32 a[4] = {active[2 * step][0], active[2 * step][1], active[2 * step + 1][0], active[2 * step + 1][1]};
+        UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+          UNROLL_FOR (int n = 0; n < 2; n++) {
+            const u32(&w)[2] = st.w2[tap][step][n];
+            f32(&sum)[4] = sums[(jj + KEPT - tap) % TAPS][n];
+            if (step == 0 && tap == 0) mma_exchange_from_zero(sum, a, w[0], w[1]);
+            else mma_exchange(sum, a, w[0], w[1]);
+          }
+      }
+      f32(&sum)[2][4] = sums[jj % TAPS];
+      // The scores themselves, exactly, by a product with the identity.
+      mma_exchange(sum[0], s.column[jj], unit, u32(0u));
+      mma_exchange(sum[1], s.column[jj], u32(0u), unit);
+      done[jj % 4] = R::pack(sum);
+      if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);
+    }
+    R::pass_on(c.sums, to, st.carry, sums, run, EDGE);
+  }
+
+  // Stores logits of the columns [first, first + COLUMNS). A warp takes an equal share of the rows, a lane 4 columns.
+  template <bool MASKED>
+  static KERNEL_CODE void store_logits(Context& c, int first) {
+    constexpr int CHUNKS = COLUMNS / 4, PAIRS_AT_ONCE = 32 / CHUNKS, WARP_ROWS = G::ROWS / G::WARPS;
+    const int columns = c.args.scores.columns, first_row = WARP_ROWS * c.warp;
+    const long long head_bytes = (long long)c.args.scores.rows * columns * 4;
+    i32 lane = lane_id(), chunk = lane % CHUNKS, place = lane / CHUNKS;
+    i32 pair = COLUMNS == 32 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
+    // The bias of the distances from 4 below that of the first row and the lane's first column on.
+    const int distance = c.position() + first_row - first - 4 + c.args.bias_front;
+    Address biases = address(c.args.bias, pair * (8 * c.args.bias_stride) - chunk * 16);
+    Address lanes = advance_heads(address(c.args.logits, chunk * 16), pair * 2, head_bytes);
+    UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {
+      f32 bias[2][WARP_ROWS + 4];
+      UNROLL_FOR (int h = 0; h < 2; h++)
+        UNROLL_FOR (int x = 0; x < WARP_ROWS + 4; x += 4) {
+          const long long entry = (long long)(8 * upper + h) * c.args.bias_stride + distance;
+          Words<4> v = load_global<4>(advance(biases, entry * 4), x * 4);
+          UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
+        }
+      UNROLL_FOR (int r = 0; r < WARP_ROWS; r++) {
+        const int row = first_row + r, in_map = c.first_row + row;
+        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
+        Words<4> own, passed, v[2];
+        R::load(own, passed, c.sums, at, chunk);
+        UNROLL_FOR (int y = 0; y < 4; y++) {
+          f32 low = low_exchange(own.x[y]), high = high_exchange(own.x[y]);
+          if (y < R::REACH) {
+            low += low_exchange(passed.x[y]);
+            high += high_exchange(passed.x[y]);
+          }
+          v[0].x[y] = as_u32(low + bias[0][4 + r - y]);
+          v[1].x[y] = as_u32(high + bias[1][4 + r - y]);
+        }
+        UNROLL_FOR (int h = 0; h < 2; h++) {
+          pred is_stored = pair * 2 + (8 * upper + h) < c.args.scores.heads;
+          if (MASKED) is_stored = is_stored && chunk * 4 + first <= c.position() + row && in_map < c.args.scores.rows;
+          store_global<4>(advance(lanes, ((long long)in_map * columns + first) * 4 + (8 * upper + h) * head_bytes), 0,
+                          v[h], is_stored);
+        }
+      }
+    }
+  }
+};

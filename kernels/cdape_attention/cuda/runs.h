@@ -1,0 +1,93 @@
+// What the runs of a tile make of its columns, on its way from the warps that mix pixels to those that store them.
+//
+// A run's convolution reaches into the first 2p columns of the next. That part goes to words of its own, behind the
+// tile's columns, and the reader adds it; the last run keeps its part for the next tile.
+#pragma once
+#include "geometry.h"
+
+// The two types of a word's numbers.
+struct Bfloat16 {
+  static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_bf16(low, high); }
+};
+struct Exchange {
+  static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_exchange(low, high); }
+};
+
+template <class G, class Type>
+struct Runs {
+  static constexpr int REACH = 2 * G::PADDING, CARRY = REACH > 0 ? REACH : 1;
+  static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
+  static constexpr int PAIR_STRIDE = G::COLUMNS == 32 ? WIDE_STRIDE : G::PAIR_STRIDE;
+  static constexpr int ROW_STRIDE = G::COLUMNS == 32 ? G::PAIRS * PAIR_STRIDE + 4 : G::ROW_STRIDE;
+  static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
+  static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");
+
+  // A column's sums, heads 2t, 2t + 1 (n-tile 0) and 8 more (n-tile 1) of rows g and g + 8, as words.
+  struct Words4 {
+    u32 part[4];
+  };
+  static KERNEL_CODE Words4 pack(const f32 (&sum)[2][4]) {
+    Words4 words;
+    UNROLL_FOR (int q = 0; q < 4; q++) words.part[q] = Type::pack(sum[q / 2][2 * (q % 2)], sum[q / 2][2 * (q % 2) + 1]);
+    return words;
+  }
+
+  template <class T>
+  static KERNEL_CODE T row_offset(T row) {
+    return row * (ROW_STRIDE * 4) - row % 2 * (G::ODD_ROWS * 4);
+  }
+  // The offset of a lane's row g and pair t.
+  static KERNEL_CODE i32 locate(int row_tile) {
+    i32 lane = lane_id();
+    return row_offset(lane / 4 + 16 * row_tile) + lane % 4 * (PAIR_STRIDE * 4);
+  }
+  static KERNEL_CODE int part_offset(int part, int column) {
+    return ((part % 2) * 8 * ROW_STRIDE + (part / 2) * 4 * PAIR_STRIDE + column) * 4;
+  }
+
+  // Stores four columns of a run, from `column` of the tile on.
+  static KERNEL_CODE void store(SharedMemory memory, i32 lane_offset, const Words4 (&columns)[4], int column) {
+    UNROLL_FOR (int q = 0; q < 4; q++) {
+      Words<4> v;
+      UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = columns[y].part[q];
+      store_shared<4>(memory, lane_offset + part_offset(q, column), v);
+    }
+  }
+
+  // Passes on what reaches into the next run's first 2p columns: column 8 + y of this run is sums[(8 + y) % TAPS].
+  static KERNEL_CODE void pass_on(SharedMemory memory, i32 lane_offset, Words4 (&carry)[CARRY],
+                                  const f32 (&sums)[G::TAPS][2][4], int run, bool is_edge) {
+    const bool is_last = run == G::RUNS - 1;
+    const int next = is_last ? 0 : run + 1;
+    UNROLL_FOR (int y = 0; y < REACH; y += 2) {
+      Words4 from[2];
+      UNROLL_FOR (int z = 0; z < 2; z++) {
+        Words4 part = pack(sums[(8 + y + z) % G::TAPS]);
+        UNROLL_FOR (int q = 0; q < 4; q++) from[z].part[q] = is_last ? carry[y + z].part[q] : part.part[q];
+        carry[y + z] = part;
+      }
+      if (!is_edge)
+        UNROLL_FOR (int q = 0; q < 4; q++) {
+          Words<2> v;
+          UNROLL_FOR (int z = 0; z < 2; z++) v.x[z] = from[z].part[q];
+          store_shared<2>(memory, lane_offset + part_offset(q, G::COLUMNS + REACH * next + y), v);
+        }
+    }
+  }
+  static KERNEL_CODE void clear(Words4 (&carry)[CARRY]) {
+    UNROLL_FOR (int y = 0; y < CARRY; y++)
+      UNROLL_FOR (int q = 0; q < 4; q++) carry[y].part[q] = u32(0u);
+  }
+
+  // Loads the words of four columns, the chunk-th of a tile, of the row and pair at `at`: those of the run, and from
+  // the run before those of the first min(2p, 4) columns, zero where it does not reach.
+  static KERNEL_CODE void load(Words<4>& own, Words<4>& passed, SharedMemory memory, i32 at, i32 chunk) {
+    own = load_shared<4>(memory, at + chunk * 16);
+    UNROLL_FOR (int y = 0; y < 4 && y < REACH; y += 2) {
+      i32 column = (chunk % 2) * 4 + y;  // in its run
+      i32 from = (chunk / 2) * REACH + minimum(column, i32(REACH - 2)) + G::COLUMNS;
+      Words<2> v = load_shared<2>(memory, at + from * 4);
+      UNROLL_FOR (int z = 0; z < 2; z++) passed.x[y + z] = select(column < REACH, v.x[z], u32(0u));
+    }
+  }
+};

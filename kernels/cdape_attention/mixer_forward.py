@@ -1,0 +1,126 @@
+"""Logits by a CUDA kernel (`cuda/mixer_forward.h`): what it reads, and how it is launched.
+
+B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
+p = k//2. The kernel pads H to 16 and D to 32.
+"""
+
+import ctypes
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.cdape_attention.mixer import (
+    BLOCK_ROWS,
+    FOLDER,
+    HEADS,
+    LARGEST_EXCHANGED,
+    TABLE_FRONT,
+    WIDTH,
+    Launch,
+    ScoreInputs,
+    build_score_inputs,
+    exchange_fragments,
+)
+from kernels.cdape_attention.weights import PackedWeights, WeightShape
+from kernels.cuda.kernel import CudaKernel
+from kernels.runtime import cdiv
+
+KERNELS = {
+    80: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 150528),
+    90: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 111104),
+}
+"""The kernel for a compute capability: one block of 8 warps on a multiprocessor, or two of 4 where both fit."""
+GROUP = 8
+"""Distances of the table that lie together."""
+
+
+class MixerForwardArgs(ctypes.Structure):
+    """Arguments of the kernel, as `cuda/mixer_forward.h` declares them."""
+
+    _fields_ = (
+        ("scores", ScoreInputs),
+        *((name, ctypes.c_void_p) for name in ("table", "edge", "w1", "w2", "bias", "logits")),
+        *((name, ctypes.c_int) for name in ("table_group", "bias_front", "bias_stride")),
+        *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "logits_batch")),
+    )
+
+
+class LogitInputs(NamedTuple):
+    """Inputs of the kernel for one chunk of rows."""
+
+    queries: Tensor
+    """bfloat16 [B, H, R, 64], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    keys: Tensor
+    """bfloat16 [B, H, C or more, 64], alike; C is the position after the chunk's last row."""
+    contributions: Tensor
+    """float32 [p + N, D]: U from distance −p on (`bias_product.py`)."""
+    edge: Tensor
+    """float32 [R, p, D]: E of the chunk's rows."""
+    bias_table: Tensor
+    """float32 [H, N], added to the logits; [H, 0] where there is none."""
+    weights: PackedWeights
+    shape: WeightShape
+    position: int
+    """Position of the chunk's first row."""
+
+
+def compute_logits(inputs: LogitInputs, arch: int, launch: Launch) -> Tensor:
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
+
+    Args:
+        arch: compute capability of the card, which decides between `KERNELS`.
+        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+    """
+    shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
+    batch, heads, rows, _ = inputs.queries.shape
+    columns, blocks = position + rows, cdiv(rows, BLOCK_ROWS)
+    distances = position + blocks * BLOCK_ROWS
+    table, group = build_group_table(inputs.contributions, padding, position, distances)
+    bias, bias_front = build_bias(inputs.bias_table, inputs.weights.b2, position, distances)
+    edge = F.pad(inputs.edge, (0, WIDTH - shape.width))
+    w1, w2 = exchange_fragments(inputs.weights)
+    logits = torch.empty(batch, heads, rows, columns, dtype=torch.float32, device=inputs.queries.device)
+    args = MixerForwardArgs(
+        build_score_inputs(inputs.queries, inputs.keys, columns, position),
+        *(x.data_ptr() for x in (table, edge, w1, w2, bias, logits)),
+        *(group, bias_front, bias.shape[1]),
+        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits)),
+    )
+    launch(KERNELS[arch], (blocks, batch), args)
+    return logits
+
+
+def build_group_table(contributions: Tensor, padding: int, position: int, distances: int) -> tuple[Tensor, int]:
+    """Return U as operands of products, and the group of the distance of a chunk's first row and column p + 7.
+
+    Returns:
+        float16 [groups, 32 lanes, 4 n-tiles, 2]; zero beyond the given distances.
+    """
+    least = position - padding - 7  # is the first distance of a group
+    front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
+    entries = cdiv(front + distances, GROUP) * GROUP + GROUP
+    covered = min(contributions.shape[0], distances + padding)
+    sides = (0, WIDTH - contributions.shape[1], front - padding, entries - (front - padding) - covered)
+    padded = F.pad(contributions[:covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
+    # The distance is 8·group + 2t + half, the width 16·step + 4·(g // 2) + 2·n + g % 2, the n-tile 2·step + n.
+    by_digit = padded.view(entries // GROUP, 4, 2, 2, 4, 2, 2).permute(0, 4, 6, 1, 3, 5, 2)
+    table = by_digit.to(torch.float16, memory_format=torch.contiguous_format)
+    return table.view(entries // GROUP, 32, 4, 2), (front + least) // GROUP
+
+
+def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int) -> tuple[Tensor, int]:
+    """Return what is added to the logits by head and distance, and the entry of distance 0.
+
+    Returns:
+        float32 [16, entries].
+    """
+    heads, known = bias_table.shape
+    front = TABLE_FRONT + -position % 4
+    options: dict[str, Any] = {"dtype": torch.float32, "device": b2.device}
+    table = torch.empty(HEADS, cdiv(front + distances + 4, 4) * 4, **options).copy_(b2[:HEADS, None])
+    covered = min(known, distances)
+    if covered:
+        table[:heads, front : front + covered] += bias_table[:, :covered]
+    return table, front
