@@ -9,6 +9,7 @@ backward pass of a layer with CDAPE and one with a learned bias, profiled kernel
 compiled or launched is recorded with its error.
 """
 
+import argparse
 import fcntl
 import json
 import os
@@ -24,7 +25,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.arguments import ToolParser, int_at_least, parse_output_path, print_interrupts_in_one_line  # noqa: E402
+from tools.arguments import (  # noqa: E402
+    ToolParser,
+    int_at_least,
+    parse_device,
+    parse_output_path,
+    print_interrupts_in_one_line,
+)
 
 if __name__ == "__main__":
     print_interrupts_in_one_line()
@@ -35,7 +42,7 @@ from torch.profiler import ProfilerActivity  # noqa: E402
 from kernels.biased_attention import configs as bias_configs  # noqa: E402
 from kernels.biased_attention.configs import BackwardTile, OpTiles  # noqa: E402
 from kernels.cdape_attention import driver  # noqa: E402
-from kernels.runtime import Tile  # noqa: E402
+from kernels.runtime import Tile, is_interpreted  # noqa: E402
 from tools.bench.attention_peers import AttentionProblem, build_peers  # noqa: E402
 from tools.bench.error_gate import format_exception  # noqa: E402
 from tools.bench.mixer_switch import use_mixer  # noqa: E402
@@ -130,7 +137,10 @@ def compile_candidates(tiles: dict[str, Tile], run: Callable[[str, int, int], No
 
 
 def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
-    """Return the median microseconds of each kernel that runs, by its name."""
+    """Return the median microseconds of each kernel that runs on a GPU, by its name; of none on a CPU."""
+    if not torch.cuda.is_available():
+        run()
+        return {}
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -141,13 +151,16 @@ def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def work(place: int, count: int, folder: Path, lengths: list[int], tokens: int, heads: int, dim: int) -> None:
-    """Compile and measure the candidates at a place of the lists, and write their records into the folder."""
+def work(arguments: argparse.Namespace, count: int) -> None:
+    """Compile and measure the candidates at a place of the lists, and write their records into the shared folder."""
+    place, folder, lengths = arguments.place, arguments.worker, arguments.lengths
+    heads, dim = arguments.heads, arguments.dim
+    dtype = torch.float16 if arguments.device == "cpu" else torch.bfloat16  # the interpreter rounds bfloat16 wrongly
     tiles = {name: listed[min(place, len(listed) - 1)] for name, listed in CANDIDATES.items()}
     install_tiles(tiles)
 
     def run(op: str, batch: int, length: int, repeats: int = 1) -> None:
-        problem = AttentionProblem(op, batch, heads, dim, length, 32, 3, torch.bfloat16, "cuda")
+        problem = AttentionProblem(op, batch, heads, dim, length, arguments.width, 3, dtype, arguments.device)
         with use_mixer(False):
             time_passes(problem, build_peers(problem)["triton"], repeats)
 
@@ -162,7 +175,7 @@ def work(place: int, count: int, folder: Path, lengths: list[int], tokens: int, 
         fcntl.flock(lock, fcntl.LOCK_EX)
         for op, names in OPS.items():
             for length in lengths:
-                batch = max(1, tokens // length)
+                batch = max(1, arguments.tokens // length)
                 run(op, batch, length)
                 times = measure_kernels(lambda op=op, batch=batch, length=length: run(op, batch, length, NUM_PASSES))
                 for name in names:
@@ -174,22 +187,28 @@ def work(place: int, count: int, folder: Path, lengths: list[int], tokens: int, 
     (folder / f"records{place}.json").write_text(json.dumps(records), encoding="utf-8")
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int_at_least(16), nargs="+", default=[512, 2048])
     parser.add_argument("--tokens", type=int_at_least(1), default=16384, help="B·T (16384)")
     parser.add_argument("--heads", type=int_at_least(1), default=16)
     parser.add_argument("--dim", type=int_at_least(1), default=64)
+    parser.add_argument("--width", type=int_at_least(1), default=32)
     parser.add_argument("--json", type=parse_output_path)
     parser.add_argument("--worker", type=Path, help="used by the tool itself: the folder that workers share")
     parser.add_argument("--place", type=int, default=0, help="used by the tool itself")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device is here")
+    if arguments.device == "cpu" and not is_interpreted():
+        parser.error("no CUDA device is here; TRITON_INTERPRET=1 tries the tiles on a CPU, untimed")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     count = max(map(len, CANDIDATES.values()))
     if arguments.worker is not None:
-        sizes = (arguments.tokens, arguments.heads, arguments.dim)
-        work(arguments.place, count, arguments.worker, arguments.lengths, *sizes)
+        work(arguments, count)
         return
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *sys.argv, "--worker", folder, "--place"]
@@ -203,7 +222,7 @@ def main() -> None:
         times = record.get("refusal") or ", ".join(f"{name} {us} µs" for name, us in record["us"].items())
         print(f"{record['kernel']:<14} T={record['T']:<6} {record['tile']:<80} {times}")
     if arguments.json is not None:
-        write_record(arguments.json, {**collect_provenance(__file__, "cuda"), "records": records})
+        write_record(arguments.json, {**collect_provenance(__file__, arguments.device), "records": records})
     sys.exit(any(codes))
 
 

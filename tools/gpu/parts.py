@@ -164,6 +164,8 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
         build_attention_part("compiled", limit, *bias, *tiny, *ours, "sdpa mask"),
         build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *step),
+        CheckPart("tiles", limit, ("tools/bench/tiles.py", "--device", "cpu", "--tokens", "16", "--heads", "2", "--dim",
+            "16", "--width", "4", "--lengths", "16", "--json", "{output}")),
         build_profile_part("profile_triton", limit, *profile, "--methods", "cdape_triton"),
     ]  # fmt: skip
 
