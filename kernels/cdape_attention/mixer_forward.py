@@ -28,8 +28,8 @@ from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
 KERNELS = {
-    80: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 150528),
-    90: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 111104),
+    80: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 153344),
+    90: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 114176),
 }
 """The kernel for a compute capability: one block of 8 warps on a multiprocessor, or two of 4 where both fit."""
 GROUP = 8
