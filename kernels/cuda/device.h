@@ -153,6 +153,17 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
+// The same, not moved beyond a barrier: where registers are scarce, a compiler else delays it until just before its
+// use.
+KERNEL_CODE Words<4> request_global(Address a, int constant) {
+  Words<4> v;
+  const char* from = a.p + constant;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+               : "l"(from)
+               : "memory");
+  return v;
+}
 template <int N>
 KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_stored) {
   // In PTX, since a compiler makes branches of conditions here.

@@ -174,7 +174,9 @@ struct MixerBackward {
       typename S::Sums sums[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
         typename S::Keys keys;
-        S::template load_keys<MASKED>(keys, in, 2 * c.warp + h, first + column, in.columns - 1);
+        const int head = 2 * c.warp + h;
+        if (MASKED) S::template load_keys_inside<false>(keys, in, head, first + column, in.columns - 1);
+        else S::load_keys(keys, in, head, first + column);
         S::multiply(sums[h], keys, c.queries, 2 * c.warp + h);
       }
       u32 words[G::ROW_TILES][4][2];

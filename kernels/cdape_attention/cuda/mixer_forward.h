@@ -127,7 +127,7 @@ struct MixerForward {
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
     const int last_row = c.first_row + G::ROWS < c.args.scores.rows ? c.first_row + G::ROWS : c.args.scores.rows;
     const int last = c.args.scores.position + last_row - 1;  // that is seen
-    S::template load_keys<true>(st.keys[h], c.args.scores, find_head(c, h), find_column(c, tile), last);
+    S::template load_keys_inside<true>(st.keys[h], c.args.scores, find_head(c, h), find_column(c, tile), last);
   }
 
   // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.

@@ -25,9 +25,10 @@ struct Scores {
   static KERNEL_CODE void load_queries(const ScoreInputs& in, SharedMemory queries, int warp, int first_row) {
     constexpr int SHARE = G::HEADS / G::WARPS;
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    UNROLL_FOR (int head = SHARE * warp; head < SHARE * (warp + 1); head++)
+    UNROLL_FOR (int h = 0; h < SHARE; h++)
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
         UNROLL_FOR (int half = 0; half < 2; half++) {
+          const int head = SHARE * warp + h;
           Words<4> rows[2];
           UNROLL_FOR (int r = 0; r < 2; r++) {
             i32 row = minimum(g + (first_row + 16 * tile + 8 * r), i32(in.rows - 1));
@@ -42,20 +43,23 @@ struct Scores {
         }
   }
 
-  // Loads a head's keys of the lanes' columns from `first` on. MASKED: of columns outside 0 … `last`, the nearest
-  // inside.
-  template <bool MASKED>
-  static KERNEL_CODE void load_keys(Keys& keys, const ScoreInputs& in, int head, int first, int last) {
+  // Loads a head's keys of the lanes' columns from `first` on.
+  static KERNEL_CODE void load_keys(Keys& keys, const ScoreInputs& in, int head, int first) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
-    const long long head_start = head_offset(in, head, in.k_stride);
+    Address at = advance(address(in.k, lane_column * G::ROW_BYTES + t * 16),
+                         head_offset(in, head, in.k_stride) + (long long)first * G::ROW_BYTES);
+    UNROLL_FOR (int n = 0; n < 2; n++)
+      UNROLL_FOR (int z = 0; z < 2; z++) keys.part[n][z] = load_global<4>(at, 2 * n * G::ROW_BYTES + 64 * z);
+  }
+  // The same of columns that may be outside of 0 … `last`: there the nearest inside. EARLY: before the next barrier.
+  template <bool EARLY>
+  static KERNEL_CODE void load_keys_inside(Keys& keys, const ScoreInputs& in, int head, int first, int last) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
     UNROLL_FOR (int n = 0; n < 2; n++) {
-      i32 column = lane_column;
-      if (MASKED) column = minimum(maximum(lane_column + (first + 2 * n), i32(0)), i32(last));
-      Address at = address(in.k, column * G::ROW_BYTES + t * 16);
+      i32 column = minimum(maximum(lane_column + (first + 2 * n), i32(0)), i32(last));
+      Address at = advance(address(in.k, column * G::ROW_BYTES + t * 16), head_offset(in, head, in.k_stride));
       UNROLL_FOR (int z = 0; z < 2; z++)
-        keys.part[n][z] = MASKED ? load_global<4>(advance(at, head_start), 64 * z)
-                                 : load_global<4>(advance(at, head_start + (long long)first * G::ROW_BYTES),
-                                                  2 * n * G::ROW_BYTES + 64 * z);
+        keys.part[n][z] = EARLY ? request_global(at, 64 * z) : load_global<4>(at, 64 * z);
     }
   }
 
