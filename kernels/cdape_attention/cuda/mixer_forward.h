@@ -14,7 +14,7 @@
 
 struct MixerForwardArgs {
   ScoreInputs scores;
-  const void* table;  // U, exchange numbers [groups of 8 distances, 32 lanes, 4 n-tiles, 2], see Tables::Distances
+  const void* table;  // U, exchange numbers [groups of 8 distances, 2, 32 lanes, 2, 2, 2], see Tables::Distances
   const void* edge;   // E, float32 [R, p, 32]
   const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
   const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
