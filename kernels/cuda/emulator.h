@@ -64,15 +64,12 @@ typedef Lanes<bool> pred;
     return Lanes<T>(a) op b;                                   \
   }
 OPERATOR(T, +)
-OPERATOR(T, -)
-OPERATOR(T, *)
-OPERATOR(T, /)
-OPERATOR(T, &)
-OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=)
-    OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
+OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>)
+    OPERATOR(T, %) OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=)
+        OPERATOR(bool, ==) OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
-        template <class T>
-        Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
+            template <class T>
+            Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
   return a = a + b;
 }
 
