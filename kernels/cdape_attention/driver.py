@@ -198,6 +198,8 @@ def compute_logits(
 
 
 def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
+    arch = get_arch(k)
+    assert arch is not None
     inputs = mixer_forward.LogitInputs(
         chunk.slice_rows(scaled),
         chunk.slice_columns(k),
@@ -207,9 +209,7 @@ def _compute_mixer_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k
         problem.shape,
         chunk.position,
     )
-    arch = get_arch(k)
-    assert arch is not None  # `_uses_mixer` has found a GPU
-    return mixer_forward.compute_logits(inputs, arch, launch_kernel)
+    return mixer_forward.compute_logits(inputs, mixer_forward.KERNELS[arch], launch_kernel)
 
 
 def _split_contributions(problem: CdapeProblem, chunk: Chunk) -> tuple[Tensor, Tensor]:

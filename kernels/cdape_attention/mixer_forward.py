@@ -27,11 +27,10 @@ from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.kernel import CudaKernel
 from kernels.runtime import cdiv
 
-KERNELS = {
-    80: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 150528),
-    90: CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 111104),
-}
-"""The kernel for a compute capability: one block of 8 warps on a multiprocessor, or two of 4 where both fit."""
+NARROW = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 16>", "MixerForwardArgs", 128, 114176)
+WIDE = CudaKernel(FOLDER, "mixer_forward.h", "MixerForward<1, 32>", "MixerForwardArgs", 256, 153344)
+KERNELS = {80: WIDE, 90: NARROW}
+"""The kernel for a compute capability: two blocks of 4 warps on a multiprocessor, or one of 8 where one fits."""
 GROUP = 8
 """Distances of the table that lie together."""
 
@@ -66,11 +65,11 @@ class LogitInputs(NamedTuple):
     """Position of the chunk's first row."""
 
 
-def compute_logits(inputs: LogitInputs, arch: int, launch: Launch) -> Tensor:
+def compute_logits(inputs: LogitInputs, kernel: CudaKernel, launch: Launch) -> Tensor:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
 
     Args:
-        arch: compute capability of the card, which decides between `KERNELS`.
+        kernel: one of `KERNELS`.
         launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
     """
     shape, padding, position = inputs.shape, inputs.shape.padding, inputs.position
@@ -88,7 +87,7 @@ def compute_logits(inputs: LogitInputs, arch: int, launch: Launch) -> Tensor:
         *(group, bias_front, bias.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, logits)),
     )
-    launch(KERNELS[arch], (blocks, batch), args)
+    launch(kernel, (blocks, batch), args)
     return logits
 
 
@@ -96,18 +95,20 @@ def build_group_table(contributions: Tensor, padding: int, position: int, distan
     """Return U as operands of products, and the group of the distance of a chunk's first row and column p + 7.
 
     Returns:
-        float16 [groups, 32 lanes, 4 n-tiles, 2]; zero beyond the given distances.
+        float16 [groups, 2 halves of the width, 32 lanes, 2 n-tiles, 2 groups, 2]; zero beyond the given distances.
     """
     least = position - padding - 7  # is the first distance of a group
     front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
-    entries = cdiv(front + distances, GROUP) * GROUP + GROUP
+    groups = cdiv(front + distances, GROUP) + 3
     covered = min(contributions.shape[0], distances + padding)
-    sides = (0, WIDTH - contributions.shape[1], front - padding, entries - (front - padding) - covered)
+    sides = (0, WIDTH - contributions.shape[1], front - padding, (groups + 1) * GROUP - (front - padding) - covered)
     padded = F.pad(contributions[:covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
-    # The distance is 8·group + 2t + half, the width 16·step + 4·(g // 2) + 2·n + g % 2, the n-tile 2·step + n.
-    by_digit = padded.view(entries // GROUP, 4, 2, 2, 4, 2, 2).permute(0, 4, 6, 1, 3, 5, 2)
+    # The distance is 8·(group + next) + 2t + half of a word, the width 16·step + 4·(g // 2) + 2·n + g % 2.
+    sizes = (groups, 2, 4, 2, 4, 2, 2, 2)  # group, step, g // 2, g % 2, t, n, next, half of a word
+    strides = (GROUP * WIDTH, 16, 4, 1, 2 * WIDTH, 2, GROUP * WIDTH, WIDTH)
+    by_digit = padded.as_strided(sizes, strides)
     table = by_digit.to(torch.float16, memory_format=torch.contiguous_format)
-    return table.view(entries // GROUP, 32, 4, 2), (front + least) // GROUP
+    return table.view(groups, 2, 32, 2, 2, 2), (front + least) // GROUP
 
 
 def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int) -> tuple[Tensor, int]:

@@ -162,8 +162,31 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
+// The same, not moved beyond a barrier: where registers are scarce, a compiler else delays it until just before its
+// use.
+KERNEL_CODE Words<4> request_global(Address a, int constant) {
+  Words<4> v;
+  const char* from = a.p + constant;
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+               : "l"(from)
+               : "memory");
+  return v;
+}
 template <int N>
 KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_stored) {
-  typedef typename VectorOf<N>::type Vector;
-  if (is_stored) *(Vector*)(a.p + constant) = *(Vector*)v.x;
+  // In PTX, since a compiler makes branches of conditions here.
+  const char* to = a.p + constant;
+  if constexpr (N == 1)
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to), "r"(v.x[0]),
+                 "r"((int)is_stored)
+                 : "memory");
+  else if constexpr (N == 2)
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(to), "r"(v.x[0]),
+                 "r"(v.x[1]), "r"((int)is_stored)
+                 : "memory");
+  else
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
+                 "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]), "r"((int)is_stored)
+                 : "memory");
 }

@@ -65,10 +65,9 @@ typedef Lanes<bool> pred;
   }
 OPERATOR(T, +)
 OPERATOR(T, -)
-OPERATOR(T, *)
-OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^)
-    OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
-        OPERATOR(bool, &&) OPERATOR(bool, ||)
+OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %)
+    OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==)
+        OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
             template <class T>
             Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
@@ -412,6 +411,7 @@ Words<N> load_global(const Address& a, int constant) {
   }
   return v;
 }
+inline Words<4> request_global(const Address& a, int constant) { return load_global<4>(a, constant); }
 template <int N>
 void store_global(const Address& a, int constant, const Words<N>& v, const pred& is_stored) {
   EACH_LANE if (is_stored.v[lane]) {

@@ -14,6 +14,7 @@
 #include "runs.h"
 #include "scores.h"
 #include "tables.h"
+#include "windows.h"
 
 struct MixerBackwardArgs {
   ScoreInputs scores;
@@ -35,7 +36,8 @@ struct MixerBackwardArgs {
 template <int PADDING, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
   typedef Geometry<PADDING, 32> G;
-  typedef Scores<G> S;
+  typedef Scores<G, 8> S;
+  typedef PairWindow<G> W;
   typedef Tables<G> T;
   typedef Runs<G, Bfloat16> R;
   typedef Diagonals<G> D;
@@ -43,7 +45,7 @@ struct MixerBackward {
   static constexpr float SLOPE = 0.01f;
 
   static constexpr int MEMORY_BYTES =
-      G::QUERY_BYTES + 2 * G::WINDOW_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
+      G::QUERY_BYTES + 2 * W::MEMORY_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][4][2], w1_back[SCORES ? TAPS : 1][2][2][2];
@@ -69,8 +71,8 @@ struct MixerBackward {
     Context c{
         args, memory, memory, memory, memory, memory, warp, block * G::ROWS, (long long)batch * num_blocks + block};
     c.scores = advance(memory, G::QUERY_BYTES);
-    c.dlogits = advance(c.scores, G::WINDOW_BYTES);
-    c.sums = advance(c.dlogits, G::WINDOW_BYTES);
+    c.dlogits = advance(c.scores, W::MEMORY_BYTES);
+    c.sums = advance(c.dlogits, W::MEMORY_BYTES);
     c.diagonals = advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
@@ -132,7 +134,7 @@ struct MixerBackward {
   // Scores and dL of the columns [first, first + 32). A warp brings dL of 4 rows, all heads.
   template <bool MASKED>
   static KERNEL_CODE void load_tile(Context& c, int first) {
-    S::template compute<MASKED>(c.args.scores, c.queries, c.scores, c.warp, c.first_row, first);
+    compute_scores<MASKED>(c, first);
     const int columns = c.args.scores.columns;
     i32 lane = lane_id(), column = lane % 16, half = lane / 16;  // half of the pairs
     UNROLL_FOR (int r = 0; r < 4; r++) {
@@ -155,22 +157,47 @@ struct MixerBackward {
         UNROLL_FOR (int x = 0; x < 4; x++) {
           Words<1> word;
           word.x[0] = v.x[x];
-          i32 to = column * 4 + half * ((4 * G::PAIR_STRIDE + 16) * 4);
-          store_shared<1>(c.dlogits, to + (G::row_offset(row) + x * G::PAIR_STRIDE * 4 + (G::FIRST + 16 * part) * 4),
+          i32 to = column * 4 + half * ((4 * W::PAIR_STRIDE + 16) * 4);
+          store_shared<1>(c.dlogits, to + (W::row_offset(row) + x * W::PAIR_STRIDE * 4 + (W::FIRST + 16 * part) * 4),
                           word);
         }
       }
     }
   }
 
+  // Scores of the warp's pair of heads, half of the columns at a time.
+  template <bool MASKED>
+  static KERNEL_CODE void compute_scores(Context& c, int first) {
+    const ScoreInputs& in = c.args.scores;
+    i32 lane = lane_id(), to = W::row_offset(lane / 4) + lane % 4 * 32 + W::pair_offset(c.warp);
+    UNROLL_FOR (int column = 0; column < 8; column += 4) {
+      typename S::Sums sums[2];
+      UNROLL_FOR (int h = 0; h < 2; h++) {
+        typename S::Keys keys;
+        const int head = 2 * c.warp + h;
+        if (MASKED) S::template load_keys_inside<false>(keys, in, head, first + column, in.columns - 1);
+        else S::load_keys(keys, in, head, first + column);
+        S::multiply(sums[h], keys, c.queries, 2 * c.warp + h);
+      }
+      u32 words[G::ROW_TILES][4][2];
+      S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
+      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
+        UNROLL_FOR (int r = 0; r < 2; r++) {
+          Words<4> v;
+          UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = words[tile][x][r];
+          store_shared<4>(c.scores, to + (W::row_offset(16 * tile + 8 * r) + (W::FIRST + column) * 4), v);
+        }
+    }
+  }
+
   // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
   static KERNEL_CODE void keep_columns(Context& c) {
-    S::keep_last_columns(c.scores, c.warp);
+    W::keep_last_columns(c.scores, c.warp);
     i32 lane = lane_id(), pair = lane % 8;
-    i32 at = G::row_offset(lane / 8 + 4 * c.warp) + G::pair_offset(pair);
+    i32 at = W::row_offset(lane / 8 + 4 * c.warp) + W::pair_offset(pair);
     UNROLL_FOR (int x = 0; x < 2 * PADDING; x += 2) {
-      Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + G::FIRST - 2 * PADDING + x) * 4);
-      store_shared<2>(c.dlogits, at + (G::FIRST - 2 * PADDING + x) * 4, v);
+      Words<2> v = load_shared<2>(c.dlogits, at + (G::COLUMNS + W::FIRST - 2 * PADDING + x) * 4);
+      store_shared<2>(c.dlogits, at + (W::FIRST - 2 * PADDING + x) * 4, v);
     }
   }
 
@@ -195,8 +222,8 @@ struct MixerBackward {
     if (EDGE) R::clear(st.carry);
     if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
-    Window<G> s, l;
-    i32 at = Window<G>::locate(row_tile, run);
+    W s, l;
+    i32 at = W::locate(row_tile, run);
     s.template load<0, KEPT>(c.scores, at);
     l.template load<0, KEPT>(c.dlogits, at);
     u32 s_rows[TAPS][4], l_rows[TAPS][4];  // transposed, of the columns that a hidden value reads

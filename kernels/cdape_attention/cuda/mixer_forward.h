@@ -10,10 +10,11 @@
 #include "runs.h"
 #include "scores.h"
 #include "tables.h"
+#include "windows.h"
 
 struct MixerForwardArgs {
   ScoreInputs scores;
-  const void* table;  // U, exchange numbers [groups of 8 distances, 32 lanes, 4 n-tiles, 2], see Tables::Distances
+  const void* table;  // U, exchange numbers [groups of 8 distances, 2, 32 lanes, 2, 2, 2], see Tables::Distances
   const void* edge;   // E, float32 [R, p, 32]
   const void* w1;     // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
   const void* w2;     // B fragments of W2, exchange numbers [k][2 k-steps][2 n-tiles][32 lanes][2]
@@ -27,18 +28,20 @@ struct MixerForwardArgs {
 template <int PADDING, int COLUMNS>
 struct MixerForward {
   typedef Geometry<PADDING, COLUMNS> G;
-  typedef Scores<G> S;
+  typedef Scores<G, 4> S;
+  typedef FragmentWindow<G> W;
   typedef Tables<G> T;
   typedef Runs<G, Exchange> R;
-  static constexpr int TAPS = G::TAPS, TILES = COLUMNS / 8, NUM_THREADS = 32 * G::WARPS;
-  static constexpr int MEMORY_BYTES = G::QUERY_BYTES + G::WINDOW_BYTES + R::MEMORY_BYTES;
+  static constexpr int TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS;
+  static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
   static constexpr int BLOCKS_PER_SM = COLUMNS == 16 ? 2 : 1;
 
   struct State {
     u32 w1[TAPS][4][2], w2[TAPS][2][2][2];
     typename R::Words4 carry[R::CARRY];
-    typename S::template Keys<TILES> keys[2 * G::WARP_PAIRS];  // of the next tile
-    typename T::Distances distances;                           // of this one
+    typename S::Keys keys[4];         // of the next tile
+    typename T::Distances distances;  // of this one
+    Address logits[2];
   };
   struct Context {
     MixerForwardArgs args;
@@ -54,10 +57,11 @@ struct MixerForward {
     args.logits = (char*)args.logits + batch * args.logits_batch;
     Context c{args, memory, memory, memory, warp, block * G::ROWS, 0};
     c.scores = advance(memory, G::QUERY_BYTES);
-    c.sums = advance(c.scores, G::WINDOW_BYTES);
+    c.sums = advance(c.scores, W::MEMORY_BYTES);
     c.num_tiles = (c.position() + G::ROWS + COLUMNS - 1) / COLUMNS;
     State st;
     begin(st, c);
+    barrier(memory);
     compute_scores<true>(st, c, -1);
     barrier(memory);
     mix<true>(st, c, -COLUMNS);
@@ -74,12 +78,12 @@ struct MixerForward {
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     T::load_distances(st.distances, c.args.table, c.args.table_group + (c.first_row - first) / 8 + 2 * row_tile - run);
-    S::keep_last_columns(c.scores, c.warp);
+    if (c.warp / 4 == COLUMNS / 16 - 1) W::keep_last_columns(c.scores, c.warp % 4);
     compute_scores<MASKED>(st, c, tile);
     barrier(memory);
     mix<false>(st, c, first);
     barrier(memory);
-    store_logits<MASKED>(c, first);
+    store_logits<MASKED>(st, c, first);
   }
 
   static KERNEL_CODE void begin(State& st, Context& c) {
@@ -93,29 +97,37 @@ struct MixerForward {
           st.w2[tap][n / 2][n % 2][x] = w2.x[x];
         }
       }
+    const long long row_bytes = (long long)c.args.scores.columns * 4, head_bytes = c.args.scores.rows * row_bytes;
+    Address logits =
+        advance(address(c.args.logits, lane % CHUNKS * 16), (c.first_row + WARP_ROWS * c.warp) * row_bytes);
+    UNROLL_FOR (int h = 0; h < 2; h++)
+      st.logits[h] = advance(advance_heads(logits, find_pair() * 2, head_bytes), h * head_bytes);
     S::load_queries(c.args.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < 2 * G::WARP_PAIRS; h++) load_keys(st, c, h, -1);
+    UNROLL_FOR (int h = 0; h < 4; h++) load_keys(st, c, h, -1);
   }
+
+  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in 16 columns: its heads are 2w, 2w + 1 and 8 more.
+  static KERNEL_CODE int find_head(Context& c, int h) { return 2 * (c.warp % 4) + 8 * (h / 2) + h % 2; }
+  static KERNEL_CODE int find_column(Context& c, int tile) { return tile * COLUMNS + 2 * PADDING + 16 * (c.warp / 4); }
 
   // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next.
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
-    UNROLL_FOR (int pair = 0; pair < G::WARP_PAIRS; pair++) {
-      typename S::template Sums<TILES> sums[2];
-      const int head = S::first_head(c.warp) + 2 * pair;
+    u32 words[2][G::ROW_TILES][4][2];
+    UNROLL_FOR (int upper = 0; upper < 2; upper++) {
+      typename S::Sums sums[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        S::multiply(sums[h], st.keys[2 * pair + h], c.queries, head + h);
-        load_keys(st, c, 2 * pair + h, tile + 1);
+        S::multiply(sums[h], st.keys[2 * upper + h], c.queries, find_head(c, 2 * upper + h));
+        load_keys(st, c, 2 * upper + h, tile + 1);
       }
-      S::template store<MASKED>(c.args.scores, c.scores, sums, head / 2, c.first_row, tile * COLUMNS + 2 * PADDING, 0);
+      S::template pack<MASKED>(words[upper], sums, c.args.scores, c.first_row, find_column(c, tile));
     }
+    W::store(c.scores, words, c.warp % 4, 16 * (c.warp / 4));
   }
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
-    if (tile == c.num_tiles) return;
-    const int head = S::first_head(c.warp) + h, first = tile * COLUMNS + 2 * PADDING;
-    if (first >= 0 && first + COLUMNS <= c.args.scores.columns)
-      S::template load_keys<false>(c.args.scores, st.keys[h], head, first, 0);
-    else S::template load_keys<true>(c.args.scores, st.keys[h], head, first, 0);
+    const int last_row = c.first_row + G::ROWS < c.args.scores.rows ? c.first_row + G::ROWS : c.args.scores.rows;
+    const int last = c.args.scores.position + last_row - 1;  // that is seen
+    S::template load_keys_inside<true>(st.keys[h], c.args.scores, find_head(c, h), find_column(c, tile), last);
   }
 
   // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p.
@@ -126,11 +138,8 @@ struct MixerForward {
     if (EDGE) R::clear(st.carry);
     if (EDGE && (run != G::RUNS - 1 || PADDING == 0)) return;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
-    Window<G> s;
-    i32 at = Window<G>::locate(row_tile, run);
-    s.template load<0, KEPT>(c.scores, at);
-    s.template load<KEPT, 4 + KEPT>(c.scores, at);
-    s.template load<4 + KEPT, 8 + KEPT>(c.scores, at);
+    u32 scores[8 + KEPT][4];
+    UNROLL_FOR (int x = BEGIN; x < 8 + KEPT; x++) W::load(scores[x], c.scores, row_tile, run, x);
     f32 sums[TAPS][2][4];
     UNROLL_FOR (int y = 0; y < TAPS; y++)
       UNROLL_FOR (int n = 0; n < 2; n++)
@@ -153,7 +162,7 @@ struct MixerForward {
       }
       UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
         UNROLL_FOR (int n = 0; n < 4; n++)
-          mma_exchange(hidden[n], s.column[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
+          mma_exchange(hidden[n], scores[jj + tap], st.w1[tap][n][0], st.w1[tap][n][1]);
       u32 active[4][2];
       UNROLL_FOR (int n = 0; n < 4; n++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -172,36 +181,43 @@ struct MixerForward {
       }
       f32(&sum)[2][4] = sums[jj % TAPS];
       // The scores themselves, exactly, by a product with the identity.
-      mma_exchange(sum[0], s.column[jj], unit, u32(0u));
-      mma_exchange(sum[1], s.column[jj], u32(0u), unit);
+      mma_exchange(sum[0], scores[jj], unit, u32(0u));
+      mma_exchange(sum[1], scores[jj], u32(0u), unit);
       done[jj % 4] = R::pack(sum);
       if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);
     }
     R::pass_on(c.sums, to, st.carry, sums, run, EDGE);
   }
 
-  // Stores logits of the columns [first, first + COLUMNS). A warp takes an equal share of the rows, a lane 4 columns.
+  // Stores logits of the columns [first, first + COLUMNS). A warp takes an equal share of the rows, a lane 4 columns of
+  // a pair, and of pair + 4 after it in tiles of 32 columns.
+  static constexpr int CHUNKS = COLUMNS / 4, PAIRS_AT_ONCE = 32 / CHUNKS, WARP_ROWS = G::ROWS / G::WARPS;
+  static KERNEL_CODE i32 find_pair() {
+    i32 place = lane_id() / CHUNKS;
+    return COLUMNS == 32 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
+  }
   template <bool MASKED>
-  static KERNEL_CODE void store_logits(Context& c, int first) {
-    constexpr int CHUNKS = COLUMNS / 4, PAIRS_AT_ONCE = 32 / CHUNKS, WARP_ROWS = G::ROWS / G::WARPS;
-    const int columns = c.args.scores.columns, first_row = WARP_ROWS * c.warp;
-    const long long head_bytes = (long long)c.args.scores.rows * columns * 4;
-    i32 lane = lane_id(), chunk = lane % CHUNKS, place = lane / CHUNKS;
-    i32 pair = COLUMNS == 32 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
+  static KERNEL_CODE void store_logits(State& st, Context& c, int first) {
+    const int first_row = WARP_ROWS * c.warp;
+    const long long row_bytes = (long long)c.args.scores.columns * 4, head_bytes = c.args.scores.rows * row_bytes;
+    i32 chunk = lane_id() % CHUNKS, pair = find_pair();
     // The bias of the distances from 4 below that of the first row and the lane's first column on.
     const int distance = c.position() + first_row - first - 4 + c.args.bias_front;
     Address biases = address(c.args.bias, pair * (8 * c.args.bias_stride) - chunk * 16);
-    Address lanes = advance_heads(address(c.args.logits, chunk * 16), pair * 2, head_bytes);
     UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {
       f32 bias[2][WARP_ROWS + 4];
-      UNROLL_FOR (int h = 0; h < 2; h++)
+      Address to[2];
+      UNROLL_FOR (int h = 0; h < 2; h++) {
+        const long long entry = (long long)(8 * upper + h) * c.args.bias_stride + distance;
+        Address from = advance(biases, entry * 4);
         UNROLL_FOR (int x = 0; x < WARP_ROWS + 4; x += 4) {
-          const long long entry = (long long)(8 * upper + h) * c.args.bias_stride + distance;
-          Words<4> v = load_global<4>(advance(biases, entry * 4), x * 4);
+          Words<4> v = load_global<4>(from, x * 4);
           UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
         }
+        to[h] = advance(st.logits[h], 8 * upper * head_bytes);
+      }
       UNROLL_FOR (int r = 0; r < WARP_ROWS; r++) {
-        const int row = first_row + r, in_map = c.first_row + row;
+        const int row = first_row + r;
         i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + 4 * upper * R::PAIR_STRIDE * 4);
         Words<4> own, passed, v[2];
         R::load(own, passed, c.sums, at, chunk);
@@ -216,11 +232,13 @@ struct MixerForward {
         }
         UNROLL_FOR (int h = 0; h < 2; h++) {
           pred is_stored = pair * 2 + (8 * upper + h) < c.args.scores.heads;
-          if (MASKED) is_stored = is_stored && chunk * 4 + first <= c.position() + row && in_map < c.args.scores.rows;
-          store_global<4>(advance(lanes, ((long long)in_map * columns + first) * 4 + (8 * upper + h) * head_bytes), 0,
-                          v[h], is_stored);
+          if (MASKED)
+            is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.args.scores.rows;
+          store_global<4>(to[h], 0, v[h], is_stored);
+          to[h] = advance(to[h], row_bytes);
         }
       }
     }
+    UNROLL_FOR (int h = 0; h < 2; h++) st.logits[h] = advance(st.logits[h], COLUMNS * 4);
   }
 };

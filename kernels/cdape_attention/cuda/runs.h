@@ -17,8 +17,10 @@ template <class G, class Type>
 struct Runs {
   static constexpr int REACH = 2 * G::PADDING, CARRY = REACH > 0 ? REACH : 1;
   static constexpr int WIDE_STRIDE = (G::COLUMNS + REACH * G::RUNS - 8 + 31) / 32 * 32 + 8;
-  static constexpr int PAIR_STRIDE = G::COLUMNS == 32 ? WIDE_STRIDE : G::PAIR_STRIDE;
-  static constexpr int ROW_STRIDE = G::COLUMNS == 32 ? G::PAIRS * PAIR_STRIDE + 4 : G::ROW_STRIDE;
+  // Strides in words; odd rows lie ODD_ROWS nearer to the row before. There are no bank conflicts where lanes access 16
+  // bytes by rows and pairs, or, as `find_pair` says, by columns and pairs.
+  static constexpr int PAIR_STRIDE = G::COLUMNS == 32 ? WIDE_STRIDE : 20, ODD_ROWS = G::COLUMNS == 32 ? 0 : 2;
+  static constexpr int ROW_STRIDE = G::COLUMNS == 32 ? G::PAIRS * PAIR_STRIDE + 4 : 178;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
   static_assert(G::COLUMNS + REACH * G::RUNS <= PAIR_STRIDE, "a row holds what the runs pass on");
 
@@ -34,7 +36,7 @@ struct Runs {
 
   template <class T>
   static KERNEL_CODE T row_offset(T row) {
-    return row * (ROW_STRIDE * 4) - row % 2 * (G::ODD_ROWS * 4);
+    return row * (ROW_STRIDE * 4) - row % 2 * (ODD_ROWS * 4);
   }
   // The offset of a lane's row g and pair t.
   static KERNEL_CODE i32 locate(int row_tile) {

@@ -25,25 +25,31 @@ struct Tables {
     }
   }
 
-  // U of the 23 distances between a run's columns and a row tile's rows, as B fragments: exchange numbers, one word of
-  // each n-tile for every 8 distances. A product with a shifted identity takes from them the rows' distances at a
-  // column, instead of 16 loads of what differs by one distance from column to column.
+  // U of the 23 distances between a run's columns and a row tile's rows, as B fragments of exchange numbers. A product
+  // with a shifted identity takes from them the rows' distances at a column, instead of 16 loads of what differs by one
+  // distance from column to column.
   struct Distances {
-    Words<4> group[3];
+    Words<4> near[2], far[2];  // by half of the width: two n-tiles' words of two groups of 8 distances
   };
-  // `first` is the group of the distance of row 0 and column 7, in [groups, 32 lanes, 4 n-tiles].
-  static KERNEL_CODE void load_distances(Distances& u, const void* table, int first) {
-    Address at = advance(address(table, lane_id() * 16), (long long)first * 512);
-    UNROLL_FOR (int x = 0; x < 3; x++) u.group[x] = load_global<4>(at, x * 512);
+  // The table is [groups, 2 halves, 32 lanes, 2 n-tiles, 2 groups], and `group` that of the distance of row 0 and
+  // column 7.
+  static KERNEL_CODE void load_distances(Distances& u, const void* table, int group) {
+    Address at = advance(address(table, lane_id() * 16), (long long)group * 1024);
+    UNROLL_FOR (int half = 0; half < 2; half++) {
+      u.near[half] = load_global<4>(at, half * 512);
+      u.far[half] = load_global<4>(at, 2048 + half * 512);
+    }
   }
   static KERNEL_CODE void begin_hidden(f32 (&hidden)[4][4], const Distances& u, int column) {
-    constexpr int ONE = 0x3c00;
-    i32 lane = lane_id(), place = lane / 4 - lane % 4 * 2 + (7 - column);  // of row g's one, relative to word t
-    u32 low = shift_left(u32((unsigned)ONE), place * 16), high = shift_left(u32((unsigned)ONE), place * 16 - 128);
-    const u32 shift[4] = {low, u32(0u), high, low};
+    i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (7 - column)) * 16;  // to row g's one, from word t
+    // Operands that a compiler does not know to be equal or zero: it would copy them for every product.
+    const u32 one = u32(0x3c00u), zero = shift_left(one, bits + 1024), same = one + zero;
+    const u32 shift[4] = {shift_left(one, bits), zero, shift_left(one, bits - 128), shift_left(same, bits)};
+    const u32 high = shift_left(same, bits - 128);
     UNROLL_FOR (int n = 0; n < 4; n++) {
-      mma_exchange_from_zero(hidden[n], shift, u.group[0].x[n], u.group[1].x[n]);
-      if (column < 7) mma_exchange_k8(hidden[n], u32(0u), high, u.group[2].x[n]);
+      const int first = n % 2 * 2;
+      mma_exchange_from_zero(hidden[n], shift, u.near[n / 2].x[first], u.near[n / 2].x[first + 1]);
+      if (column < 7) mma_exchange_k8(hidden[n], zero, high, u.far[n / 2].x[first]);
     }
   }
 };

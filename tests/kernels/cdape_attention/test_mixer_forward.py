@@ -17,13 +17,13 @@ from torch.nn.functional import pad
 from kernels.cdape_attention import mixer, mixer_forward
 from kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
 from kernels.cuda.emulate import Faults, find_compiler
+from kernels.cuda.kernel import CudaKernel
 
 ROUNDING = 2.0**-11
 """Relative to a number, half a unit in the last place of float16."""
 SLOPE = float(torch.tensor(0.01, dtype=torch.float16))
 TINY = 2.0**-20
 """Errors of sums in float32."""
-ARCHS = list(KERNELS)
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
@@ -35,11 +35,11 @@ def build_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> 
     return LogitInputs(call.queries, call.keys, *bias, call.weights, call.weight_shape, shape.position)
 
 
-def run(inputs: LogitInputs, arch: int, launcher: Launcher) -> tuple[Tensor, Faults]:
+def run(inputs: LogitInputs, kernel: CudaKernel, launcher: Launcher) -> tuple[Tensor, Faults]:
     """The logits, and what the emulator counted. The kernel may access only what it is given."""
     builders = ["build_group_table", "build_bias", "exchange_fragments"]
     with launcher.watch([inputs.queries, inputs.keys], mixer_forward, builders):
-        logits = compute_logits(inputs, arch, launcher)
+        logits = compute_logits(inputs, kernel, launcher)
     return logits, launcher.emulator.get_faults()
 
 
@@ -84,32 +84,32 @@ def is_right(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
     return bool(((found.double() - true).abs() <= bound)[..., find_seen(shape)].all())
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
 @settings(max_examples=8, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
 def test_logits_are_those_of_float64_and_no_access_is_wrong(
-    arch: int, shape: Shape, seed: int, residual_bias: bool
+    kernel: CudaKernel, shape: Shape, seed: int, residual_bias: bool
 ) -> None:
     inputs = build_inputs(shape, seed, residual_bias=residual_bias)
-    found, faults = run(inputs, arch, Launcher(mixer.FOLDER))
+    found, faults = run(inputs, kernel, Launcher(mixer.FOLDER))
     assert faults.errors == NO_ERRORS, faults
     assert is_right(found, inputs, shape)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_the_order_of_warps_changes_no_bit(arch: int) -> None:
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_the_order_of_warps_changes_no_bit(kernel: CudaKernel) -> None:
     shape = Shape(1, 12, 32, 72, 0)
     inputs = build_inputs(shape)
-    found, _ = run(inputs, arch, Launcher(mixer.FOLDER))
-    again, faults = run(inputs, arch, Launcher(mixer.FOLDER, backwards=True))
+    found, _ = run(inputs, kernel, Launcher(mixer.FOLDER))
+    again, faults = run(inputs, kernel, Launcher(mixer.FOLDER, backwards=True))
     assert faults.errors == NO_ERRORS
     seen = find_seen(shape)
     assert torch.equal(found[..., seen], again[..., seen])
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_shared_memory_has_few_bank_conflicts(arch: int) -> None:
-    _, faults = run(build_inputs(Shape(1, 16, 32, 96, 0)), arch, Launcher(mixer.FOLDER))
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_shared_memory_has_few_bank_conflicts(kernel: CudaKernel) -> None:
+    _, faults = run(build_inputs(Shape(1, 16, 32, 96, 0)), kernel, Launcher(mixer.FOLDER))
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -117,7 +117,7 @@ def test_large_numbers_saturate() -> None:
     shape = Shape(1, 9, 17, 16, 0)
     inputs = build_inputs(shape)
     inputs = inputs._replace(contributions=inputs.contributions * 1e6, queries=inputs.queries * 1e5)
-    found, _ = run(inputs, 90, Launcher(mixer.FOLDER))
+    found, _ = run(inputs, KERNELS[90], Launcher(mixer.FOLDER))
     assert found[..., find_seen(shape)].isfinite().all()
 
 
@@ -140,5 +140,5 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     header.write_text(source.replace(right, wrong), encoding="utf-8")
     shape = Shape(1, 16, 32, 64, 0)
     inputs = build_inputs(shape)
-    found, faults = run(inputs, 90, Launcher(folder))
+    found, faults = run(inputs, KERNELS[90], Launcher(folder))
     assert faults.errors != NO_ERRORS or not is_right(found, inputs, shape)

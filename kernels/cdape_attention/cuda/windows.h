@@ -1,0 +1,110 @@
+// Windows: where a tile's words lie in shared memory, preceded by the 2p columns before the tile's, and how a run reads
+// them as A fragments: the words of rows (g, g + 8) and pairs (t, t + 4) at a column.
+#pragma once
+#include "geometry.h"
+
+// By rows, pairs and columns: neighboring columns are one access.
+template <class G>
+struct PairWindow {
+  static_assert(G::COLUMNS == 32, "strides are for tiles of 32 columns");
+  // Pairs are 8 banks apart, rows 20 and the upper four pairs another 16, so that accesses of 16 bytes, by rows and
+  // pairs, and of 4 bytes, by columns and halves of the pairs, have no bank conflicts.
+  static constexpr int FIRST = 8;  // where the tile's first column is
+  static constexpr int PAIR_STRIDE = G::COLUMNS + FIRST, UPPER_PAIRS = 16;
+  static constexpr int ROW_STRIDE = G::PAIRS * PAIR_STRIDE + UPPER_PAIRS + 4;
+  static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
+  static constexpr int LENGTH = 8 + 2 * G::PADDING;
+  u32 column[LENGTH][4];
+
+  // Byte offsets.
+  template <class T>
+  static KERNEL_CODE T pair_offset(T pair) {
+    return (pair * PAIR_STRIDE + pair / 4 * UPPER_PAIRS) * 4;
+  }
+  template <class T>
+  static KERNEL_CODE T row_offset(T row) {
+    return row * (ROW_STRIDE * 4);
+  }
+
+  // The offset of the first column that a run reads, for the row and the pair of a lane.
+  static KERNEL_CODE i32 locate(int row_tile, int run) {
+    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
+    return row_offset(g + 16 * row_tile) + pair_offset(t) + (8 * run + FIRST - 2 * G::PADDING) * 4;
+  }
+
+  // Loads columns FROM ... TO - 1.
+  template <int FROM, int TO>
+  KERNEL_CODE void load(SharedMemory window, i32 offset) {
+    UNROLL_FOR (int x = FROM; x < TO;) {
+      constexpr int SKEW = FIRST - 2 * G::PADDING;
+      const bool is_wide = (SKEW + x) % 4 == 0 && x + 4 <= TO;
+      UNROLL_FOR (int part = 0; part < 4; part++) {
+        i32 from =
+            offset + ((part % 2) * 8 * ROW_STRIDE * 4 + (part / 2) * (4 * PAIR_STRIDE + UPPER_PAIRS) * 4 + x * 4);
+        if (is_wide) {
+          Words<4> v = load_shared<4>(window, from);
+          UNROLL_FOR (int y = 0; y < 4; y++) column[(x + y) % LENGTH][part] = settle(v.x[y]);
+        } else {
+          Words<2> v = load_shared<2>(window, from);
+          UNROLL_FOR (int y = 0; y < 2; y++) column[(x + y) % LENGTH][part] = settle(v.x[y]);
+        }
+      }
+      x += is_wide ? 4 : 2;
+    }
+  }
+
+  // Makes a pair's last 2p columns those before its first. A lane takes a row.
+  static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
+    i32 at = row_offset(lane_id()) + pair_offset(pair);
+    UNROLL_FOR (int x = 0; x < 2 * G::PADDING; x += 2) {
+      Words<2> v = load_shared<2>(window, at + (G::COLUMNS + FIRST - 2 * G::PADDING + x) * 4);
+      store_shared<2>(window, at + (FIRST - 2 * G::PADDING + x) * 4, v);
+    }
+  }
+};
+
+// By fragments: the four words that a lane takes of a column are one access, into the registers of a product. Who
+// writes them has both pairs.
+template <class G>
+struct FragmentWindow {
+  // A fragment's 16 bytes are a unit. Units of rows are neighbors; of columns four apart, and of pairs, they are two
+  // banks of 16 bytes apart, so that accesses by rows and pairs, and by rows and columns, have no bank conflicts.
+  static constexpr int FIRST = 4, QUADS = G::COLUMNS / 4 + 1;
+  static constexpr int QUAD_BYTES = 10 * 16, COLUMN_BYTES = QUADS * QUAD_BYTES, PAIR_BYTES = 4 * COLUMN_BYTES + 2 * 16;
+  static constexpr int ROW_TILE_BYTES = 4 * PAIR_BYTES, MEMORY_BYTES = G::ROW_TILES * ROW_TILE_BYTES;
+
+  // The offset of a column of the tile, -2p … COLUMNS - 1.
+  static constexpr KERNEL_CODE int column_offset(int column) {
+    return (column + FIRST) / 4 * QUAD_BYTES + (column + FIRST) % 4 * COLUMN_BYTES;
+  }
+  // Loads the x-th column that a run reads.
+  static KERNEL_CODE void load(u32 (&fragment)[4], SharedMemory window, int row_tile, int run, int x) {
+    i32 lane = lane_id();
+    i32 at = lane / 4 * 16 + lane % 4 * PAIR_BYTES + (row_tile * ROW_TILE_BYTES + run * 2 * QUAD_BYTES);
+    Words<4> v = load_shared<4>(window, at + column_offset(x - 2 * G::PADDING));
+    UNROLL_FOR (int part = 0; part < 4; part++) fragment[part] = v.x[part];
+  }
+
+  // Stores the words of pairs `pair` and `pair` + 4 in the columns [column, column + 16): words[pair][row tile][x][r]
+  // is of a lane's column 4t + x, and row g + 8r.
+  static KERNEL_CODE void store(SharedMemory window, const u32 (&words)[2][G::ROW_TILES][4][2], int pair, int column) {
+    i32 lane = lane_id();
+    UNROLL_FOR (int row_tile = 0; row_tile < G::ROW_TILES; row_tile++)
+      UNROLL_FOR (int x = 0; x < 4; x++) {
+        Words<4> v;
+        UNROLL_FOR (int part = 0; part < 4; part++) v.x[part] = words[part / 2][row_tile][x][part % 2];
+        i32 at = lane / 4 * 16 + lane % 4 * QUAD_BYTES + (row_tile * ROW_TILE_BYTES + pair * PAIR_BYTES);
+        store_shared<4>(window, at + (column / 4 * QUAD_BYTES + column_offset(x)), v);
+      }
+  }
+
+  // Makes the last 2p columns of pairs `pair` and `pair` + 4 those before the first. A lane takes a row and a column.
+  static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
+    i32 lane = lane_id();
+    UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2) {
+      i32 at = lane % 8 * 16 + lane / 8 % 2 * ROW_TILE_BYTES + lane / 16 * COLUMN_BYTES + pair * PAIR_BYTES;
+      Words<4> v = load_shared<4>(window, at + column_offset(G::COLUMNS + x));
+      store_shared<4>(window, at + column_offset(x), v);
+    }
+  }
+};
