@@ -46,11 +46,11 @@ def to_integer(name: str, value: Any, least: int, largest: int | None = None) ->
 def to_text(name: str, value: Any) -> str:
     """Return a string if it can be encoded. Raises UserError with the name and the value of the argument."""
     if not isinstance(value, str):
-        raise UserError(f"{name} is {describe_value(value)}; it must be a text")
+        raise UserError(f"{name} is {describe_value(value)}; it must be a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{name} is {describe_value(value)}; half a surrogate pair is no character") from None
+        raise UserError(f"{name} is {describe_value(value)}; it contains an unpaired surrogate") from None
     return value
 
 
@@ -77,7 +77,7 @@ def check_characters(name: str, text: str) -> None:
     with suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(text):
             return
-    raise UserError(f"{name} is {describe_value(text)}; it must not hold NUL or half a surrogate pair")
+    raise UserError(f"{name} is {describe_value(text)}; it must not contain NUL or an unpaired surrogate")
 
 
 def to_optional_path(name: str, value: Any) -> str | None:

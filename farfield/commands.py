@@ -47,7 +47,7 @@ def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     names = to_paths("files", files)
     save = load_config(names, format_overrides(keys)).config.checkpoint.save
     if save is None:
-        raise UserError("save is not set; a training in a script needs the folder of its run")
+        raise UserError("save is not set; training from a script needs a run folder")
     run_command("train", "--", *names, *format_overrides(keys), quiet=quiet)
     return Path(save)
 
@@ -69,7 +69,7 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
 
     names, overrides = to_paths("files", files), format_overrides(keys)
     if not names:
-        raise UserError("name the files of the sweep")
+        raise UserError("no files given; name the files of the sweep")
     output = read_sweep(names, overrides).output_folder
     run_command("sweep", "--", *names, *overrides, quiet=quiet)
     return read_results(output)
@@ -201,7 +201,7 @@ def _format_value(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_to_plain, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        raise UserError(f"{name} is {describe_value(value)}; it is no value of a configuration") from None
+        raise UserError(f"{name} is {describe_value(value)}; it is not a valid configuration value") from None
 
 
 def _to_plain(value: Any) -> Any:
@@ -210,7 +210,7 @@ def _to_plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise UserError(f"{describe_value(value)} is no value of a configuration")
+    raise UserError(f"{describe_value(value)} is not a valid configuration value")
 
 
 def _to_plain_option(value: Any) -> Any:

@@ -194,14 +194,14 @@ class Model:
         own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]
         for name in options:
             if name in LOADED_OPTIONS:
-                raise UserError(f"{name} belongs to farfield.load")
+                raise UserError(f"{name} is an option of farfield.load")
             if name not in own_names:
                 raise UserError(f"there is no option {name}; {format_choices(name, own_names)}")
         generator = TextGenerator(
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
         if not isinstance(prompt, str | Sequence):
-            raise UserError(f"prompt is {describe_value(prompt)}; it must be a text, or a list of texts")
+            raise UserError(f"prompt is {describe_value(prompt)}; it must be a string or a list of strings")
         prompts = [to_text("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
@@ -234,7 +234,7 @@ class Model:
         encodings = [layer.encoding for layer in layers]
         if any(type(encoding).overrides_hook("gate") for encoding in encodings):
             raise UserError(
-                f"what a layer of {self.position} reads decides its bias; attention_maps shows it on a text"
+                f"the bias of {self.position} depends on the layer's input; use attention_maps to see it for a text"
             )
         if not any(encoding.adds_bias for encoding in encodings) and all(layer.window is None for layer in layers):
             raise UserError(f"{self.position} adds no bias to the scores")
@@ -266,15 +266,15 @@ class Model:
             raise UserError(f"layers is {describe_value(layers)}; it must be a list of layers") from None
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not wanted:
-            raise UserError("layers is empty; name some of the layers, or leave it out for all of them")
+            raise UserError("layers is empty; list layers, or omit the argument for all layers")
         if not len(tokens):
             raise UserError("the text has no tokens")
         self._check_length(len(tokens))
         num_bytes = 4 * 4 * len(wanted) * self.num_heads * len(tokens) ** 2
         if num_bytes > MAX_MAP_BYTES:
             raise UserError(
-                f"maps of {len(wanted)} layers at {len(tokens):,} tokens take {num_bytes / (1 << 30):.1f} GiB, more "
-                f"than {MAX_MAP_BYTES >> 30}; ask for fewer layers or a shorter text"
+                f"maps of {len(wanted)} layers at {len(tokens):,} tokens take {num_bytes / (1 << 30):.1f} GiB; the "
+                f"limit is {MAX_MAP_BYTES >> 30} GiB; use fewer layers or a shorter text"
             )
         found: dict[int, AttentionMaps] = {}
 
@@ -295,7 +295,7 @@ class Model:
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
             return np.asarray(self.encode(text), dtype=np.int64)
-        return self._check_tokens("text", text, "it must be a text or tokens; ")
+        return self._check_tokens("text", text, "it must be a string or tokens; ")
 
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
         """Return tokens as int64. Raises UserError with the name and the value of the argument."""
@@ -313,7 +313,7 @@ class Model:
     def _check_length(self, length: int) -> None:
         max_length = self._loaded.model.max_length
         if max_length is not None and length > max_length:
-            raise UserError(f"the model knows {max_length:,} positions; a window of {length:,} tokens is too long")
+            raise UserError(f"the model supports {max_length:,} positions; a window of {length:,} tokens is too long")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def check_document_starts(starts: Tensor, batch: int, length: int) -> None:
     columns = torch.arange(length)
     is_first = starts == columns
     if not bool((is_first | (starts == starts.roll(1, dims=1))).all() and is_first[:, :1].all()):
-        raise ValueError("document_starts must be, of each token, the column of the first token of its document")
+        raise ValueError("document_starts must contain the column of the first token of each token's document")
 
 
 def split_documents(starts: Tensor, past: int = 0, sample: SampleFunction = no_sampling) -> tuple[Segment, ...]:

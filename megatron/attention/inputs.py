@@ -145,7 +145,7 @@ class AttentionInputs:
         query = replace(self.query, start=self.query.start - count, length=self.query.length + count)
         mask = self.key_mask
         if mask is not None and mask.dim() == 3:
-            raise ValueError("a processor that reads rows above takes no mask for each row")
+            raise ValueError("a processor that reads rows above does not support a mask per row")
         row_bias = self.row_bias
         if row_bias is not None:
             row_bias = torch.cat([self.select_row_bias_above(), row_bias], dim=2)

@@ -210,7 +210,7 @@ def resolve_gpu_name(text: str) -> str:
     sizes = [name for name in MEMORY_SIZES if _normalize_name(name.split()[0]) == wanted]
     if sizes:
         return min(sizes, key=MEMORY_SIZES.__getitem__).lower().replace(" ", "-")
-    raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}")
+    raise UserError(f"--gpu {text}: unknown GPU; {format_choices(text.lower(), names)}")
 
 
 def get_gpu_spec(text: str) -> GpuSpec:
@@ -220,7 +220,7 @@ def get_gpu_spec(text: str) -> GpuSpec:
         if _normalize_name(name) == _normalize_name(wanted):
             gpu = GPUS[name if name in GPUS else name.split()[0]]
             return replace(gpu, gib=MEMORY_SIZES.get(name, gpu.gib))
-    raise AssertionError(f"{wanted} is named and not listed")
+    raise AssertionError(f"{wanted} is a known name without specifications")
 
 
 def _normalize_name(name: str) -> str:

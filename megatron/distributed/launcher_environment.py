@@ -233,8 +233,8 @@ def _check_agreement(
         if other_rank.world_size == rank_info.world_size and other_rank.rank != rank_info.rank:
             raise UserError(
                 f"environment: {launcher.rank} is {rank_info.rank}, but {other.rank} is {other_rank.rank}; unset "
-                f"{launcher.rank}: "
-                f"{other.name} says which process this is"
+                f"{launcher.rank}, because "
+                f"{other.name} sets the rank of this process"
             )
 
 
@@ -246,7 +246,7 @@ def _find_address(launcher: LauncherVariables, rank_info: RankInfo, environment:
     if launcher is not TORCHRUN and rank_info.local_world_size is None:
         return ADDRESS
     hint = f"{launcher.name} -x MASTER_ADDR=NAME" if launcher is MPIRUN else _HINT
-    raise UserError(f"environment: {launcher.rank} is set, but MASTER_ADDR is not: the first process's machine; {hint}")
+    raise UserError(f"environment: {launcher.rank} is set, but MASTER_ADDR (the first machine) is not; {hint}")
 
 
 def _read_port(launcher: LauncherVariables, environment: Environment) -> int | None:

@@ -33,7 +33,7 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; a mesh has at least one rank along it")
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be at least 1")
 
     @staticmethod
     def from_world_size(world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "ParallelSizes":
@@ -45,7 +45,8 @@ class ParallelSizes:
         model_size = tensor * context * pipeline
         if world_size % model_size:
             raise ValueError(
-                f"{world_size} ranks: tensor {tensor} × context {context} × pipeline {pipeline} is {model_size}"
+                f"{world_size} ranks are not divisible by tensor {tensor} × context {context} × pipeline {pipeline} = "
+                f"{model_size}"
             )
         return ParallelSizes(tensor, context, world_size // model_size, pipeline)
 
@@ -169,7 +170,7 @@ def list_context_chunks(length: int, context: Axis) -> tuple[tuple[int, int], ..
     if context.size == 1:
         return ((0, length),)
     if length % (2 * context.size):
-        raise ValueError(f"a sequence of {length} tokens does not divide into {2 * context.size} chunks (2 per rank)")
+        raise ValueError(f"a sequence of {length} tokens is not divisible into {2 * context.size} chunks (2 per rank)")
     size = length // (2 * context.size)
     return tuple((size * chunk, size) for chunk in (context.index, 2 * context.size - 1 - context.index))
 

@@ -221,7 +221,7 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
         _init_process_group(rank_info, backend, own_device)
         if dist.get_world_size() != rank_info.world_size:
             raise RunError(
-                f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
+                f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already in a group of "
                 f"{dist.get_world_size()}"
             )
         _make_groups(sizes)
@@ -366,4 +366,4 @@ def _make_groups(sizes: ParallelSizes) -> None:
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if existing != sizes:
-        raise RunError(f"this process is part of another mesh already: {existing}; not {sizes}")
+        raise RunError(f"this process already belongs to another mesh: {existing}, not {sizes}")

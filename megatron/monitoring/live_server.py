@@ -139,9 +139,9 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").partition(":")[0]  # the port may be a tunnel's
             if host not in (HOST, "localhost"):  # DNS rebinding: a foreign page whose name resolves to this address
-                return self._answer(403, "this server answers to its own address alone")
+                return self._answer(403, "this server only answers requests to its own address")
             if self.path.partition("?")[0] != "/":
-                return self._answer(404, "there is one page, /")
+                return self._answer(404, "the only page is /")
             try:
                 text = page.render()
             except FarfieldError as error:
@@ -176,5 +176,5 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
         return Server((HOST, port), Handler)
     except OSError as error:
         raise UserError(
-            f"--port {port}: cannot be listened at ({error.strerror}); --port 0 takes a free one"
+            f"--port {port}: cannot listen on it ({error.strerror}); --port 0 selects a free port"
         ) from error

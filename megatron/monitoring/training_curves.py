@@ -119,11 +119,11 @@ def _shorten_names(runs: Sequence[Path]) -> dict[Path, str]:
 
 
 def _build_table(statuses: dict[str, RunStatus], *, shows_curves: bool) -> TextTable:
-    notes = () if shows_curves else (f"Curves are shown of at most {MAX_CURVES} runs.",)
+    notes = () if shows_curves else (f"Curves are shown for at most {MAX_CURVES} runs.",)
     problems = tuple(problem for status in statuses.values() for problem in status.problems)
     headers, rows = format_status_cells(list(statuses.values()))
     return TextTable(
-        "The runs, a row for each", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
+        "Status of each run", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
     ]
     note = f"Validation: {'; '.join(validations)}." if validations else ""
     low, high = min(shown), max(shown)
-    return _build_chart("training_loss", "Loss of the trainings", "loss in nats per token", lines, (low, high), note)
+    return _build_chart("training_loss", "Training loss", "loss in nats per token", lines, (low, high), note)
 
 
 def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
@@ -155,7 +155,7 @@ def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
     if not lines:
         return None
     highest = max(speed for line in lines for _, speed in line.points)
-    return _build_chart("training_speed", "Speed of the trainings", "tokens per second", lines, (0.0, highest), "")
+    return _build_chart("training_speed", "Training speed", "tokens per second", lines, (0.0, highest), "")
 
 
 def _build_chart(

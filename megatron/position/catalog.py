@@ -208,10 +208,10 @@ def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[
         if name in OVERRIDABLE or name.startswith("_"):
             continue
         if matches := difflib.get_close_matches(name, OVERRIDABLE, 1, cutoff=0.75):
-            raise MethodFileError(f"{class_name}.{name} is no hook of an encoding; did you mean {matches[0]}?")
+            raise MethodFileError(f"{class_name}.{name} is not a hook of an encoding; did you mean {matches[0]}?")
     if takes_positions and not any(hooks):
         raise MethodFileError(
-            f"{class_name} answers none of the hooks {', '.join(HOOKS)}; an encoding that is told no positions says "
+            f"{class_name} implements none of the hooks {', '.join(HOOKS)}; an encoding without positions sets "
             "takes_positions = False"
         )
 
@@ -233,7 +233,7 @@ def find_method_file(kind: str, name: str) -> Path:
         if name in _read_folder(folder):
             return _build_path(folder, name)
     raise MethodFileError(
-        f"there is no {name}.py in {format_path(_PROJECT_FOLDERS[kind])}, nor in a folder that {METHODS_VARIABLE} names"
+        f"{name}.py not found in {format_path(_PROJECT_FOLDERS[kind])} or in the folders of {METHODS_VARIABLE}"
     )
 
 
@@ -295,8 +295,8 @@ def _list_names(kind: str) -> list[str]:
         for name in _read_folder(folder):
             if name in names:
                 raise MethodFileError(
-                    f"{format_path(folder / f'{name}.py')}: {format_path(names[name] / f'{name}.py')} has that name "
-                    "already; give the file another one"
+                    f"{format_path(folder / f'{name}.py')}: {format_path(names[name] / f'{name}.py')} already has "
+                    "that name; rename one of the files"
                 )
             names[name] = folder
     return sorted(names)
@@ -326,7 +326,7 @@ def _read_names(folder: Path, changed: int) -> tuple[str, ...]:
     for name in names:
         if not name.isidentifier() or name != name.lower():
             raise MethodFileError(
-                f"{format_path(folder / f'{name}.py')}: a method's file is named with small letters, digits and _ alone"
+                f"{format_path(folder / f'{name}.py')}: the name may only contain lowercase letters, digits and _"
             )
     return tuple(names)
 
@@ -354,7 +354,7 @@ def _parse_file(path: Path) -> ast.Module:
     except SyntaxError as error:
         raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
     except ValueError as error:  # not UTF-8, or a byte that is not allowed in text
-        raise MethodFileError(f"{format_path(path)}: no Python file: {error}") from error
+        raise MethodFileError(f"{format_path(path)}: not a valid Python file: {error}") from error
 
 
 @cache
@@ -414,8 +414,8 @@ def _read_defaults(path: Path, class_name: str, arguments: ast.arguments) -> dic
         except ValueError as error:
             assert default is not None
             raise MethodFileError(
-                f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be written as "
-                "a number, a text, a truth value or None"
+                f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be a literal: "
+                "a number, a string, True, False or None"
             ) from error
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     return {name: defaults.get(name) for name in names if name not in MODEL_ARGUMENTS}
@@ -435,6 +435,6 @@ def _evaluate(path: Path, name: str, expression: ast.expr) -> Any:
         return eval(code, dict(_NAMESPACE))  # only files that are imported anyway when a model is built
     except Exception as error:
         raise MethodFileError(
-            f"{format_path(path)}:{expression.lineno}: {name} must be made of Python's builtins and of "
-            f"{', '.join(_NAMESPACE)} alone: {error}"
+            f"{format_path(path)}:{expression.lineno}: {name} may only use Python's builtins and "
+            f"{', '.join(_NAMESPACE)}: {error}"
         ) from error

@@ -129,7 +129,7 @@ class Encoding(PositionModule):
         """Return how the series Σ_t exp(bias at distance t) ends, for each head. An encoding with a bias overrides
         this."""
         if self.overrides_hook("gate"):
-            tail = unknown_tail("what a layer reads decides how the bias falls")
+            tail = unknown_tail("the layer's input determines how the bias falls")
         else:
             tail = unknown_tail() if self.adds_bias else constant_tail(1.0, "it adds no bias")
         return [tail] * self.dims.num_heads

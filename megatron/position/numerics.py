@@ -191,7 +191,7 @@ def toeplitz(
     if query.sampled is None:
         return _Toeplitz.apply(table, edge, query, key, channels_last)
     if edge is not None or channels_last:
-        raise ValueError("sampled positions have neither an edge nor channels last")
+        raise ValueError("sampled positions support neither an edge nor channels last")
     # Sampled positions have no diagonals to sum along.
     distance = query.positions(table.device)[:, None] - key.positions(table.device)[None, :]
     return table.index_select(1, distance.clamp_(min=0).flatten()).unflatten(1, distance.shape)

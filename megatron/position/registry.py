@@ -52,7 +52,7 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
         hint = f"did you mean {matches[0]}? " if matches else ""
         raise ValueError(
             f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}; "
-            f"{METHODS_VARIABLE} names folders of your own"
+            f"{METHODS_VARIABLE} adds folders of your own"
         )
     path = find_method_file(folder, name)
     return _load_class_of_file(folder, name, base, path, get_change_time(path))  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
         if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
     ]
     if len(classes) != 1:
-        raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, it defines {len(classes)}")
+        raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, but defines {len(classes)}")
     if issubclass(classes[0], Encoding):
         functions = (name for name, value in vars(classes[0]).items() if inspect.isfunction(value))
         hooks = (hook for hook in HOOKS if classes[0].overrides_hook(hook))
@@ -168,9 +168,7 @@ def build_processor(
     """Build a score processor for an encoding with or without a bias. Raises as `build_encoding` does."""
     processor = _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
     if processor.rows_above and processor.overrides("row_terms"):
-        raise MethodFileError(
-            f"{_describe(type(processor))} has both rows_above and row_terms; it may have one of them"
-        )
+        raise MethodFileError(f"{_describe(type(processor))} has both rows_above and row_terms; only one is allowed")
     return processor
 
 
@@ -278,7 +276,7 @@ def check_hook_results(encoding: Encoding) -> None:
                     _check_tensor(encoding, "rotate_keys", encoding.rotate_keys(q, one), shapes[hook])
     if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
         name = _describe(type(encoding), "gate")
-        raise MethodFileError(f"{name} gives a bias, but {type(encoding).__name__}.adds_bias is False")
+        raise MethodFileError(f"{name} returns a bias, but {type(encoding).__name__}.adds_bias is False")
 
 
 def _check_factors(temperature: Temperature) -> None:

@@ -128,13 +128,13 @@ class RotaryScaling:
         """Check the number of pairs of dimensions. Raises ValueError if it is too small or does not match the
         factors."""
         if self.kind in ("ntk", "dynamic") and half < 2:
-            raise ValueError(f"scaling {self.kind} needs two pairs of dimensions that turn")
+            raise ValueError(f"scaling {self.kind} needs at least two rotated pairs of dimensions")
         for name in ("short_factor", "long_factor"):
             if (factors := getattr(self, name)) is not None and len(factors) != half:
-                raise OptionError(name, f"has {len(factors)} numbers; {half} pairs of dimensions turn")
+                raise OptionError(name, f"has {len(factors)} numbers; expected {half}, one per rotated pair")
         if self.kind in ("p_rope", "hope") and not self._count_kept_pairs(half, base):
             name = "share" if self.kind == "p_rope" else "original_length"
-            raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would turn: that is pos_emb none")
+            raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would rotate; use pos_emb none")
 
     def _count_kept_pairs(self, half: int, base: float) -> int:
         if self.kind == "p_rope":

@@ -68,7 +68,7 @@ class FolderConflictError(RunError):
 
     def __init__(self, target: Path, kept: Path) -> None:
         super().__init__(
-            f"{target}: another command wrote it meanwhile, and it is kept as it is; what this one made is in {kept}"
+            f"{target}: another command wrote it meanwhile; it is unchanged, and the new result is in {kept}"
         )
         self.kept = kept
 
@@ -153,7 +153,7 @@ def describe_write_errors(target: Path, contents: str = "what") -> Iterator[None
         yield
     except OSError as error:
         cause = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
-        outcome = f"{contents} was there is kept as it was" if existed else "nothing was kept of it"
+        outcome = f"{contents} was there is kept" if existed else "nothing was kept"
         raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
 
 

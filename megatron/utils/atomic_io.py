@@ -78,8 +78,8 @@ def refuse_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Pat
     for path in files:
         if path.exists() and not is_ours(path):
             raise UserError(
-                f"{key}: {path} is there, and is none of this command's earlier results, which alone it replaces; "
-                "name another place, or move it away"
+                f"{key}: {path} exists and is not an earlier result of this command; "
+                "choose another folder, or move the file"
             )
 
 
@@ -103,7 +103,7 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path}: is a folder, a file is to be written there")
+        raise UserError(f"{path}: is a folder; expected the path of a file")
     # A process ID is not unique, because hosts may share the folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:

@@ -103,7 +103,7 @@ MIN_OPEN_FILES = 4096
 
 
 def is_out_of_files(error: BaseException) -> bool:
-    """True if this process reached its limit of open files, as Python, torch and gloo report it."""
+    """Return True if this process reached its limit of open files, as reported by Python, torch or gloo."""
     words = os.strerror(errno.EMFILE)
     return any(
         (isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)) or words in str(cause)
@@ -127,7 +127,7 @@ def describe_file_limit() -> str:
     needed = max(MIN_OPEN_FILES, 2 * soft)
     line = f"too many open files: a process may open {soft:,} here; raise the limit first: ulimit -n {needed}"
     if hard != resource.RLIM_INFINITY and hard < needed:
-        line += f"; above the hard limit, {hard:,}, only an administrator can"
+        line += f"; only an administrator can exceed the hard limit of {hard:,}"
     return line
 
 
@@ -139,7 +139,7 @@ def check_file_limit(needed: int) -> None:
 
 
 def is_near_file_limit() -> bool:
-    """True if this process can open only a few more files."""
+    """Return True if this process can open only a few more files."""
     try:
         return len(os.listdir("/proc/self/fd")) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8
     except OSError as error:

@@ -86,7 +86,7 @@ class RoundingMode(TorchDispatchMode):
         if not out.is_floating_point():
             return out
         if packet not in UNITS_BY_OP:
-            raise NotImplementedError(f"how {func} rounds is not in {__file__}")
+            raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
         disturbed = self.disturbed(out, UNITS_BY_OP[packet])
         if self.throughout:
             disturbed = self.factor(disturbed)

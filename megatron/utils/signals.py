@@ -287,7 +287,7 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         if _is_main_thread():
             if self._log is not None:
-                message = "stopping after this step; again to end at once"
+                message = "stopping after this step; repeat to stop immediately"
                 self._acknowledgement.enter_context(
                     acknowledge_signals(self._log, message, second_answered=self._second_answered)
                 )

@@ -15,15 +15,15 @@ from megatron.position.catalog import MethodFacts
 
 UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
-    "two rotations": "it cannot rotate far keys otherwise than near ones",
+    "two rotations": "it cannot rotate far keys differently from near ones",
     "processor without kernel": "it cannot compute this processor",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
     "contextual": "it cannot add contextual terms",
     "matrix": "it cannot compute a bias that is not a function of the distance",
     "kernel matrix": "it cannot compute a bias that is not a function of the distance",
-    "gate": "it cannot add a bias that is another for every sequence",
-    "gate before a processor": "it cannot add a bias that is another for every sequence before a processor",
+    "gate": "it cannot add a bias that differs between sequences",
+    "gate before a processor": "it cannot add a bias that differs between sequences before a processor",
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
     "sink": "it cannot add a sink to the softmax (softmax_type)",
@@ -62,7 +62,7 @@ BACKEND_CAPABILITIES = {
     "flex": BackendCapabilities(
         ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight", "stick-breaking"),
         frozenset({"bias", "softcap", "sink"}),
-        "it is for a bias of the distance alone",
+        "it needs a bias, a soft cap or a sink",
     ),
     "native": BackendCapabilities(
         (
@@ -70,7 +70,7 @@ BACKEND_CAPABILITIES = {
             *("processor without kernel", "stick-breaking"),
         ),
         frozenset({"processor"}),
-        "it is for score processors",
+        "it needs a score processor",
     ),
     "triton": BackendCapabilities(
         (

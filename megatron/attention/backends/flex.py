@@ -58,7 +58,7 @@ class FlexBackend:
         if reason := find_unsupported_combination("flex", encoding, processor, softcap, softmax_type):
             return reason
         if torch.are_deterministic_algorithms_enabled():
-            return "its gradient of the bias is not repeatable (deterministic: true)"
+            return "its gradient of the bias is not deterministic (deterministic: true)"
         return None
 
     @pad_values

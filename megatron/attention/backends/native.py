@@ -92,5 +92,5 @@ def _warn_fallback(reason: str) -> None:
 @cache
 def _warn_unavailable() -> None:
     logger.warning(
-        "score processors take several times as long on this CPU as they could: %s", cpu.unavailable_reason()
+        "score processors run several times slower on this CPU without their C code: %s", cpu.unavailable_reason()
     )

@@ -203,11 +203,11 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         reason = processor_fallback_reason(inputs)
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
-        return KernelChoice.PYTORCH, "a gate's bias beside a network's or under attention_dropout"
+        return KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout"
     if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention does not support sinks
         return KernelChoice.PROCESSED_MATRIX, ""
     if inputs.sinks is not None and inputs.key_bias is not None:  # the kernels do not have the term of the row
-        return KernelChoice.PYTORCH, "a gate's bias beside a sink"
+        return KernelChoice.PYTORCH, "a gate's bias with a sink"
     if inputs.sinks is not None and inputs.dropout:
         return KernelChoice.PYTORCH, "attention_dropout with a sink"
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):

@@ -162,7 +162,7 @@ def _try_backend(judges: Sequence[Judge], name: str, backend: AttentionBackend, 
             break
     worst = max(excess, key=lambda result: excess[result])
     type_name = str(judges[0].problem.dtype).removeprefix("torch.")
-    why = f"errs in {worst} by {excess[worst]:.3g} times what rounding in {type_name} gives"
+    why = f"errs in {worst} by {excess[worst]:.3g} times the rounding error of {type_name}"
     return Trial(name, why, excess=excess, first_seconds=first_seconds)
 
 

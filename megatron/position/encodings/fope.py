@@ -58,7 +58,7 @@ class Fope(Encoding):
         """
         super().__init__(dims)
         if dims.head_dim % 2:
-            raise ValueError(f"fope turns pairs; a head has {dims.head_dim} dimensions")
+            raise ValueError(f"fope rotates pairs of dimensions; a head has {dims.head_dim}, an odd number")
         for name, value, least in (("base", base, 1), ("original_length", original_length, 0)):
             if value is not None and value <= least:
                 raise OptionError(name, f"is {value}; it must be greater than {least}")
@@ -71,7 +71,7 @@ class Fope(Encoding):
         self.layer = dims.layer if released else 0
         self.still_sine = 1.0 if released else 0.0
         if not self.num_turned:
-            raise OptionError("original_length", f"is {original_length}; no pair would turn: that is pos_emb none")
+            raise OptionError("original_length", f"is {original_length}; no pair would rotate; use pos_emb none")
         self.gain, self.seed = gain, seed
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:

@@ -105,8 +105,8 @@ class Rotary(Encoding):
         self.rotated = int(dims.head_dim * fraction)
         if self.rotated < 2 or self.rotated % 2:
             raise ValueError(
-                f"rotary turns {self.rotated} of {dims.head_dim} dimensions (fraction {fraction}); "
-                "that must be an even number"
+                f"rotary rotates {self.rotated} of {dims.head_dim} dimensions (fraction {fraction}); "
+                "the number must be even and at least 2"
             )
 
         if xpos_scale_base <= 0:

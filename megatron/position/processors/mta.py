@@ -170,7 +170,7 @@ class Mta(Processor):
             kernels["weights_"] = (weights_query_kernel_size, weights_key_kernel_size)
         for prefix, (num_rows, num_columns) in kernels.items():
             if num_rows < 1:
-                least = "0, which is none, or more" if prefix else "at least 1"
+                least = "0 (none) or more" if prefix else "at least 1"
                 raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be {least}")
             if num_columns < 1 or num_columns % 2 == 0:
                 raise OptionError(f"{prefix}key_kernel_size", f"is {num_columns}; it must be odd: 1, 3, 5, 7 …")
@@ -179,7 +179,7 @@ class Mta(Processor):
         if head_kernel_size < 1 or heads % head_kernel_size:
             raise OptionError("head_kernel_size", f"is {head_kernel_size}; it must divide the {heads} heads")
         if gate and not group_norm:
-            raise OptionError("gate", "is true, but it reads what group_norm gives, which is false")
+            raise OptionError("gate", "is true, but it needs group_norm, which is false")
         self.mixes_bias = mixes_bias
         self.rows_above = sum(num_rows - 1 for num_rows, _ in kernels.values())
         self.left_context = sum(num_columns // 2 for _, num_columns in kernels.values())

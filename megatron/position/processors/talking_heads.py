@@ -100,7 +100,7 @@ class TalkingHeads(Processor):
         """
         super().__init__(dims, has_bias=has_bias)
         if not before_softmax and not after_softmax:
-            raise OptionError("after_softmax", "is false, as is before_softmax: nothing is mixed; set one of them true")
+            raise OptionError("after_softmax", "is false, and so is before_softmax; set one of them to true")
         self.mixes_bias = mixes_bias
         self.absolute = absolute
         self.logits = HeadMixing(dims.num_heads, dims.num_heads, absolute=absolute) if before_softmax else None
