@@ -8,9 +8,9 @@ once (`restart_positions`). Attention is computed in one of two equivalent ways:
 * Document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is
   called for one document at a time, so results cannot differ. Many short documents cause many small calls.
 * All documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is correct if the
-  scores of a query and a key do not depend on where their document begins, as with a bias or weight of the distance,
-  and contextual terms of the tokens between. `document_masks.py` defines which backends and methods allow it, and what
-  a backend prepares for it.
+  scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
+  distance, and contextual terms of the tokens between. `document_masks.py` defines which backends and methods allow it,
+  and what a backend prepares for it.
 
 The tokens determine where documents begin (`find_document_starts`), so rows of training, evaluation and prompts are
 divided in the same way. A document that continues in the next row restarts there, like any text that is cut into rows.

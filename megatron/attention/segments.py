@@ -1,9 +1,9 @@
 """Segments: where the tokens of a forward pass are in their sequences.
 
 Usually all sequences of a batch cover the same tokens. They do not if some are padded on the left so that all end
-together, if ranks share a sequence and each holds two chunks of it, or if a row contains several documents
-(`documents.py`). All of these are described by segments: consecutive tokens of some of the sequences. Rotation,
-embedding and attention run per segment, and everything else on the whole batch.
+together, or if ranks share a sequence and each holds two chunks of it. The same holds if a row contains several
+documents (`documents.py`). All of these are described by segments: consecutive tokens of some of the sequences.
+Rotation, embedding and attention run per segment, and everything else on the whole batch.
 
 Hiding padding from attention is not enough. A sequence that begins later has other positions (for absolute encodings
 and randomized positions). CDAPE's convolutions see the edge of the sequence, where a hidden key differs from no key. In

@@ -6,7 +6,7 @@ its bound for good. Here bounds are enforced in three ways:
 
 * `forward` returns the clamped value, so every use obeys the bound. The gradient ignores the clamping.
 * The optimizer reads `low` and `high`. It drops the gradient of a master at its bound if the step would move it further
-  out, and applies it if the step would move it back, so the parameter can leave its bound.
+  out. If the step would move it back, it applies the gradient, so the parameter can leave its bound.
 * The optimizer projects the float32 masters onto the bounds after each step.
 
 Only the whole gradient determines the direction of a step. Each use of a parameter (in a layer, a block of rows, a

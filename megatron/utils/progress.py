@@ -7,8 +7,8 @@ in any unit that is comparable within a kind (FLOPs here). An estimate is theref
 within a kind, and corrects itself when that job runs. If several jobs run at once, the remaining time is divided among
 them.
 
-On a terminal this is a progress bar. In a pipe or a log file it is a plain line at the start of each job and one every
-few seconds, also during long pauses, because the control characters of a bar would fill the file.
+On a terminal this is a progress bar. In a pipe or a log file, plain lines are printed at the start of each job and
+every few seconds, also during long pauses. The control characters of a bar would fill the file.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Scalable softmax over scores and bias: both grow with the logarithm of the number of keys, as in BAM's models.
 
-The temperature `ssmax` multiplies queries, which leaves a bias as it is. This processor multiplies the sum.
+The temperature `ssmax` multiplies queries and does not scale a bias. This processor scales the sum.
 """
 
 import math
