@@ -217,7 +217,7 @@ MISTAKES = {
         "125M",
         "--gpu",
         "h300",
-    ): "--gpu h300: unknown GPU; did you mean h800? choose from a100-40gb",
+    ): "--gpu h300 is not known; did you mean h800? choose from a100-40gb",
     ("rehearse", "125M", "--ranks", "first"): "--ranks is 'first'; it must be roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
