@@ -210,7 +210,7 @@ MISTAKES = {
     ("generate", "run", "-p", "a", "--stop", ""): "--stop is empty",
     ("generate", "run", "--file", "nowhere"): "nowhere: no such file; --file names a text",
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
-    ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100-40gb",
+    ("plan", "125M", "--gpu", "a200"): "--gpu a200: unknown GPU; did you mean h200? choose from a10, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "--gpus is 0; it must be at least 1",
     (
         "rehearse",
@@ -222,12 +222,12 @@ MISTAKES = {
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
     ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
-    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md is there, and is none of this",
-    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html is there, and is none of this",
-    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv is there, and",
-    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html is there, and is none of this",
-    ("sweep", "sweep.yml"): "sweep.output: own/results.md is there, and is none of this command's earlier results",
-    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml is there, and is none of this",
+    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
+    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
+    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv exists and",
+    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html exists and is not an earlier",
+    ("sweep", "sweep.yml"): "sweep.output: own/results.md exists and is not an earlier result of this command",
+    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml exists and is not an earlier",
     ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
     ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
     ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
@@ -646,7 +646,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
     error = errors.read_text()
     assert code == 130, error
     assert "Traceback" not in error + seen.decode(errors="replace")
-    assert "stopping after this step; again to end at once" in seen.decode(errors="replace")
+    assert "stopping after this step; repeat to stop immediately" in seen.decode(errors="replace")
     assert list((corpus / save / "checkpoints").glob("step_*/manifest.json"))
     metrics = (corpus / save / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, metrics)}
