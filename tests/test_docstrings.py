@@ -8,7 +8,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = re.compile(r"(Of|What|Where|That|Those|How|Whose|Why|When|Is|Are|Does|Do|Has|Have|May|Can|Must|Should)\b")
-ROOMS: list[str] = []
+ROOMS = [
+    "farfield",
+    "megatron/attention",
+    "megatron/distributed",
+    "megatron/monitoring",
+    "megatron/position",
+    "megatron/utils",
+]
 """Folders whose docstrings follow the rule."""
 
 
