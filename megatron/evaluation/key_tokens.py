@@ -1,4 +1,4 @@
-"""Key tokens: those that a model predicts well from a long context and badly from a short one (LongPPL).
+"""Key tokens: tokens that a model predicts well with a long context and badly with a short one (LongPPL).
 
 Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Modeling?, 2410.23771), section 3:
 
@@ -7,15 +7,17 @@ Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Model
     key    LSD > α and LCL > β                                             α = 2, β = −2 there, in nats
 
 LongPPL is the perplexity of a model over the key tokens, with its long context. The key tokens are those of *one*
-reference model, so that all others are asked for the same: they are written to a file, and read by every evaluation
-after it. The paper's reference is Llama 3.1 8B, its short context the 4,096 to 5,119 tokens before a target
-(`trunc_len=4096`, `sliding_window=1024` of the published code, PKU-ML/LongPPL@1decd2a and longppl 0.3.0, which scores
-no target that has fewer), and its long context all of the text before the target. Here the two contexts are the
-shortest and the largest length of the evaluation, whose targets are the same. Protocol `overlapping` with
-`min_context` 4096, a short length of 5,119 and a long one of one token less than the text chooses the published
-function's tokens; in `last` and `strided` every target has nearly the whole long length before it.
+reference model, so that all models are scored on the same tokens. They are saved to a file that later evaluations read.
 
-Files hold no text: positions in the stream, and digests by which another text, tokenizer or choice of windows is told.
+The paper's reference is Llama 3.1 8B. Its short context is the 4,096 to 5,119 tokens before a target (`trunc_len=4096`,
+`sliding_window=1024` in the published code, PKU-ML/LongPPL@1decd2a and longppl 0.3.0, which skips targets with fewer).
+Its long context is all of the text before the target. Here the two contexts are the shortest and the longest length of
+the evaluation, with the same targets. To choose the tokens of the published code, use protocol `overlapping` with
+`min_context` 4096, a short length of 5,119, and a long length of one token less than the text. In `last` and `strided`
+nearly the whole long length precedes every target.
+
+Files contain no text. They contain positions in the stream, and digests that identify the text, the tokenizer, and the
+windows.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from megatron.utils.atomic_io import check_folder, parse_json, write_text_atomic
 from megatron.utils.errors import RunError, UserError
 
 DEFAULT_ALPHA, DEFAULT_BETA = 2.0, -2.0
-"""In nats, as in the paper."""
+"""Default thresholds in nats, as in the paper."""
 
 FORMAT = 1
 
 
 class KeyTokens(BaseModel):
-    """Key tokens of one text, as files hold them."""
+    """Key tokens of one text, in the format of their file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,12 +64,12 @@ class KeyTokens(BaseModel):
 
     @property
     def digest(self) -> str:
-        """Equal digests, equal key tokens."""
+        """Hash of the key tokens, equal for equal key tokens."""
         return _hash_array(np.array(self.positions), self.text_digest, self.tokenizer)
 
     @property
     def remark(self) -> str:
-        """What they are, in sentences for every table."""
+        """Description for the notes of tables."""
         share = len(self.positions) / self.num_targets
         return (
             f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets, which "
@@ -78,22 +80,31 @@ class KeyTokens(BaseModel):
 
 
 def find_key_tokens(short_losses: np.ndarray, long_losses: np.ndarray, alpha: float, beta: float) -> np.ndarray:
-    """Which targets are key tokens, bool, from their losses in nats with a short and a long context."""
+    """Find the key tokens among targets.
+
+    Args:
+        short_losses, long_losses: losses with the short and the long context, in nats.
+
+    Returns:
+        True for key tokens, bool.
+    """
     return (short_losses - long_losses > alpha) & (-long_losses > beta)
 
 
 @dataclass
 class KeyTokenFile:
-    """Where the key tokens of an evaluation come from: a file, or the first run that is scored, which writes it."""
+    """Source of the key tokens of an evaluation: an existing file, or a file to be written after the first run is
+    scored.
+    """
 
     path: Path
     alpha: float
     beta: float
     tokens: KeyTokens | None = None
-    """None until the reference has been scored."""
+    """Key tokens, or None until the reference is scored."""
 
     def select(self, plan: ScoringPlan, target_set: TargetSet) -> np.ndarray:
-        """Which targets are key tokens, bool [blocks, targets]."""
+        """Return a mask of the key tokens among the targets, bool [blocks, targets]."""
         assert self.tokens is not None
         positions = plan.target_positions(target_set, target_set.lengths[0])
         return np.isin(positions, np.array(self.tokens.positions))
@@ -106,16 +117,16 @@ class KeyTokenFile:
         loss_mask: np.ndarray,
         record_fields: Mapping[str, Any],
     ) -> None:
-        """Fix the key tokens by the losses of the reference, and write the file.
+        """Choose the key tokens from the losses of the reference model, and write the file.
 
         Args:
-            plan, target_set: what was scored.
-            losses: by length, float64 [blocks, targets].
-            loss_mask: which targets count, bool [blocks, targets].
-            record_fields: that say which model it is, and on which text.
+            plan, target_set: scored windows and targets.
+            losses: losses by length, float64 [blocks, targets].
+            loss_mask: True for targets that count, bool [blocks, targets].
+            record_fields: fields that identify the model and the text.
 
         Raises:
-            RunError: there is none, or the model has no positions for the largest length.
+            RunError: there are no key tokens, or the model does not support the longest length.
         """
         short_length, long_length = target_set.lengths[0], target_set.lengths[-1]
         if long_length not in losses:
@@ -151,11 +162,11 @@ class KeyTokenFile:
 
 
 def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPlan) -> KeyTokenFile | None:
-    """The key tokens that options ask for; None if no measure needs them.
+    """Open the key tokens that the options request, or return None if no measure needs them.
 
     Raises:
-        UserError: there is no such file, it is of another text, tokenizer or choice of windows, or it would be written
-            over.
+        UserError: the file is missing, belongs to another text, tokenizer, or choice of windows, or would be
+            overwritten.
     """
     if "long_perplexity" not in (options.measures or ()):
         for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
@@ -203,7 +214,11 @@ def _read_key_tokens(path: Path) -> KeyTokens:
 
 
 def _check_key_tokens(path: Path, tokens: KeyTokens, text: EvalText, plan: ScoringPlan) -> None:
-    """Raises UserError unless they are of the targets of a plan."""
+    """Check that key tokens belong to the targets of a plan.
+
+    Raises:
+        UserError: they belong to other targets.
+    """
     (target_set,) = plan.target_sets
     positions = plan.target_positions(target_set, target_set.lengths[0])
     for what, theirs, ours in (

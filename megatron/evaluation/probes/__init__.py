@@ -1,1 +1,3 @@
-"""Probes: what a model makes of text that is made up, and needs no corpus. One file each, listed in `targets.py`."""
+"""Probes: evaluations on synthetic text, which need no corpus. Each probe has its own file and is listed in
+`targets.py`.
+"""
