@@ -65,8 +65,9 @@ OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
 """Our names for harness metrics whose names have another meaning here."""
 
 NUM_BOOTSTRAP_SAMPLES = 1000
-"""Bootstrap samples for the standard errors of metrics that are not means. The harness's default of 100,000 takes
-minutes and gives the same two digits.
+"""Bootstrap samples for the standard errors of metrics that are not means.
+
+The harness's default of 100,000 takes minutes and gives the same two digits.
 """
 
 

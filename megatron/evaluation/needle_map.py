@@ -51,7 +51,7 @@ SAME_MEASUREMENT_FIELDS = (
     "protocol", "target_digest", "run", "step", "train_tokens", "seed", "position", "backend", "dtype", "device",
     "software",
 )  # fmt: skip
-"""A finished cell is reused if its records agree in these fields."""
+"""Fields that must agree for a finished cell to be reused."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Many methods in one table with ranks, what a component adds to each, and what each costs."""
+"""Leaderboard: a table of ranked methods, the effect of added components, and the costs of methods."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ _HOLM_NOTE = (
 
 @dataclass(frozen=True)
 class Ablation:
-    """Two methods that differ in one thing alone."""
+    """Two methods that differ in one component."""
 
     name: str
-    """What is added: a processor or a temperature."""
+    """Name of the added component, a processor or a temperature."""
     method: str
     base: str
 
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """What a report says of many methods at once.
+    """Configuration of a leaderboard.
 
     Args:
-        baseline: the method that costs are told against.
-        ablations: pairs of methods that are compared.
-        num_shown: the best methods that pictures show.
+        baseline: method that costs are relative to.
+        ablations: pairs of methods to compare.
+        num_shown: number of best methods in figures.
     """
 
     baseline: str
@@ -45,11 +45,11 @@ class Leaderboard:
 
 
 class LeaderboardReport:
-    """What is shown of a leaderboard.
+    """Contents of a leaderboard, computed from tables.
 
     Args:
-        leaderboard: whose baseline and ablations they are.
-        tables: of all records.
+        leaderboard: configuration with baseline and ablations.
+        tables: tables of all records.
     """
 
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
@@ -61,7 +61,7 @@ class LeaderboardReport:
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
-        """Length → the comparison of each ablation's methods there."""
+        """Length → comparison of each ablation's methods."""
         self.against_best: dict[str, MethodComparison] = {}
         """Comparisons with the best method at the largest length."""
         if self.text is None:
@@ -83,19 +83,19 @@ class LeaderboardReport:
 
     @property
     def largest(self) -> str:
-        """The largest length as sentences name it: 32×."""
+        """Largest length as a multiple of the training length, for example 32×."""
         assert self.text is not None
         return format_multiple(self.text.x_values[-1] / self.text.train_length)
 
     @property
     def best_text_method(self) -> str | None:
-        """The method with the least perplexity at the largest length."""
+        """Method with the lowest perplexity at the largest length."""
         assert self.text is not None
         cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == self.text.x_values[-1]}
         return min(cells, key=cells.__getitem__) if cells else None
 
     def list_shown_methods(self) -> list[str]:
-        """Those that pictures show: the first of the ranking, and the baseline."""
+        """Return the methods in figures: the best-ranked ones and the baseline."""
         drawn = self.ranking[: self.leaderboard.num_shown]
         baseline = self.leaderboard.baseline
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn

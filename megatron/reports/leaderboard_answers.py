@@ -1,4 +1,4 @@
-"""Three questions about a leaderboard, answered in sentences that are made of its numbers."""
+"""Sentences that answer three questions about a leaderboard from its numbers."""
 
 import math
 import statistics
@@ -12,30 +12,30 @@ from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodCom
 from megatron.reports.x_axes import format_multiple
 
 HOLDS_WITHIN = 1.05
-"""Perplexity at the largest length over that at the training length, up to which a method is said to hold."""
+"""Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
 GOOD_WITHIN = 1.05
-"""Mean perplexity at the largest length over the lowest, up to which a method is considered for its costs."""
+"""Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
 VERDICT_WORDS = {
     "better": "significantly lowers perplexity on",
     "worse": "significantly raises perplexity on",
     NOT_SIGNIFICANT: "makes no significant difference on",
     NOT_TESTED: "is not tested, for want of a second seed, on",
 }
-"""What the component of an ablation does, in a sentence."""
+"""Effect of an ablation's component, as part of a sentence."""
 MAX_NAMED = 8
-"""Methods that a sentence names; more are counted."""
+"""Maximum number of methods that a sentence names; more are counted."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question and what the numbers say."""
+    """Question with its answer."""
 
     question: str
     sentences: tuple[str, ...]
 
 
 def build_answers(board: LeaderboardReport) -> list[Answer]:
-    """The questions in their order; none where no text was scored."""
+    """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
     names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
@@ -169,7 +169,7 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
 
 
 def _format_ratios(ratios: Sequence[float]) -> str:
-    """1.31 times, or of several the median with the least and the largest."""
+    """Format ratios: 1.31 times; for several, the median with the range."""
     text = f"{statistics.median(ratios):.2f} times"
     return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -214,7 +214,7 @@ def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: s
 
 
 def _tell_winner(contest: Contest) -> str:
-    """Who is best in a task, and how many have learned something of it."""
+    """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(contest.scores, key=lambda method: contest.metric.get_sort_key(contest.scores[method]))
     top = [method for method in order if contest.scores[method] == contest.scores[order[0]]]
     text = f"In {contest.title}, the best is {_name_methods(top)} with {contest.format_score(order[0])}"
@@ -226,7 +226,7 @@ def _tell_winner(contest: Contest) -> str:
 
 
 def _name_methods(names: Sequence[str]) -> str:
-    """In a sentence: a, b and c, or the first ones and how many more."""
+    """Join names in a sentence: a, b and c, or the first ones and the number of others."""
     if not names:
         return "none"
     if len(names) > MAX_NAMED:

@@ -1,4 +1,4 @@
-"""What methods cost against what they reach: a chart of a leaderboard's page, and the same as a PNG beside files."""
+"""Scatter plot of cost and perplexity of methods, for a leaderboard's page and as a PNG file."""
 
 import io
 import math
@@ -7,14 +7,14 @@ from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, 
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.metrics import format_number, get_metric
 
-# matplotlib takes a while, and is imported where it is used.
+# matplotlib imports slowly, so it is imported inside functions.
 
 MAX_CROWDED_NAMES = 30
-"""Methods that have their name beside their point; of more, those that pictures show and those that nothing beats."""
+"""Maximum number of methods for labels on all points; otherwise only shown methods and the frontier have labels."""
 
 
 def list_cost_points(board: LeaderboardReport) -> list[tuple[str, float, float]]:
-    """Method, seconds of a training step over the baseline's, and perplexity at the largest length."""
+    """Return method, relative duration of a training step, and perplexity at the largest length, for each method."""
     text = board.text
     if text is None:
         return []
@@ -27,9 +27,10 @@ def list_cost_points(board: LeaderboardReport) -> list[tuple[str, float, float]]
 
 
 def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
-    """The chart for a page; None if no cost is known.
+    """Build the chart for a page, or return None if no cost is known.
 
-    name: of the chart.
+    Args:
+        name: name of the chart.
     """
     points = sorted(list_cost_points(board), key=lambda point: point[1])
     if not points:
@@ -67,7 +68,7 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
 
 
 def find_frontier(points: list[tuple[str, float, float]]) -> list[str]:
-    """The methods than which none is both faster and better, from the fastest on."""
+    """Return the Pareto frontier: methods such that no other is both faster and better, fastest first."""
     frontier, least = [], float("inf")
     for name, _, value in sorted(points, key=lambda point: (point[1], point[2])):
         if value < least:
@@ -77,7 +78,11 @@ def find_frontier(points: list[tuple[str, float, float]]) -> list[str]:
 
 
 def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
-    """A point for each method, with the frontier joined. Raises ValueError if no cost is known."""
+    """Render the scatter plot as PNG, with the frontier connected by a line.
+
+    Raises:
+        ValueError: no cost is known.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

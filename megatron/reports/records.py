@@ -1,17 +1,17 @@
-"""The one currency of results: a record says what one model scored at one length, and how that was measured.
+"""Records: the common format of all results. A record is the score of one model at one length, with its provenance.
 
-`results.json` is a list of records. Whatever shows results (tables, plots, pages, a notebook of yours) reads records
-and nothing else, so a file made by hand or by another codebase works as well as one made here. In the file the value
-stands under its metric's name, and its interval under that name with `_low` and `_high`:
+`results.json` is a list of records. Tables, plots, pages, and notebooks read only records, so files made by hand or by
+another codebase also work. In the file, the key of the value is its metric's name; its interval has the same key with
+`_low` and `_high`:
 
     {"method": "rotary", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5, "tokens": 4096,
      "seed": 1234, "perplexity_low": 5.1, "perplexity_high": 6.0}
 
-Only the fields of the first two lines and `seed` are required. What two values of a metric are compared by, a ratio or
-a difference, is the metric's (`megatron.reports.metrics`):
+Only the fields of the first line and `seed` are required. The metric determines whether two values are compared by
+ratio or by difference (`megatron.reports.metrics`):
 
-    change                         of the value at `length` from that at `change_from`
-    standard error                 of the mean that the value is made of, over independent pieces of text: for
+    change                         change of the value at `length` from that at `change_from`
+    standard error                 error of the mean behind the value, over independent blocks of text; for
                                    perplexity that of nll, in nats
     interval                       95%; by bootstrap (`megatron.reports.bootstrap`), else from the standard error
 """
@@ -34,23 +34,23 @@ from megatron.utils.suggestions import suggest_names
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")
-"""What files leave out."""
+"""Field and default value that files omit."""
 
 TRIVIAL_BASELINE_PREFIX = "floor: "
-"""How the names of methods begin that learned nothing: what a constant answer, or a guess, reaches."""
+"""Prefix of the names of trivial baselines, such as a constant answer or a guess."""
 
 MAX_COUNT = 2**53
-"""Largest count of a record: lengths, tokens and steps above it are not exact in floating point."""
+"""Maximum length, token, or step count in a record. Larger numbers are not exact in floating point."""
 MAX_SEED = 2**64 - 1
 MAX_AMOUNT = 1e12
-"""Largest number of seconds or GiB of a record."""
+"""Maximum number of seconds or GiB in a record."""
 
 NON_TABULAR_FIELDS = ("block_sums", "block_tokens", "remark")
-"""Fields that are lists or sentences, which tables of fields leave out."""
+"""Fields with lists or sentences, which CSV files omit."""
 
 
 class Record(BaseModel):
-    """What one model scored at one length. Frozen; unknown fields, NaN and infinities are refused."""
+    """Score of one model at one length. Records are frozen, and reject unknown fields, NaN, and infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -146,7 +146,7 @@ class Record(BaseModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        """The values are such that the metric has."""
+        """Check that the values are in the range of the metric and of the axis."""
         metric, axis = metrics.get_metric(self.metric), x_axes.get_x_axis(self.axis)
         if (self.place is None) != (self.axis == "length"):
             raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
@@ -164,32 +164,32 @@ class Record(BaseModel):
         return self
 
     def replace(self, **fields: Any) -> "Record":
-        """A copy with some fields changed, validated again."""
+        """Return a validated copy with some fields changed."""
         return Record.model_validate(self.model_dump(exclude_unset=True) | fields)
 
     @property
     def targets_per_window(self) -> int | None:
-        """Tokens scored in each window, where that is a choice that does not follow from the window's length."""
+        """Scored tokens per window, or None if the window's length determines them."""
         return None if self.protocol in ("nonoverlapping", "overlapping") else self.targets
 
     @property
     def is_trivial_baseline(self) -> bool:
-        """Is it of no model, but of a predictor that learned nothing?"""
+        """True if the record is of a trivial baseline, not of a model."""
         return self.run is None and self.method.startswith(TRIVIAL_BASELINE_PREFIX)
 
     @property
     def metric_info(self) -> Metric:
-        """The metric, with its unit and its better direction."""
+        """Metric of the record."""
         return metrics.get_metric(self.metric)
 
     @property
     def x_value(self) -> float:
-        """Where the value stands on its axis."""
+        """Position of the value on its axis."""
         return self.length if self.place is None else self.place
 
     @property
     def tokens_per_block(self) -> list[int] | None:
-        """Tokens of each block whose sum is kept, or None if none is."""
+        """Tokens of each block, or None if the sums of blocks are not recorded."""
         if not self.block_sums:
             return None
         num_blocks = len(self.block_sums)
@@ -214,13 +214,13 @@ class Record(BaseModel):
 
     @property
     def verdict(self) -> str | None:
-        """What the change's interval says (`Metric.classify_change`), or None if it is not known."""
+        """Verdict on the change (`Metric.classify_change`), or None if its interval is unknown."""
         if self.change is None or self.change_interval is None:
             return None
         return self.metric_info.classify_change(self.change, *self.change_interval)
 
     def to_row(self) -> dict[str, Any]:
-        """The record as it stands in files: named by its metric, without the fields that are unknown."""
+        """Return the record as a dictionary for files, keyed by metric name and without unknown fields."""
         file_names = _file_field_names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
         return {
@@ -231,10 +231,10 @@ class Record(BaseModel):
 
 
 def record_from_row(row: dict[str, Any]) -> Record:
-    """The record of an object in a file.
+    """Build a record from a file's JSON object.
 
     Raises:
-        UserError: it has no value or several, or a field is unknown, missing or of the wrong kind.
+        UserError: it has no value or several, or a field is unknown, missing, or of the wrong type.
     """
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
@@ -263,12 +263,12 @@ def record_from_row(row: dict[str, Any]) -> Record:
 
 
 def _file_field_names(metric: str) -> dict[str, str]:
-    """What the fields that hold the value and its interval are called in files."""
+    """Map the fields of the value and its interval to their names in files."""
     return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
 def _file_columns(metric_names: Iterable[str]) -> list[str]:
-    """The names of all fields in files that hold these metrics."""
+    """Return all field names in files that contain these metrics."""
     columns: list[str] = []
     for field in Record.model_fields:
         if field != "metric":
@@ -277,19 +277,19 @@ def _file_columns(metric_names: Iterable[str]) -> list[str]:
 
 
 def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
-    """Old records but for those that the new ones measure again, then the new ones (`drop_remeasured`)."""
+    """Append new records to the old ones, which are first filtered by `drop_remeasured`."""
     return [*drop_remeasured(old, new, same_run=same_run), *new]
 
 
 def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
-    """Return the old records without those that the new ones measure again.
+    """Return the old records that the new ones do not measure again.
 
-    The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol, text
-    and the number of targets in a window agree, whatever the lengths: an evaluation is kept or replaced as a whole.
+    A measurement is repeated if metric, axis, run, position method (with the window of the evaluation), protocol, text,
+    and number of targets per window agree, regardless of lengths. An evaluation is thus kept or replaced as a whole.
 
     Args:
-        old, new: in the order in which they are to stand.
-        same_run: all are of the same run, whatever they call it; else `run` tells.
+        old, new: existing and new records.
+        same_run: True if all records are of the same run, whatever its name; otherwise compare `run`.
     """
 
     def identity(record: Record) -> tuple[str | int | None, ...]:
@@ -303,7 +303,7 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> Path:
-    """Write records as a JSON list, one object per record, without the fields that are unknown."""
+    """Write records as a JSON list, one object per record, without unknown fields."""
     rows = [json.dumps(record.to_row(), ensure_ascii=False) for record in records]
     return write_text_atomically(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
 
@@ -312,7 +312,7 @@ def read_records(path: str | Path) -> list[Record]:
     """Read a JSON list of records.
 
     Raises:
-        UserError: no such file, no JSON, or a record that is not one; the line names the record and the field.
+        UserError: the file is missing or not JSON, or a record is invalid; the message names the record and the field.
     """
     path = Path(path)
     try:
@@ -336,7 +336,7 @@ def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
 
 
 def format_records_csv(records: Sequence[Record]) -> str:
-    """Records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
+    """Format records as CSV with a column for each field, empty if unknown. Value columns are named by metric."""
     text = io.StringIO()
     columns = [
         name
