@@ -1,7 +1,7 @@
-"""`./deepy.py analyze RUN…`: trained runs and configurations in, one page with its data out.
+"""`./deepy.py analyze RUN…`: analyze trained runs and configurations, and write one page with its data.
 
-Models are analyzed one after the other, each by every analysis; then the page shows them side by side. The data of an
-analysis are written as soon as a model has been analyzed, so what was measured stays whatever happens later.
+All analyses are applied to one model after another; then the page shows the models side by side. Data are written after
+each model, so that results survive a later failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from megatron.analysis.page import PageSection
 
-# What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
+# torch and matplotlib are imported inside functions, so that errors in the options are reported at once.
 
 LOCK_FILE = ".analysis.lock"
 LOCKED_MESSAGE = "another analysis is writing there; wait for its end, or choose another folder"
@@ -63,18 +63,18 @@ def analyze(
     """Analyze models side by side.
 
     Args:
-        runs: run folders (their latest checkpoint is taken) or checkpoint folders.
-        options: which analyses, of what; the defaults if None.
-        configs: configurations to analyze untrained, each as `train` takes them.
-        output: folder for the page and its data; `analysis` in a single run's folder if None.
-        console: where the progress and the names of the files go; None is silent.
+        runs: run folders (the latest checkpoint is used) or checkpoint folders.
+        options: analysis options; the defaults if None.
+        configs: untrained configurations in the format of `train`.
+        output: folder for the page and its data; if None, `analysis` in a single run's folder.
+        console: console for progress and file names; None is silent.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        UserError: anything that would keep the models from being analyzed, before any work.
-        RunError: a checkpoint is damaged, or what fails on the way.
+        UserError: a model cannot be analyzed; raised before any work.
+        RunError: a checkpoint is damaged, or an analysis fails.
     """
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
@@ -119,23 +119,23 @@ def _write_analysis(request: AnalysisRequest, console: Console | None, log: LogF
 
 
 class AnalysisResults:
-    """The results of one analysis of all models, its file, and its part of the page.
+    """Results of one analysis for all models, with its data file and its section of the page.
 
     Args:
         name, analysis: the analysis.
-        folder: where its file is written.
+        folder: folder of the data file.
     """
 
     def __init__(self, name: str, analysis: Analysis, folder: Path) -> None:
         self.name, self.analysis = name, analysis
         self.file = folder / f"{name}.{analysis.data_format}"
         self.by_model: dict[str, Any] = {}
-        """Name of a model → what was measured."""
+        """Name of a model → result."""
         self.missing: dict[str, str] = {}
-        """Name of a model → why there is nothing to measure."""
+        """Name of a model → reason why the analysis does not apply."""
 
     def measure(self, context: AnalysisContext) -> None:
-        """Measure a model, and write the data of all until now."""
+        """Measure a model, and write the data of all models so far."""
         try:
             self.by_model[context.name] = self.analysis.measure(context)
         except NotApplicable as reason:
@@ -144,7 +144,7 @@ class AnalysisResults:
             write_text_atomically(self.file, self._format_data())
 
     def _format_data(self) -> str:
-        """The rows as CSV or JSON, `method` first in each."""
+        """Format the rows as CSV or JSON, with `method` as the first field."""
         rows = [
             {"method": name, **row} for name, result in self.by_model.items() for row in self.analysis.list_rows(result)
         ]
@@ -157,7 +157,7 @@ class AnalysisResults:
         return out.getvalue()
 
     def to_section(self, models: Sequence[str]) -> PageSection:
-        """Its part of the page. `models` are the names of all on it."""
+        """Build the section of the page, given the names of all models on it."""
         from megatron.analysis.page import PageSection
 
         return PageSection(
@@ -196,7 +196,7 @@ def _build_page(
 
 
 def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: ProgressMeter) -> list[Block]:
-    """The same blocks, whose pictures tell the meter when they are drawn, each in two widths."""
+    """Wrap the figures in blocks so that they report when they are drawn, once for each width."""
 
     def report(draw: Callable[[bool], bytes], narrow: bool) -> bytes:
         drawn = draw(narrow)

@@ -1,4 +1,4 @@
-"""Heat maps of exp(bias): how much a key would count if all scores were equal."""
+"""Heat maps of exp(bias), the relative weight of a key if all scores are equal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,19 @@ from megatron.position.token_range import TokenRange, causal_mask
 
 MAP_SIZE = 64
 MIN_FACTOR = 1e-4
-"""Smaller factors have the colour of this one."""
+"""Smallest factor of the color scale; smaller factors have its color."""
 MAX_FACTOR = 1e100
-"""Larger factors, infinite ones too, have the colour of the largest below it: scales of colours overflow long before
-floats do."""
+"""Largest factor of the color scale; larger and infinite factors have the color of the largest one below it.
+
+Color scales overflow long before floats do.
+"""
 
 
 @dataclass(frozen=True)
 class BiasMapResult:
     layer: str
     maps: dict[int, torch.Tensor]
-    """Head → exp(bias), float64 [MAP_SIZE, MAP_SIZE], NaN where the query may not see the key."""
+    """Head → exp(bias), float64 [MAP_SIZE, MAP_SIZE], NaN where the key is masked."""
 
 
 class BiasMaps(Analysis):
@@ -71,7 +73,7 @@ class BiasMaps(Analysis):
 
 
 def _first_and_last(result: BiasMapResult) -> list[int]:
-    """The first and the last of the heads, or one where they are alike."""
+    """Return the first and the last head, or only the first if their maps are equal."""
     heads = list(result.maps)
     first, last = result.maps[heads[0]], result.maps[heads[-1]]
     return heads[:1] if torch.equal(first.nan_to_num(-1), last.nan_to_num(-1)) else [heads[0], heads[-1]]

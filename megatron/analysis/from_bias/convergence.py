@@ -1,4 +1,4 @@
-"""Verdicts of convergence, head by head."""
+"""Convergence of the bias series of each head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,7 +9,7 @@ REPORTED_TERMS = (1_000, NUM_TERMS)
 """Numbers of terms whose sums are reported."""
 
 ConvergenceResult = list[tuple[str, list[BiasSeries], str]]
-"""A layer, its heads' series, and what else must be known of the model."""
+"""For each layer: name, series of its heads, and a remark on the theorem's limits."""
 
 
 class Convergence(Analysis):
@@ -50,7 +50,7 @@ class Convergence(Analysis):
 
 
 def _describe_limits(context: AnalysisContext) -> str:
-    """What the theorem leaves out of this model."""
+    """Return a sentence on features of the model that the theorem does not cover."""
     position = context.config.position
     if processors := [name for name in position.processors if name != "none"]:
         return f"The theorem speaks of the bias alone, not of what {' or '.join(processors)} makes of it."

@@ -1,4 +1,4 @@
-"""What each head's bias and weight look like over the distance: what was learned, or what is fixed."""
+"""Bias and weight of each head over the distance, learned or fixed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0
-"""Lines to biases below are cut off at the lower edge of charts: e^−12 = 6e-6."""
+"""Lower limit of bias charts; lines below are clipped: e^−12 = 6e-6."""
 NUM_DISTANCES = 160
-"""Distances of the data, evenly spaced on a logarithmic scale."""
+"""Number of distances in the data, evenly spaced on a logarithmic scale."""
 MAX_PARAMETERS = 8
-"""Parameters per head and layer that a table shows."""
+"""Maximum number of parameters per head and layer in a table."""
 
 
 @dataclass(frozen=True)
 class LayerKernels:
     layer: str
     distances: torch.Tensor
-    """float64 [N]."""
+    """Distances, float64 [N]."""
     terms: dict[str, torch.Tensor]
-    """`bias`, `weight`: float64 [H, N]."""
+    """Curves `bias` and `weight`, float64 [H, N]."""
     parameters: dict[str, list[float]]
-    """What has one value per head, by name; of a bias that is a formula over the distance, not of a network's."""
+    """Parameters with one value per head, by name, if the bias is a formula over the distance, not a network."""
     train_length: int
 
 
@@ -72,7 +72,7 @@ class Kernels(Analysis):
 
 
 def _describe_panel(name: str, kernel: LayerKernels, term: str) -> str:
-    """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
+    """Describe the ends of a panel's curves in words, with the range over heads."""
     values, last_distance = kernel.terms[term], int(kernel.distances[-1])
 
     def format_range(column: int) -> str:
@@ -106,7 +106,7 @@ def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> La
 
 
 def _select_kernels(kernels: list[LayerKernels]) -> list[LayerKernels]:
-    """At most three layers."""
+    """Select at most three layers."""
     if len(kernels) <= 3:
         return kernels
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]

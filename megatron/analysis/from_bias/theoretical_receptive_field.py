@@ -1,4 +1,4 @@
-"""Receptive fields that follow from the bias alone."""
+"""Receptive fields computed from the bias alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ class HeadField:
     layer: str
     head: int
     fields: list[ReceptiveField]
-    """By equation 22, at each of EPSILONS."""
+    """Fields by equation 22, at each of EPSILONS."""
     finite: list[int]
-    """By the algorithm of the plots, at each of PLOTTED_EPSILONS."""
+    """Fields by the algorithm of the paper's plots, at each of PLOTTED_EPSILONS."""
 
 
 @dataclass(frozen=True)
 class ReceptiveFieldResult:
     heads: list[HeadField]
     length: int
-    """Terms of the finite algorithm, the same for all models."""
+    """Number of terms of the finite algorithm, the same for all models."""
 
 
 class TheoreticalReceptiveField(Analysis):

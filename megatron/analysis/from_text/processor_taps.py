@@ -1,17 +1,17 @@
-"""What each head of a score processor reads of all heads' scores and biases: its Jacobian while a model reads.
+"""Jacobian of a score processor with respect to all heads' scores and biases, while a model reads a text.
 
-A processor maps the scores S and biases B of all heads, one query row at a time, to logits. Of query i, key j and
+A processor maps the scores S and biases B of all heads to logits, one query row at a time. For query i, key j, and
 output head h,
 
     tap(h, g, δ) = ∂ logit_h(i, j) / ∂ S_g(i, j + δ)
 
-says how much of head g's score, δ keys to the right, goes into head h's logit; the same for B. Without a processor the
-logit is S + B, and the tap is 1 for g = h and δ = 0 and 0 for all others: what is shown is the difference from that. A
-processor is not linear, so the taps belong to an operating point: they are means over pairs (i, j) of a text, and the
-root mean square beside them says how much they differ between pairs.
+is the effect of head g's score, δ keys to the right, on head h's logit; the same applies to B. Without a processor the
+logit is S + B, and the tap is 1 for g = h and δ = 0, and 0 otherwise. Results are differences from this identity. A
+processor is not linear, so taps depend on the operating point. They are means over pairs (i, j) of a text; their root
+mean square shows how much they vary between pairs.
 
-Rows are independent of each other in every processor, so the gradients of many logits of many rows come from one
-backward pass over copies of these rows.
+Rows are independent in every processor, so one backward pass over copies of many rows yields the gradients of many
+logits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,39 +28,39 @@ from megatron.attention.reference import compute_scores_and_bias, compute_table,
 from megatron.model.gpt import GPT
 
 MAX_OFFSET = 16
-"""Largest δ that is measured, to either side."""
+"""Largest |δ| that is measured."""
 NUM_ROWS = 16
-"""Query rows of each window, one key in each."""
+"""Number of query rows in each window, with one key in each row."""
 MIN_LENGTH = 4 * MAX_OFFSET
-"""Tokens of the shortest windows that are read."""
+"""Minimum window length in tokens."""
 
 
 @dataclass(frozen=True)
 class ProcessorJacobian:
-    """Of one layer's processor, over the sampled pairs of query and key; the identity of S + B is subtracted."""
+    """Jacobian of one layer's processor over sampled pairs of query and key, minus the identity of S + B."""
 
     layer: int
     source: str
-    """`score` or `bias`: by which of them logits are differentiated."""
+    """Inputs of the derivative: `score` or `bias`."""
     mean: Tensor
-    """float64 [H out, H in, 2·max_offset + 1], from δ = −max_offset on."""
+    """Mean taps, float64 [H out, H in, 2·max_offset + 1], starting at δ = −max_offset."""
     rms: Tensor
-    """The same of squares: sqrt(mean(tap²))."""
+    """Root mean square of the taps, sqrt(mean(tap²)), in the shape of `mean`."""
     far_share: float
-    """Share of all squared derivatives that lies further than MAX_OFFSET away."""
+    """Share of the squared derivatives at offsets beyond MAX_OFFSET."""
 
     @property
     def max_offset(self) -> int:
-        """The largest δ with a derivative that is not 0."""
+        """Largest δ with a nonzero derivative."""
         return self.mean.shape[-1] // 2
 
 
 def measure_processor_jacobian(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[ProcessorJacobian]:
-    """The Jacobian of every layer that has a processor, over windows of tokens [L] with L > 2·MAX_OFFSET + 1.
+    """Measure the Jacobian of every layer with a processor, over windows of tokens [L] with L > 2·MAX_OFFSET + 1.
 
     Args:
-        model: in evaluation mode.
-        seed: of the keys, which are random.
+        model: model in evaluation mode.
+        seed: seed of the random keys.
     """
     generator = torch.Generator().manual_seed(seed)
     samples: dict[tuple[int, str], list[tuple[Tensor, float]]] = {}
@@ -93,8 +93,11 @@ def _average_samples(layer: int, source: str, samples: list[tuple[Tensor, float]
 
 
 def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
-    """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·MAX_OFFSET + 1], and the squares of all
-    others; by source."""
+    """Compute the derivatives of sampled rows with one key each, by source.
+
+    Returns:
+        Derivatives near the key, [rows, H, H, 2·MAX_OFFSET + 1], and the sum of squares of all others.
+    """
     first, last = 2 * MAX_OFFSET, inputs.query.stop - 1
     if inputs.window is not None and inputs.window <= 2 * MAX_OFFSET:
         raise ValueError(f"a window of {inputs.window} keys hides what lies {MAX_OFFSET} keys to either side")
@@ -109,10 +112,10 @@ def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> 
 
 @torch.enable_grad()
 def _compute_derivatives(inputs: AttentionInputs, rows: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
-    """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
+    """Compute derivatives of each head's logit at a row's key by its scores and biases, [H in, rows, H out, C]."""
     assert inputs.processor is not None
     num_heads = inputs.q.shape[1]
-    # A copy of each row for each head whose logit is differentiated.
+    # One copy of each row for each head whose logit is differentiated.
     scores, bias, visible = (
         None if x is None else x.repeat_interleave(num_heads, 1) for x in _compute_processor_inputs(inputs, rows)
     )
@@ -134,7 +137,7 @@ def _compute_derivatives(inputs: AttentionInputs, rows: Sequence[int], keys: Seq
 
 @torch.no_grad()
 def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What a processor reads of some rows: scores [H, rows, C], biases like them, and visibility [1, rows, C]."""
+    """Compute a processor's inputs: scores [H, rows, C], biases of the same shape, and visibility [1, rows, C]."""
     inputs = replace(inputs, table=compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device))
     scores, biases, visible = [], [], []
     for row in rows:
@@ -155,8 +158,11 @@ def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> t
 
 
 def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
-    """Of gradients [H in, rows, H out, C] those around each row's key, [rows, H out, H in, 2·MAX_OFFSET + 1]; and the
-    sum of the squares of all others."""
+    """Select gradients [H in, rows, H out, C] around each row's key.
+
+    Returns:
+        Selected gradients, [rows, H out, H in, 2·MAX_OFFSET + 1], and the sum of squares of all others.
+    """
     near = torch.stack(
         [gradient[:, row, :, key - MAX_OFFSET : key + MAX_OFFSET + 1].transpose(0, 1) for row, key in enumerate(keys)]
     )
@@ -164,7 +170,7 @@ def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
 
 
 ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
-"""Length of the windows, ascending → the Jacobians of each layer, by scores and by biases."""
+"""Window length, ascending → Jacobians of each layer by scores and by biases."""
 
 
 class ProcessorJacobians(Analysis):
@@ -233,7 +239,7 @@ class ProcessorJacobians(Analysis):
 
 
 def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
-    """The last four cells of a row of the table."""
+    """Format the last four cells of a table row."""
     squares = jacobian.rms.square()
     total = squares.sum().item()
     if total == 0:
