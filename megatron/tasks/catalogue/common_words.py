@@ -1,4 +1,4 @@
-"""Common words: those of a list that come more often than the others."""
+"""Common words: the words that occur most often in a list."""
 
 from typing import Self
 
@@ -12,14 +12,13 @@ from megatron.tasks.task import TaskBatch
 
 
 class CommonWords(RulerTask):
-    """A list of n words in any order: a few come often, all others seldom; the frequent ones are asked for (RULER's
-    cwe).
+    """A shuffled list of n words, a few frequent and all others rare; the answer is the frequent words (RULER's cwe).
 
-    They are asked for in the order in which they first come (RULER takes any), each after the right ones before it. A
-    longer list has more of the seldom words, and the frequent ones no more often. RULER's numbers for short texts are
-    10 common words, 6 times each among words that come once.
+    The words are expected in the order of their first occurrence (RULER accepts any order), each given the correct ones
+    before it. A longer list has more rare words; the frequent ones do not become more frequent. RULER's numbers for
+    short texts are 10 common words with 6 occurrences each, among words that occur once.
 
-    Vocabulary: words, the question mark.
+    Vocabulary: words, question mark.
     """
 
     title = "the words that come often in a list of n words"
@@ -68,6 +67,7 @@ class CommonWords(RulerTask):
         return build_question_batch(listed, np.concatenate([mark, common], axis=1)[:, None], given=1)
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
-        # One of the words that are left, each as likely as it is frequent, and right if it is the next.
+        # A random word of the rest of the list; its probability is its frequency, and it is correct if it is the next
+        # answer.
         left = [length - self.freq_cw * done for done in range(self.num_cw)]
         return {"any word of the list": sum(self.freq_cw / rest for rest in left) / self.num_cw}

@@ -8,7 +8,7 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class DuplicateString(TransductionTask):
-    """n bits; the same twice, so 2n outputs."""
+    """n bits; the answer is the same string twice, with 2n outputs."""
 
     title = "n bits twice"
     chomsky_level = "C"

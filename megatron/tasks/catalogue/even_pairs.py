@@ -1,4 +1,4 @@
-"""Even pairs: is the number of neighbours that differ even or odd?"""
+"""Even pairs: the parity of the number of unequal neighbors."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class EvenPairs(TransductionTask):
-    """n bits; the parity of the number of unequal neighbours, which is whether the first and the last differ."""
+    """n bits; the answer is the parity of unequal neighbors, which is 1 if the first and the last bit differ."""
 
     title = "is the number of unequal neighbours among n bits odd"
     chomsky_level = "R"

@@ -1,4 +1,4 @@
-"""Frequent words: the words of a text that come most often, the most frequent first."""
+"""Frequent words: the most frequent words of a text, in order of frequency."""
 
 from typing import Self
 
@@ -12,15 +12,14 @@ from megatron.tasks.task import Array, TaskBatch
 
 
 class FrequentWords(RulerTask):
-    """A text of n words in any order whose frequencies follow a zeta distribution; the most frequent are asked for
-    (RULER's fwe).
+    """A shuffled text of n words with zeta frequencies; the answer is the most frequent words (RULER's fwe).
 
-    The word of rank r = 1, 2, … comes ⌊n·r^(−alpha)/Z⌋ times, Z the sum of r^(−alpha) over all ranks. The first rank,
-    and the rest that is left over, are one word that says nothing, as in RULER. The words of the ranks that follow are
-    asked for, the most frequent first (RULER takes any order), each after the right ones before it. All frequencies
-    grow with the text.
+    The word of rank r = 1, 2, … occurs ⌊n·r^(−alpha)/Z⌋ times, where Z is the sum of r^(−alpha) over all ranks. The
+    first rank and the remaining tokens are a filler word, as in RULER. The words of the next ranks are expected in
+    order of frequency (RULER accepts any order), each given the correct ones before it. All frequencies grow with the
+    text.
 
-    Vocabulary: words, the one that says nothing, the question mark.
+    Vocabulary: words, filler word, question mark.
     """
 
     title = "the most frequent words of a text of n words"
@@ -44,7 +43,7 @@ class FrequentWords(RulerTask):
         return range(self.vocabulary)
 
     def count_words(self, length: int) -> Array:
-        """How often the words of the ranks 2, 3, … come in a text of a length, int64 [vocabulary]."""
+        """Return the number of occurrences of the words of ranks 2, 3, … in a text of a length, int64 [vocabulary]."""
         weights = np.arange(1, self.vocabulary + 2, dtype=np.float64) ** -self.alpha
         return np.floor(length * weights / weights.sum()).astype(np.int64)[1:]
 

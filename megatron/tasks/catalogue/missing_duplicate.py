@@ -1,4 +1,4 @@
-"""Missing duplicate: the bit that is left out of a string which is there twice."""
+"""Missing duplicate: the masked bit of a duplicated string."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ HIDDEN, PADDING = 2, 3
 
 
 class MissingDuplicate(TransductionTask):
-    """A string of ⌊n/2⌋ bits twice, one of all places hidden by a 2, and a 3 at the end of an odd n; the hidden bit.
+    """A string of ⌊n/2⌋ bits twice, one bit masked by a 2, and a 3 at the end if n is odd; the answer is the masked bit.
 
     For n = 1 input and output are 1.
     """

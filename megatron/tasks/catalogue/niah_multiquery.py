@@ -5,7 +5,7 @@ from megatron.tasks.needle_task import NeedleTask
 
 
 class NiahMultiquery(NeedleTask):
-    """Several keys with a value each, all of them asked for (RULER's niah_multiquery)."""
+    """Several keys with one value each, all of which are queried (RULER's niah_multiquery)."""
 
     title = "the values of several keys in a haystack of n words"
 

@@ -5,7 +5,7 @@ from megatron.tasks.needle_task import NeedleTask
 
 
 class NiahMultivalue(NeedleTask):
-    """One key with several values, all of them asked for (RULER's niah_multivalue, where their order is free)."""
+    """One key with several values, all of which are expected in order (RULER's niah_multivalue accepts any order)."""
 
     title = "all values of a key in a haystack of n words, in their order"
 

@@ -1,4 +1,4 @@
-"""Parity: is the number of ones odd?"""
+"""Parity of the number of ones."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ParityCheck(TransductionTask):
-    """n bits; the number of ones modulo 2."""
+    """n bits; the answer is the number of ones modulo 2."""
 
     title = "is the number of ones among n bits odd"
     chomsky_level = "R"

@@ -1,4 +1,4 @@
-"""Reverse string: bits backwards."""
+"""Reverse string: bits in reverse order."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ReverseString(TransductionTask):
-    """n bits; the same from the last to the first."""
+    """n bits; the answer is the bits in reverse order."""
 
     title = "n bits backwards"
     chomsky_level = "D"
