@@ -31,8 +31,8 @@ def check_prompt_length(model: GPT, prompt_length: int, max_new_tokens: int) -> 
 def group_prompts(model: GPT, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Group prompts into batches of similar length, given as lists of at most `batch_size` indices.
 
-    Left padding does not change the results of a row. With randomized
-    positions, prompts of different lengths draw different positions, so batches then contain prompts of equal length.
+    Left padding does not change the results of a row. With randomized positions, prompts of different lengths draw
+    different positions, so batches then contain prompts of equal length.
     """
     indices = sorted(range(len(lengths)), key=lengths.__getitem__) if batch_size > 1 else list(range(len(lengths)))
     groups: list[list[int]] = []

@@ -35,7 +35,7 @@ class TokenSampler:
             RunError: a logit is NaN.
         """
         scores = self._drop_padding(logits).double()
-        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # subtract first: 1e-300 is a valid temperature
+        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # first: 1e-300 is a valid temperature
         sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
         if 0 < self.top_k < self.vocab_size:
             sorted_scores[:, self.top_k :] = -torch.inf

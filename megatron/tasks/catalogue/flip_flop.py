@@ -9,7 +9,7 @@ WRITE, READ, IGNORE, FIRST_BIT = range(4)
 
 
 class FlipFlop(Task):
-    """Instructions, each followed by a bit: `w 1 i 0 i 1 r 1 w 0 … r 0`; the answer at `r` is the bit after the last `w`.
+    """Instructions, each followed by a bit: `w 1 i 0 i 1 r 1 w 0 … r 0`; the answer at `r` is the last bit written.
 
     The first instruction is w, the last r. Others are i with probability `ignore`, else w or r with equal probability.
     Bits after w and i are uniform. FFL(T, p) of the paper has T tokens and p = `ignore`. It trains at 512 and 0.8, and

@@ -10,7 +10,7 @@ HIDDEN, PADDING = 2, 3
 
 
 class MissingDuplicate(TransductionTask):
-    """A string of ⌊n/2⌋ bits twice, one bit masked by a 2, and a 3 at the end if n is odd; the answer is the masked bit.
+    """A string of ⌊n/2⌋ bits twice, one bit masked by a 2, and a final 3 if n is odd; the answer is the masked bit.
 
     For n = 1 input and output are 1.
     """
