@@ -80,14 +80,14 @@ class AnalysisContext:
     def trained_model(self) -> GPT:
         """Trained model. Raises NotApplicable if there is none."""
         if self.model is None:
-            raise NotApplicable("It is a configuration that was not trained.")
+            raise NotApplicable("It is an untrained configuration.")
         return self.model
 
     @property
     def distance_encodings(self) -> Sequence[LayerEncoding]:
         """Encodings whose bias depends only on distances. Raises NotApplicable if it depends on a layer's input."""
         if any(type(layer.encoding).overrides_hook("gate") for layer in self.encodings):
-            raise NotApplicable("What a layer reads decides its bias, which is no function of the distance.")
+            raise NotApplicable("Its bias depends on the layer's input, and is not a function of the distance.")
         return self.encodings
 
     @property
@@ -96,7 +96,7 @@ class AnalysisContext:
         for layer in self.distance_encodings:
             for name, parameter in layer.encoding.named_parameters():
                 if not bool(parameter.isfinite().all()):
-                    raise NotApplicable(f"Its encoding's {name}, of {layer.name}, is not finite.")
+                    raise NotApplicable(f"The parameter {name} of {layer.name} is not finite.")
         return self.encodings
 
     @property
@@ -115,7 +115,7 @@ class AnalysisContext:
             return self.windows
         readable = {length: windows for length, windows in self.windows.items() if length <= max_length}
         if not readable:
-            raise NotApplicable(f"Its positions end at {max_length:,}, before the shortest length.")
+            raise NotApplicable(f"Its maximum length, {max_length:,}, is below the shortest length.")
         return readable
 
     @property
@@ -248,7 +248,7 @@ def load_analyses() -> dict[str, Analysis]:
                 for value in vars(module).values()
                 if isinstance(value, type) and issubclass(value, Analysis) and value.__module__ == module.__name__
             ]
-            assert len(classes) == 1, f"{module.__name__} must define one Analysis, it defines {len(classes)}"
+            assert len(classes) == 1, f"{module.__name__} must define exactly one Analysis, not {len(classes)}"
             analyses[name] = classes[0]()
     return dict(sorted(analyses.items(), key=lambda item: item[1].order))
 
@@ -261,4 +261,4 @@ def check_analysis_names(only: Sequence[str] | None) -> None:
     """
     for name in only or ():
         if name not in list_analysis_names():
-            raise UserError(f"--only: there is no analysis {name!r}; {format_choices(name, list_analysis_names())}")
+            raise UserError(f"--only: unknown analysis {name!r}; {format_choices(name, list_analysis_names())}")

@@ -48,7 +48,7 @@ def compute_terms(encoding: Encoding, distances: Tensor, row: int | None = None)
     if not type(encoding).overrides_hook("dense"):
         return ScoreTerms()
     if row is None:
-        raise ValueError("the bias depends on the query's position: name a row")
+        raise ValueError("the bias depends on the query's position; a row is required")
     like = torch.zeros((), dtype=torch.float64)
     terms = encoding.dense(TokenRange(row, 1), TokenRange(0, row + 1), like, ALL_HEADS)
     return ScoreTerms(*(None if term is None else term[:, 0].flip(-1) for term in terms))
@@ -87,7 +87,7 @@ class BiasSeries:
 
     @property
     def verdict(self) -> str:
-        return {True: "converges", False: "diverges", None: "not known"}[self.tail.converges]
+        return {True: "converges", False: "diverges", None: "unknown"}[self.tail.converges]
 
     def sum_to(self, count: int) -> float:
         """Return the sum of the first `count` terms."""

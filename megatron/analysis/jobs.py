@@ -97,12 +97,12 @@ def read_analysis_request(
         RunError: a checkpoint is damaged.
     """
     if not runs and not configs:
-        raise UserError("no run given; name a run's folder, or a configuration with --config")
+        raise UserError("no run given; expected a run folder, or a configuration with --config")
     check_analysis_names(options.only)
     check_precision(options.precision, options.device)
     trained_runs = open_runs(runs)
     if duplicate := next((text for text in configs if configs.count(text) > 1), None):
-        raise UserError(f"--config {duplicate!r} is given twice")
+        raise UserError(f"--config {duplicate!r}: given twice")
     untrained = tuple((text, _load_config(text)) for text in configs)
     all_configs = [run.config for run in trained_runs] + [config for _, config in untrained]
     _check_indices("--layers", options.layers, [config.model.num_layers for config in all_configs], "layers")
@@ -136,7 +136,7 @@ def _check_indices(key: str, indices: Sequence[int] | None, counts: Sequence[int
     """
     for index in indices or ():
         if not 0 <= index < max(counts):
-            raise UserError(f"{key}: there is no {index}; {noun} are counted from 0 to {max(counts) - 1}")
+            raise UserError(f"{key}: {index} does not exist; {noun} are numbered from 0 to {max(counts) - 1}")
 
 
 def _choose_folder(
@@ -146,7 +146,7 @@ def _choose_folder(
         return Path(output)
     if len(runs) == 1 and not untrained:
         return runs[0].folder / RESULTS_FOLDER
-    raise UserError("several models are looked at: name a folder for the page with --output")
+    raise UserError("several models: choose a folder for the page with --output")
 
 
 def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
@@ -180,9 +180,9 @@ def _choose_lengths_and_inputs(
         text = load_common_text(runs, options.data)
         return lengths, inputs_from_text(text, lengths, options.windows, inside_documents=apart)
     if options.data is not None:
-        raise UserError("--data names a text, and nothing that was asked for reads one")
+        raise UserError("--data: no requested analysis reads a text")
     if options.windows != AnalysisOptions.model_fields["windows"].default:
-        raise UserError("--windows is of a text, and nothing that was asked for reads one")
+        raise UserError("--windows: no requested analysis reads a text")
     return lengths, None
 
 
@@ -202,14 +202,14 @@ def inputs_from_text(
     ends, where = plan.starts[plan.lengths[0]] + plan.lengths[0], ""
     if inside_documents and text.vocabulary.eod is not None:
         own_ends = find_ends_inside_documents(text.tokens, text.vocabulary.eod, plan.lengths[-1], count)
-        where = " each within one document," if len(own_ends) else " across documents, none of which is long enough,"
+        where = " each within one document," if len(own_ends) else " across documents, because none is long enough,"
         ends = own_ends if len(own_ends) else ends
     windows = {
         length: [np.asarray(text.tokens[end - length : end]) for end in ends.tolist()] for length in plan.lengths
     }
     description = (
         f"Windows of {_format_lengths(lengths)} tokens of {text.name} (tokenizer {text.vocabulary.name}),{where} "
-        f"{len(ends)} of each length; those of all lengths end at the same tokens."
+        f"{len(ends)} of each length; windows of all lengths end at the same tokens."
     )
     return AnalysisInputs(description, windows)
 
@@ -237,12 +237,12 @@ def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
         UserError: the task sets position ids, which analyses do not support.
     """
     if task_eval.task_config.task.position_limit is not None:
-        raise UserError(f"{task_eval.task_config.label} says positions of its own, and analyses read tokens at indices")
+        raise UserError(f"{task_eval.task_config.label} sets position ids, which analyses do not support")
     batches = {length: task_eval.sample_batch(length).tokens for length in task_eval.lengths}
     windows = {tokens.shape[1]: list(tokens) for tokens in batches.values()}
     description = (
-        f"Fresh sequences of the task {task_eval.task_config.label}, {task_eval.num_sequences} at each "
-        f"length of its input ({_format_lengths(task_eval.lengths)}); with the places of the answers they have "
+        f"New sequences of the task {task_eval.task_config.label}, {task_eval.num_sequences} for each "
+        f"input length ({_format_lengths(task_eval.lengths)}). Including the answers, sequences have "
         f"{_format_lengths(list(windows))} tokens."
     )
     return AnalysisInputs(description, windows)

@@ -102,7 +102,7 @@ def _format_reason(names: Sequence[str], reason: str) -> str:
     """Format the reason why an analysis does not apply to some models."""
     if len(names) == 1:
         return f"Does not apply to {names[0]}. {reason}"
-    return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
+    return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. For each: {reason[0].lower()}{reason[1:]}"
 
 
 def _draw_block(block: str | Figure | Table) -> PageBlock:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # torch and matplotlib are imported inside functions, so that errors in the options are reported at once.
 
 LOCK_FILE = ".analysis.lock"
-LOCKED_MESSAGE = "another analysis is writing there; wait for its end, or choose another folder"
+LOCKED_MESSAGE = "another analysis is writing to this folder; wait for it to finish, or choose another folder"
 
 
 def analyze(
@@ -78,7 +78,7 @@ def analyze(
     """
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
-    log(f"the page will be written to {request.folder / PAGE_FILE}")
+    log(f"the page will be saved as {request.folder / PAGE_FILE}")
     lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy=LOCKED_MESSAGE, patience=0.0)
     try:
         return _write_analysis(request, console, log)
@@ -180,7 +180,7 @@ def _build_page(
     from megatron.reports.citation import format_command
 
     names = [job.name for job in jobs]
-    title = f"What {', '.join(names[:4])}{' and others' * (len(names) > 4)} attend to"
+    title = f"Attention of {', '.join(names[:4])}{' and others' * (len(names) > 4)}"
     facts = {
         "machine": describe_machine(),
         "software": list_software_versions(),
@@ -190,7 +190,7 @@ def _build_page(
     models = _build_model_table(jobs)
     drawings = WorkItem("the page", "draw", 2.0 * sum(isinstance(b, Figure) for s in sections for b in s.blocks))
     with ProgressMeter(console, [drawings]) as meter:
-        meter.begin(drawings, "drawing its pictures")
+        meter.begin(drawings, "drawing figures")
         sections = [replace(section, blocks=_report_drawings(section.blocks, drawings, meter)) for section in sections]
         return render_analysis_page(title, _build_summary(request), sections, models, facts, format_command())
 
@@ -200,7 +200,7 @@ def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: Progres
 
     def report(draw: Callable[[bool], bytes], narrow: bool) -> bytes:
         drawn = draw(narrow)
-        meter.update(drawings.done + 1, "drawing its pictures")
+        meter.update(drawings.done + 1, "drawing figures")
         return drawn
 
     return [
@@ -210,7 +210,7 @@ def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: Progres
 
 def _build_summary(request: AnalysisRequest) -> list[str]:
     if request.inputs is None:
-        return ["No text was read: what stands here follows from the biases alone."]
+        return ["No text was read: these results depend on the biases only."]
     return [f"{request.inputs.description} Layers and heads are counted from 0."]
 
 
@@ -223,5 +223,5 @@ def _build_model_table(jobs: Sequence[AnalysisJob]) -> Table:
         if isinstance(job, RunJob):
             rows.append([*cells, f"{job.run.trainer_state.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])
         else:
-            rows.append([*cells, "–", "a configuration, not trained"])
-    return Table(["method", "layers × width", "training length", "step", "where it comes from"], rows)
+            rows.append([*cells, "–", "untrained configuration"])
+    return Table(["method", "layers × width", "training length", "step", "source"], rows)

@@ -215,7 +215,7 @@ def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
         **(_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
         "seconds": None,
         "cpu_seconds": None,
-        "remark": f"The mean over the lengths {lengths}. {records[-1].remark}",
+        "remark": f"Mean over the lengths {lengths}. {records[-1].remark}",
     }
     return [records[-1].replace(**fields)]
 

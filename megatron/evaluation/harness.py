@@ -107,7 +107,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[LoglikelihoodAnswer]:
         empty = next((request for request in requests if not request.args[1]), None)
         if empty is not None:
-            raise RunError(f"{empty.task_name}: document {empty.doc_id} has an empty choice, which has no likelihood")
+            raise RunError(
+                f"{empty.task_name}: document {empty.doc_id} has an empty choice, whose likelihood is undefined"
+            )
         answers = super().loglikelihood(requests, disable_tqdm=True)
         self._record_requests(requests, self._token_counts)
         return answers
@@ -163,13 +165,14 @@ class HarnessModel(TemplateLM):
         name, unsupported = request.task_name, sorted(set(task_options) - _GENERATION_KEYS)
         if unsupported:
             raise RunError(
-                f"{name}: writes with {', '.join(unsupported)}; known are {', '.join(sorted(_GENERATION_KEYS))}"
+                f"{name}: unsupported generation options {', '.join(unsupported)}; "
+                f"choose from {', '.join(sorted(_GENERATION_KEYS))}"
             )
         tokens = task_options["max_gen_toks"]
         if tokens >= self.max_length:
             raise RunError(
-                f"{name}: writes up to {tokens:,} tokens, which leaves no room for a context at length "
-                f"{self.max_length:,}; give greater --lengths"
+                f"{name}: generates up to {tokens:,} tokens, which leaves no room for a context at length "
+                f"{self.max_length:,}; use larger --lengths"
             )
         temperature = float(task_options.get("temperature", 1.0)) if task_options["do_sample"] else 0.0
         top_p = float(task_options.get("top_p", 1.0))
@@ -202,7 +205,7 @@ class HarnessModel(TemplateLM):
             if not 0 < len(continuation) <= self.max_length:
                 raise RunError(
                     f"a continuation of {len(continuation):,} tokens cannot be scored at length {self.max_length:,}; "
-                    "give greater --lengths"
+                    "use larger --lengths"
                 )
             rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
         answers: list[LoglikelihoodAnswer | None] = [None] * len(requests)

@@ -95,7 +95,7 @@ def evaluate_tasks(
             are kept.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks bring their own")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks have their own")
     refuse_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
@@ -170,7 +170,7 @@ class HarnessEval:
             for name, counts in model.request_counts.items():
                 if counts.num_truncated:
                     truncated = f"{counts.num_truncated:,} of {counts.num_requests:,} requests"
-                    self.log(f"{name}: {truncated} were cut on the left to {length:,} tokens")
+                    self.log(f"{name}: {truncated} were truncated on the left to {length:,} tokens")
             records += build_task_records(results, model.request_counts, fields, self.log)
         return add_relative_changes(records)
 
@@ -186,7 +186,7 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
 
     folder = options.include_path
     if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"--include-path is {folder}, which is no folder")
+        raise UserError(f"--include-path {folder}: not a folder")
     metadata = _parse_metadata(options.metadata)
     manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
     if not all(manager.match_tasks([name]) for name in options.tasks):
@@ -198,14 +198,14 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         matches = manager.match_tasks([name])
         if not matches:
             suggestion = suggest_names(name, manager.all_tasks, max_suggestions=3)
-            raise UserError(f"--tasks: there is no task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}")
+            raise UserError(f"--tasks: unknown task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}")
         names += [match for match in matches if match not in names]
     try:
         loaded = manager.load(names)
     except ConnectionError as error:
         raise RunError(
-            f"--tasks {','.join(names)}: the data of a task are not in the cache of Hugging Face's hub, and the hub "
-            "cannot be reached; fetch them on a machine with a network, or name tasks of your own with --include-path"
+            f"--tasks {','.join(names)}: the data of a task are not in the Hugging Face cache, and the hub cannot be "
+            "reached; download them on a machine with a network, or use your own tasks with --include-path"
         ) from error
     except Exception as error:  # the code and data libraries of tasks may raise anything
         raise RunError(
@@ -213,11 +213,11 @@ def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            reason = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"
-            raise UserError(f"--tasks {name}: {reason}, which is not done here")
+            reason = "runs model-generated code" if getattr(task, "UNSAFE_CODE", False) else "needs images"
+            raise UserError(f"--tasks {name}: {reason}, which is not supported")
         task_num_fewshot = task.get_config("num_fewshot")
         if task_num_fewshot == 0 and options.num_fewshot:
-            log(f"{name}: always without examples, whatever --num-fewshot says")
+            log(f"{name}: always zero-shot; ignoring --num-fewshot")
         elif options.num_fewshot is not None or task_num_fewshot is None:
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=1234)
@@ -229,7 +229,9 @@ def _parse_metadata(text: str | None) -> dict[str, Any] | None:
         return None
     value = parse_scalar(text, "--metadata")
     if not isinstance(value, dict):
-        raise UserError(f"--metadata: {text!r} is no mapping; write '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'")
+        raise UserError(
+            f"--metadata: {text!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'"
+        )
     return value
 
 
@@ -275,7 +277,7 @@ def build_task_records(
                 or METRICS[metric_name].invalid_reason(value) is not None
                 or not math.isfinite(value)
             ):
-                log(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
+                log(f"{protocol}: {metric} = {value:.6g} does not fit in a record")
                 continue
             if METRICS[metric_name].comparison == "ratio":
                 stderr = None  # the harness gives the error of the value, not of its logarithm

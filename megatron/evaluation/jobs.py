@@ -154,9 +154,7 @@ def check_end_of_document(tokenizer: str, eod: int | None) -> int:
         UserError: the tokenizer has no such token.
     """
     if eod is None:
-        raise UserError(
-            f"--attention-mask document: {tokenizer} has no end-of-document token, which tells documents apart"
-        )
+        raise UserError(f"--attention-mask document: {tokenizer} has no end-of-document token to separate documents")
     return eod
 
 
@@ -216,7 +214,7 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
     For arguments and errors see `megatron.evaluation.run.evaluate_runs`.
     """
     if not runs:
-        raise UserError("no run given")
+        raise UserError("no run given; expected at least one run folder")
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     trained_runs = open_runs(runs)
@@ -289,7 +287,7 @@ def run_eval_jobs(
     log = make_log_function(console)
     partial_records = PartialRecords.open(request.folder)
     if {record.run for record in partial_records.found} & {job.run.name for job in jobs}:
-        log(f"an evaluation was interrupted here: what is whole of it in {partial_records.path} is taken over")
+        log(f"resuming an interrupted evaluation: reusing the finished parts in {partial_records.path}")
     for job in jobs:
         if job.note is not None:
             log(f"{job.run.name}: {job.note}")
@@ -330,7 +328,7 @@ def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
     checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
     if loaded.verified:
         return f"{checkpoint}, checksums match"
-    return f"{checkpoint}, not verified: it has no manifest of checksums"
+    return f"{checkpoint}, not verified: it has no checksums"
 
 
 def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
@@ -351,8 +349,8 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
 def describe_output_folder(request: EvalRequest) -> str:
     """Describe the output folder. Shown before evaluation starts, so that the user can still change it."""
     if request.folder is None:
-        return "results will not be written: give --output FOLDER to keep them"
-    line = f"results will be written to {request.folder}"
+        return "results will not be saved; use --output FOLDER to save them"
+    line = f"results will be saved in {request.folder}"
     if request.saved_records:
-        line += f"; the {len(request.saved_records)} there stay, unless this measures the same again"
+        line += f"; the {len(request.saved_records)} records there are kept, except those measured again"
     return line

@@ -49,18 +49,18 @@ class KeyTokens(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = Field(description="of the file")
+    format: int = Field(description="version of the file format")
     alpha: float
     beta: float
     short_length: int = Field(description="tokens of the windows with the short context")
-    long_length: int = Field(description="of those with the long one")
+    long_length: int = Field(description="tokens of the windows with the long context")
     protocol: str
-    num_targets: int = Field(description="that the key tokens were chosen from")
-    positions_digest: str = Field(description="of the positions of these")
+    num_targets: int = Field(description="number of targets that the key tokens were chosen from")
+    positions_digest: str = Field(description="digest of the positions of these targets")
     text_digest: str
     tokenizer: str
-    reference: dict[str, Any] = Field(description="the model that fixed them")
-    positions: list[int] = Field(min_length=1, description="in the stream of tokens, ascending")
+    reference: dict[str, Any] = Field(description="model that determined the key tokens")
+    positions: list[int] = Field(min_length=1, description="positions in the token stream, ascending")
 
     @property
     def digest(self) -> str:
@@ -72,9 +72,9 @@ class KeyTokens(BaseModel):
         """Description for the notes of tables."""
         share = len(self.positions) / self.num_targets
         return (
-            f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets, which "
-            f"{self.reference['method']} ({self.reference['run']}, step {self.reference['step']}) predicts with "
-            f"log p > {self.beta:g} from {self.long_length:,} tokens, and more than {self.alpha:g} nats better than "
+            f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets. "
+            f"{self.reference['method']} ({self.reference['run']}, step {self.reference['step']}) predicts them with "
+            f"log p > {self.beta:g} from {self.long_length:,} tokens, more than {self.alpha:g} nats better than "
             f"from {self.short_length:,}."
         )
 
@@ -131,14 +131,14 @@ class KeyTokenFile:
         short_length, long_length = target_set.lengths[0], target_set.lengths[-1]
         if long_length not in losses:
             raise RunError(
-                f"{record_fields['method']} is the reference of key tokens, and its positions end before length "
-                f"{long_length:,}: name another run first, or shorter lengths"
+                f"{record_fields['method']}: the reference of key tokens does not support length "
+                f"{long_length:,}; put another run first, or use shorter lengths"
             )
         is_key = find_key_tokens(losses[short_length], losses[long_length], self.alpha, self.beta) & loss_mask
         if not is_key.any():
             raise RunError(
-                f"{record_fields['method']}: no target is a key token, none gains more than {self.alpha:g} nats from "
-                f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; take more windows, another "
+                f"{record_fields['method']}: no key tokens: no target gains more than {self.alpha:g} nats from "
+                f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; use more windows, another "
                 "reference, or a smaller key_alpha"
             )
         positions = plan.target_positions(target_set, short_length)
@@ -171,30 +171,29 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
     if "long_perplexity" not in (options.measures or ()):
         for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
             if getattr(options, name):
-                raise UserError(f"{name}: it is for the measure long_perplexity; add it to measures")
+                raise UserError(f"{name}: only for the measure long_perplexity; add it to measures")
         return None
     if options.key_tokens is None:
         raise UserError(
-            "measures: long_perplexity needs key_tokens, a file that a reference run fixed, or writes with "
-            "find_key_tokens"
+            "measures: long_perplexity needs key_tokens, a file of a reference run; create it with find_key_tokens"
         )
     if plan.protocol == "nonoverlapping" or len(plan.target_sets) > 1:
         raise UserError(
-            "measures: long_perplexity is over one set of targets with a long context each: protocol overlapping, "
-            "strided, or last with one number of targets"
+            "measures: long_perplexity needs one set of targets with long contexts: protocol overlapping, "
+            "strided, or last with a single number of targets"
         )
     path = Path(options.key_tokens)
     if not options.find_key_tokens:
         if options.key_alpha is not None or options.key_beta is not None:
-            raise UserError("key_alpha, key_beta: they fix key tokens, which are read here; give find_key_tokens too")
+            raise UserError("key_alpha, key_beta: only for finding key tokens; add find_key_tokens")
         tokens = _read_key_tokens(path)
         _check_key_tokens(path, tokens, text, plan)
         return KeyTokenFile(path, tokens.alpha, tokens.beta, tokens)
     if path.exists():
-        raise UserError(f"key_tokens {path}: is there, and other evaluations may rest on it; name another file")
+        raise UserError(f"key_tokens {path}: file exists, and other evaluations may depend on it; choose another file")
     check_folder("--key-tokens", path.parent)
     if len(plan.lengths) < 2:
-        raise UserError("find_key_tokens: give two lengths, of the short context and of the long one")
+        raise UserError("find_key_tokens: expected two lengths, of the short and of the long context")
     alpha = DEFAULT_ALPHA if options.key_alpha is None else options.key_alpha
     beta = DEFAULT_BETA if options.key_beta is None else options.key_beta
     return KeyTokenFile(path, alpha, beta)
@@ -204,10 +203,10 @@ def _read_key_tokens(path: Path) -> KeyTokens:
     try:
         return KeyTokens.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
-        reason = "no such file; find_key_tokens writes it" if not path.exists() else error.strerror or str(error)
+        reason = "file not found; create it with find_key_tokens" if not path.exists() else error.strerror or str(error)
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"no key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        reason = f"not a file of key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except ValueError as error:
         reason = f"not JSON ({error})"
     raise UserError(f"key_tokens {path}: {reason}")
@@ -223,14 +222,14 @@ def _check_key_tokens(path: Path, tokens: KeyTokens, text: EvalText, plan: Scori
     positions = plan.target_positions(target_set, target_set.lengths[0])
     for what, theirs, ours in (
         ("tokenizer", tokens.tokenizer, text.vocabulary.name),
-        ("text, by its digest", tokens.text_digest, text.digest),
+        ("text (digest)", tokens.text_digest, text.digest),
         ("protocol", tokens.protocol, plan.protocol),
         ("largest length", tokens.long_length, plan.lengths[-1]),
-        ("choice of windows and targets, by digest", tokens.positions_digest, _hash_array(positions)),
+        ("choice of windows and targets (digest)", tokens.positions_digest, _hash_array(positions)),
         ("format", tokens.format, FORMAT),
     ):
         if theirs != ours:
-            raise UserError(f"key_tokens {path}: is of another {what}: {theirs}, and this is {ours}")
+            raise UserError(f"key_tokens {path}: different {what}: {theirs} in the file, {ours} here")
 
 
 def _hash_array(positions: np.ndarray, *texts: str) -> str:

@@ -33,13 +33,13 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
     if options.lengths is None and options.multiples is None:
         if not same_train_length:
             trained = ", ".join(f"{length:,}" for length in sorted(set(train_lengths)))
-            raise UserError(f"lengths: name them in tokens, as the runs were trained at different ones ({trained})")
+            raise UserError(f"lengths: expected tokens, because the runs were trained at different lengths ({trained})")
         multiples = DEFAULT_MULTIPLES
     lengths = set(options.lengths or ())
     for multiple in multiples:
         if not same_train_length:
             raise UserError(
-                f"lengths: {multiple:g}x is ambiguous, as the runs were trained at different lengths; name tokens"
+                f"lengths: {multiple:g}x is ambiguous, because the runs were trained at different lengths; use tokens"
             )
         length = multiple * train_lengths[0]
         if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
@@ -63,10 +63,8 @@ def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | 
     if max_length is None:
         return lengths
     if lengths[0] > max_length:
-        reason = reason or f"its positions end at {max_length:,}"
-        raise UserError(
-            f"{reason}, length {lengths[0]:,} is past them; use lengths up to {max_length:,} or leave it out"
-        )
+        reason = reason or f"the maximum length is {max_length:,}"
+        raise UserError(f"{reason}, less than length {lengths[0]:,}; use lengths up to {max_length:,} or omit this one")
     return [length for length in lengths if length <= max_length]
 
 

@@ -43,7 +43,7 @@ class LossSummary(NamedTuple):
     """Mean loss over all scored targets."""
 
     nll: float  # nats per token
-    stderr: float | None  # of nll over blocks; None for one block
+    stderr: float | None  # standard error of nll over blocks; None for a single block
     tokens: int  # number of counted targets
 
 
@@ -63,7 +63,7 @@ class ScoredLength(NamedTuple):
     """Losses of a target set at one length."""
 
     length: int
-    losses: np.ndarray  # nats, float64 [blocks, targets]
+    losses: np.ndarray  # in nats, float64 [blocks, targets]
     record_fields: Mapping[str, Any]  # cost of the scoring
 
 
@@ -102,24 +102,23 @@ def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
     measures = options.measures or []
     for name in ("position", "token_loss"):
         if name in measures and plan.protocol != "nonoverlapping":
-            raise UserError(f"measures: {name} needs every token of a window scored: protocol nonoverlapping")
+            raise UserError(f"measures: {name} needs protocol nonoverlapping, which scores every token of a window")
     if options.smoothing is not None:
         if "token_loss" not in measures:
-            raise UserError("smoothing: it is of the measure token_loss; add it to measures")
+            raise UserError("smoothing: only for the measure token_loss; add it to measures")
         if options.smoothing % 2 == 0 or options.smoothing > plan.lengths[-1]:
             raise UserError(
-                f"smoothing = {options.smoothing}: a mean of as many neighbours on both sides is over an odd number of "
-                f"positions, at most {plan.lengths[-1]:,}"
+                f"smoothing = {options.smoothing}: expected an odd number of positions, at most {plan.lengths[-1]:,}"
             )
     if "delta_perplexity" in measures:
         if plan.protocol != "last":
-            raise UserError("measures: delta_perplexity needs protocol last: the same targets, with more before them")
+            raise UserError("measures: delta_perplexity needs protocol last: the same targets with more context")
         for target_set in plan.target_sets:
             count, lengths = target_set.targets, target_set.lengths
             if lengths[0] != count or len(lengths) < 2:
                 raise UserError(
                     f"measures: delta_perplexity of the last {count} tokens compares longer contexts with those "
-                    f"tokens alone: give length {count} and a longer one"
+                    f"tokens alone; use length {count} and a longer one"
                 )
 
 
@@ -259,7 +258,7 @@ class RecordBuilder:
         counts = is_key.sum(axis=1)
         fields = {"target_digest": key_tokens.tokens.digest, "remark": key_tokens.tokens.remark}
         if not counts.any():
-            raise RunError(f"{self.record_fields['method']}: was not trained to predict any of the key tokens")
+            raise RunError(f"{self.record_fields['method']}: the model was not trained to predict any key token")
         summaries = []
         for scored, losses in zip(self.summaries, self.losses.values(), strict=True):
             sums = np.where(is_key, losses, 0.0).sum(axis=1)
@@ -279,7 +278,7 @@ class RecordBuilder:
         positions, sums, counts = positions[has_tokens], sums[:, has_tokens], counts[:, has_tokens]
         draws = draw_bootstrap_curves(sums, counts)
         remark = (
-            f"Each value is the mean of {width} neighbouring positions, of as many on both sides: fewer within "
+            f"Each value is the mean of {width} positions centered on it, or of fewer positions within "
             f"{width // 2} of either end of the window."
         )
         for index, position in enumerate(positions.tolist()):

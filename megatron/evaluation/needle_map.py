@@ -148,7 +148,7 @@ def _score_cell(
     batch = needle_map.build_batch(length, depth)
     losses, correct = score_answers(loaded.model, batch, needle_map.choices, batch_tokens=batch_tokens)
     if not np.isfinite(losses).all():
-        raise RunError(f"{fields['method']}: the loss at depth {depth:.0%} of {length:,} is not finite")
+        raise RunError(f"{fields['method']}: the loss at depth {depth:.0%} of length {length:,} is not finite")
     num_counted, num_right = batch.accuracy_mask.sum(axis=1), correct.sum(axis=1)
     values = {
         "loss": (losses.sum(axis=1), batch.loss_mask.sum(axis=1)),
@@ -268,11 +268,13 @@ def _build_effective_record(
         if length < value and score < share * scores[0, 0] - SCORE_TOLERANCE
     ]  # fmt: skip
     remark = (
-        f"The largest length at which {title}, the mean over depths, is at least {share:g} of that at {lengths[0]:,}; "
-        f"0 if that is not above {100 * guess:.2g}%, which needs no reading. Longer than {lengths[-1]:,} was not asked."
+        f"Largest length at which the mean {title} over depths is at least {share:g} times that at {lengths[0]:,}; "
+        f"0 if that is not above the {100 * guess:.2g}% of guessing. Lengths over {lengths[-1]:,} were not evaluated."
     )
     if below:
-        remark += f" {record.method} falls short of it at {', '.join(f'{length:,}' for length in below)} before."
+        remark += (
+            f" {record.method} is below this at the shorter lengths {', '.join(f'{length:,}' for length in below)}."
+        )
     fields = {
         "metric": "effective_length", "length": needle_map.lengths[-1], "axis": "length", "place": None,
         "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None,

@@ -100,7 +100,7 @@ def find_target_tokens(
     if eod_mask_loss:
         loss_mask = np.asarray(text.tokens[positions - 1]) != eod
         if not loss_mask.any():
-            raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
+            raise RunError("no token to score: eod_mask_loss excludes every target of these windows")
     digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + loss_mask.tobytes()).hexdigest()
     return TargetTokens(
         loss_mask=loss_mask,

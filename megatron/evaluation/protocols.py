@@ -141,7 +141,7 @@ def plan_from_options(options: EvaluationOptions, train_lengths: Sequence[int], 
     lengths = choose_lengths(options, train_lengths)
     for name, protocol in (("targets", "last"), ("stride", "strided"), ("min_context", "overlapping")):
         if getattr(options, name) is not None and options.protocol != protocol:
-            raise UserError(f"{name} is for protocol {protocol}, and this is {options.protocol}; leave it out")
+            raise UserError(f"{name}: only for protocol {protocol}, not {options.protocol}; omit it")
     targets = options.targets or [choose_default_targets(min(train_lengths), lengths)]
     return build_scoring_plan(
         stream_length,
@@ -180,18 +180,18 @@ def build_scoring_plan(
         UserError: an unknown protocol, an invalid length, a length shorter than the targets, or a stream too short.
     """
     if protocol not in PROTOCOLS:
-        raise UserError(f"protocol is {protocol}; {format_choices(protocol, PROTOCOLS)}")
+        raise UserError(f"unknown protocol {protocol}; {format_choices(protocol, PROTOCOLS)}")
     if not lengths:
-        raise UserError("lengths: none given")
+        raise UserError("lengths: expected at least one")
     lengths = tuple(sorted(set(lengths)))
     if lengths[0] < 1:
-        raise UserError(f"lengths: {lengths[0]} is not a length; lengths are at least 1 token")
+        raise UserError(f"lengths: {lengths[0]} is not valid; expected at least 1 token")
     if windows is not None and windows < 1:
-        raise UserError(f"windows is {windows}; at least 1 is needed")
+        raise UserError(f"windows = {windows}: expected at least 1")
     # One token more than the window, because the successor of the last input is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
-            f"the text to score has {stream_length:,} tokens, too few for the largest length: {lengths[-1]:,} needs "
+            f"the text to score has {stream_length:,} tokens, too few for the largest length; {lengths[-1]:,} needs "
             f"{lengths[-1] + 1:,}; use shorter lengths or more text"
         )
     if protocol == "last":
@@ -200,7 +200,9 @@ def build_scoring_plan(
         return _plan_strided(stream_length, lengths, stride, windows)
     if protocol == "overlapping":
         if min_context is None or min_context < 1:
-            raise UserError("min_context: protocol overlapping needs it, tokens before each scored token, at least 1")
+            raise UserError(
+                "min_context: protocol overlapping needs the number of tokens before each scored token, at least 1"
+            )
         if lengths[0] < min_context:
             raise UserError(
                 f"lengths: {lengths[0]} is shorter than min_context, {min_context}; no token would be scored"
@@ -212,7 +214,7 @@ def _plan_last(
     stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...], windows: int | None
 ) -> ScoringPlan:
     if not targets or targets[0] < 1:
-        raise UserError(f"targets: {', '.join(map(str, targets)) or 'none'}; at least 1 is needed")
+        raise UserError(f"targets: {', '.join(map(str, targets)) or 'none'}; expected at least 1")
     for num_targets, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
         if length < num_targets:
             raise UserError(
@@ -234,16 +236,16 @@ def _plan_last(
 
 def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | None, windows: int | None) -> ScoringPlan:
     if stride is None or stride < 1:
-        raise UserError("stride: protocol strided needs it, tokens from one window to the next, at least 1")
+        raise UserError("stride: protocol strided needs the number of tokens between windows, at least 1")
     if lengths[0] < stride:
-        raise UserError(f"lengths: {lengths[0]} is shorter than the stride of {stride}; tokens would be left out")
+        raise UserError(f"lengths: {lengths[0]} is shorter than the stride, {stride}; tokens would be skipped")
     first, _, max_windows = _find_window_ends(stream_length, lengths, stride)
     _check_windows(windows, max_windows, stream_length, lengths, stride)
     count = max_windows if windows is None else windows
     # Neighboring windows are not independent samples, so a block is as long as the largest window.
     per_block = min(-(-lengths[-1] // stride), count)
     if windows is not None and count % per_block:
-        raise UserError(f"windows is {windows}; with this stride and these lengths they come in groups of {per_block}")
+        raise UserError(f"windows = {windows}: expected a multiple of {per_block} for this stride and these lengths")
     count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
     targets = TargetSet(lengths, count // per_block, per_block * stride, dict.fromkeys(lengths, stride))
@@ -262,8 +264,8 @@ def _check_windows(
 ) -> None:
     if windows is not None and windows > max_windows:
         raise UserError(
-            f"windows is {windows}; the text to score has {stream_length:,} tokens, enough for {max_windows} windows "
-            f"of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets or shorter lengths"
+            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} windows "
+            f"of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets, or shorter lengths"
         )
 
 
@@ -291,12 +293,12 @@ def _plan_span(
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"windows is {windows}; the text to score has {stream_length:,} tokens, enough for "
+            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for "
             f"{max_blocks * per_block} windows of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
         raise UserError(
-            f"windows is {windows}; with these lengths, windows of {lengths[-1]:,} come in groups of {per_block} "
+            f"windows = {windows}: with these lengths, windows of {lengths[-1]:,} need a multiple of {per_block} "
             f"({block:,} tokens, the smallest common multiple)"
         )
     blocks = max_blocks if windows is None else windows // per_block

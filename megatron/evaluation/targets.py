@@ -106,7 +106,7 @@ class TextEval:
             seen.append(float(own[-self.plan.num_scored(length) :].double().mean()))
         how = "as" if trained == "document" else "unlike"
         return (
-            f"documents are kept apart, {how} in training: at length {length:,} a scored token is predicted from "
+            f"documents are masked from each other, {how} in training: at length {length:,} a scored token sees "
             f"{sum(seen) / len(seen):,.0f} tokens of its own document on average"
         )
 
@@ -137,7 +137,9 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
         UserError, RunError: as for `build_eval_target`.
     """
     if options.find_key_tokens:
-        raise UserError("find_key_tokens: one run fixes the key tokens, with evaluate; a sweep reads key_tokens")
+        raise UserError(
+            "find_key_tokens: not for sweeps; find key tokens with evaluate, and use key_tokens in the sweep"
+        )
     if config.data.task is not None:
         return build_task_eval(options, [config])
     refuse_task_options(options)
@@ -149,7 +151,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
 def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
     for name in ("depths", "effective_score"):
         if getattr(options, name) is not None:
-            raise UserError(f"{name}: a needle map is of protocol passkey, or of a task that was learned; leave it out")
+            raise UserError(f"{name}: only for needle maps (protocol passkey or runs trained on a task); omit it")
     plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
     check_measures(options, plan)
     key_tokens = open_key_tokens(options, text, plan)
@@ -172,7 +174,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
         UserError: an option applies to texts only, or a length is too short.
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
-    refuse_choices_of_text(options, unused, f"protocol {options.protocol} makes its own")
+    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()
@@ -233,6 +235,6 @@ def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequen
         UserError: the model supports none of the lengths.
     """
     key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
-    limit = f"pos_emb {', '.join(config.position.encodings)} ends at {model.max_length or 0:,} positions ({key})"
+    limit = f"pos_emb {', '.join(config.position.encodings)} supports {model.max_length or 0:,} positions ({key})"
     supported = limit_lengths(lengths, model.max_length, reason=f"{name}: {limit}")
     return None if max(lengths) in supported else f"{limit}; scored at lengths up to {supported[-1]:,}"

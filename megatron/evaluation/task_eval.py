@@ -102,7 +102,7 @@ class TaskEval:
     def record_fields(self) -> dict[str, Any]:
         """Record fields that describe the task and its sequences."""
         task, label = self.task_config.task, self.task_config.label
-        description = f"Task {label} of {task.paper}: {task.title}; lengths are those of the input."
+        description = f"Task {label} of {task.paper}: {task.title}. Lengths are input lengths."
         order = "The answer does not depend on the input's order († in DAPE V2's Table 6)."
         return {
             "train_length": self.task_config.max_length,
@@ -208,7 +208,7 @@ class TaskDepthEval(TaskEval):
     @property
     def record_fields(self) -> dict[str, Any]:
         fields = super().record_fields
-        remark = f"{fields['remark']} The answer stands in the input, so much of what can is before it."
+        remark = f"{fields['remark']} Depth is the share of the other input tokens before the answer."
         digest = hash_depths(fields["target_digest"], self.depths)
         return {**fields, "protocol": "depths", "remark": remark, "target_digest": digest}
 
@@ -260,7 +260,9 @@ def is_task_run(runs: Sequence[TrainedRun]) -> bool:
     for run, task in zip(runs, tasks, strict=True):
         if task != tasks[0]:
             learned, first_learned = (f"the task {name}" if name else "a text" for name in (task, tasks[0]))
-            raise UserError(f"{run.name} learned {learned}, {runs[0].name} {first_learned}: ask them apart")
+            raise UserError(
+                f"{run.name} was trained on {learned}, {runs[0].name} on {first_learned}; evaluate them separately"
+            )
     return tasks[0] is not None
 
 
@@ -272,7 +274,7 @@ def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
     for part in text.split(","):
         option, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"task_options {text}: {part!r} must be OPTION=VALUE")
+            raise UserError(f"task_options {text}: {part!r}: expected OPTION=VALUE")
         changes[option.strip()] = parse_scalar(value, f"task_options {text}")
     learned = task_config.task
     task = build_task(task_config.name, learned.model_dump() | changes)
@@ -281,9 +283,7 @@ def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
         learned.answer_ids,
         learned.position_limit,
     ):
-        raise UserError(
-            f"task_options {text}: the runs have learned other symbols or positions; train another for these"
-        )
+        raise UserError(f"task_options {text}: the runs were trained with other symbols or positions; train a new run")
     return replace(task_config, task=task)
 
 
@@ -301,13 +301,13 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
     task_config, depths = _change_options(task_configs[0], options.task_options), options.depths
     if depths is not None and not task_config.task.has_depth:
-        raise UserError(f"depths: the task {task_config.label} has none at which its answer stands; leave it out")
+        raise UserError(f"depths: the task {task_config.label} does not support depths; omit it")
     if depths is None and options.effective_score is not None:
-        raise UserError("effective_score: it is of a needle map; give depths too")
+        raise UserError("effective_score: only for needle maps; add depths")
     reasons = {length: task_config.task.unsupported_length_reason(length) for length in lengths}
     for length, reason in reasons.items():
         if reason is not None and (are_given or all(reasons.values())):
-            raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")
+            raise UserError(f"lengths: {length} is not valid for the task {task_config.label}: {reason}")
     lengths = tuple(length for length, reason in reasons.items() if reason is None)
     if depths is None:
         return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)

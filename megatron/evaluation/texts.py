@@ -77,7 +77,7 @@ def load_text(
         tokenizer, vocabulary = None, read_vocabulary(options)
         source = str(data) if data is not None else f"the {split} data of {name}"
     if vocabulary.name != (tokenizer_name or vocabulary.name):
-        raise UserError(f"{source}: made by tokenizer {vocabulary.name}, but {name} was trained with {tokenizer_name}")
+        raise UserError(f"{source}: tokenized with {vocabulary.name}, but {name} was trained with {tokenizer_name}")
     if tokenizer is not None:
         return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, vocabulary)
     prefixes = ", ".join(map(str, list_split_prefixes(options, split)))
@@ -103,8 +103,8 @@ def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Eva
         is_same_file = (other.name, other.vocabulary) == (text.name, text.vocabulary)
         if not is_same_file and not np.array_equal(other.tokens, text.tokens):
             raise UserError(
-                f"{run.name} would be scored on {other.name}, {first.name} on {text.name}: name one text for all with "
-                "--data"
+                f"{run.name} would be scored on {other.name}, {first.name} on {text.name}; choose one text for all "
+                "with --data"
             )
     return text
 
@@ -117,7 +117,7 @@ def check_tokenizer(run: str, tokenizer: str, first_run: str, first_tokenizer: s
     """
     if tokenizer != first_tokenizer:
         difference = f"{run} was trained with tokenizer {tokenizer}, {first_run} with {first_tokenizer}"
-        raise UserError(f"{difference}: losses per token cannot be compared")
+        raise UserError(f"{difference}; losses per token are not comparable")
 
 
 def _choose_split(
@@ -140,7 +140,7 @@ def _choose_split(
             return run_data, split
         if run_data.data_path is None and list_split_prefixes(run_data, split):
             return run_data, split
-    raise UserError(f"{name}: its configuration names no test or valid data; name a text with --data")
+    raise UserError(f"{name}: no test or valid data in its configuration; choose a text with --data")
 
 
 def _find_dataset(path: Path) -> Path:
@@ -150,14 +150,16 @@ def _find_dataset(path: Path) -> Path:
     """
     if not path.is_dir():
         if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
-            raise UserError(f"{path}: no such text; --data names a file ({', '.join(SUFFIXES)}), a corpus or a dataset")
+            raise UserError(f"{path}: not found; --data expects a file ({', '.join(SUFFIXES)}), a corpus, or a dataset")
         return path
     if not (path / CORPUS_FILE).is_file():
         return path  # a folder of datasets
     splits = read_corpus(path).splits
     split = next((split for split in ("test", "valid", "all") if split in splits), None)
     if split is None:
-        raise UserError(f"{path}: has only {', '.join(splits)}; name a dataset in it to score that one")
+        raise UserError(
+            f"{path}: only {', '.join(splits)} found; expected test, valid, or all, or a dataset in this folder"
+        )
     return path / split_basename(split)
 
 
@@ -172,14 +174,14 @@ def _load_own_tokenizer(
     try:
         return load_run_tokenizer(run, config.data, tokenizer_name)
     except UserError as error:
-        raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
+        raise UserError(f"{file}: cannot load the tokenizer of {name}: {error}") from None
 
 
 @lru_cache(maxsize=2)  # a sweep loads the same text for each run
 def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.ndarray:
     """Tokenize all documents of a text file, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: its suffix is none of {', '.join(SUFFIXES)}; `./deepy.py prepare` reads others")
+        raise UserError(f"{file}: expected suffix {', '.join(SUFFIXES)}; `./deepy.py prepare` reads other formats")
     documents = (
         (document, 0)
         for source in scan_sources([str(Path(file).absolute())])
@@ -192,5 +194,5 @@ def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.
         for part in chunk.by_split.values()
     ]
     if not token_arrays:
-        raise UserError(f"{file}: there is no text in it")
+        raise UserError(f"{file}: no text found")
     return np.concatenate(token_arrays)

@@ -50,10 +50,10 @@ def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_inpu
     collected = list(prompts)
     for path in files:
         if not path.is_file():
-            raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; --file names a text")
+            raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'not found'}; --file expects a text file")
         texts = [decode_document(document) or "" for document in iter_raw_documents(describe_source_file(path))]
         if not texts:
-            raise UserError(f"{path}: there is no text in it")
+            raise UserError(f"{path}: no text found")
         collected += texts if len(texts) > 1 else [texts[0].removesuffix("\n")]
     if not collected and not standard_input.isatty():
         try:
@@ -83,7 +83,7 @@ def read_generation_request(run: str, options: GenerationOptions, prompts: tuple
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     if "" in options.stop:
-        raise UserError("--stop is empty; every text contains that")
+        raise UserError("--stop: expected a nonempty string")
     trained_run = open_run(run)
     tokenizer = load_run_tokenizer(trained_run.folder, trained_run.config.data, trained_run.tokenizer_name)
     return GenerationRequest(trained_run, tokenizer, options, prompts)
@@ -142,7 +142,7 @@ def print_completions(
     prompt_tokens = [generator.encode(prompt) for prompt in prompts]
     num_prompt_tokens = sum(map(len, prompt_tokens))
     announced, in_line = -1, False
-    wait = WaitAnnouncer(log, f"reading {num_prompt_tokens:,} tokens")
+    wait = WaitAnnouncer(log, f"processing {num_prompt_tokens:,} prompt tokens")
     wait.begin()
     try:
         for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):
@@ -174,7 +174,7 @@ def run_interactive(generator: TextGenerator, out: TextIO, log: LogFunction) -> 
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (lines can be edited and found again)
-    log("type a text to go on with; Ctrl-C ends what is written, Ctrl-D everything")
+    log("enter a text to continue; Ctrl-C stops the current text, Ctrl-D exits")
     while True:
         try:
             prompt = input("> ")
@@ -235,8 +235,8 @@ class _SpeedMeter:
         """Summarize token counts and speed. The speed excludes the first token, which waits for the prompt."""
         first = self._start if self._first is None else self._first
         line = (
-            f"{num_prompt_tokens:,} tokens read, the first written after {first - self._start:.2f} s; "
-            f"{self._count:,} written"
+            f"{num_prompt_tokens:,} prompt tokens, first new token after {first - self._start:.2f} s; "
+            f"{self._count:,} new tokens"
         )
         seconds = self._last - first
         return f"{line}, {(self._count - 1) / seconds:,.0f} tokens/s" if seconds > 0 else line

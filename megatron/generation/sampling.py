@@ -76,5 +76,5 @@ class TokenSampler:
         """
         logits = logits[:, : self.vocab_size]
         if logits.isnan().any():
-            raise RunError("the model's logits are not numbers; its weights or its precision cannot do this")
+            raise RunError("the model's logits are NaN; check its weights, or use a higher precision")
         return logits

@@ -193,7 +193,7 @@ class Chart:
             return ""
         drawing = "A line that leaves the plot has" if self.kind == "dense" else "A filled triangle at the edge marks"
         values = "values" if self.kind == "dense" else "a value"
-        return f"{drawing} {values} beyond the axis, {' and '.join(reaches)}; the pointer and the arrow keys tell each."
+        return f"{drawing} {values} beyond the axis, {' and '.join(reaches)}; hover or use the arrow keys for values."
 
     def list_shapes(self, series: ChartSeries) -> dict[str, Any]:
         """Return the SVG shapes of a series.
@@ -357,7 +357,7 @@ def build_curve_chart(
     has_intervals = any(point.interval for each in series for point in each.points)
     note = f"{'Bands' if table.axis.is_dense else 'Bars'}: {get_bar_meaning(table)}."
     if not table.axis.is_dense and len(series) > 1:
-        note += " Curves stand a little apart, so that no bar hides another."
+        note += " Curves are offset horizontally so that their bars do not overlap."
     return Chart(
         name,
         table.title,
@@ -381,7 +381,7 @@ def build_curve_chart(
 
 def get_bar_meaning(table: ComparisonTable) -> str:
     """Return the meaning of the bars or bands of a table's curves."""
-    return "smallest to largest seed" if table.max_seeds > 1 else "95% interval over windows"
+    return "range over seeds" if table.max_seeds > 1 else "95% interval over windows"
 
 
 def get_curve(table: ComparisonTable, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:

@@ -83,7 +83,7 @@ def read_commit() -> str | None:
 def _describe_version(commit: str | None) -> str:
     if commit is None:
         return f"Farfield {get_farfield_version()}"
-    changed = ", with changes that were not committed" if commit.endswith("+") else ""
+    changed = ", with uncommitted changes" if commit.endswith("+") else ""
     return f"Farfield {get_farfield_version()}, commit {commit.rstrip('+')}{changed}"
 
 

@@ -54,7 +54,7 @@ def combine_results(
         UserError: a file is missing or contains no records, or no table has the method.
     """
     if title is not None and (output is None or output.suffix == LATEX_SUFFIX):
-        raise UserError(f"--title {title}: is of a page of HTML or Markdown, which --output names")
+        raise UserError(f"--title {title}: needs --output FILE.html or FILE.md")
     if output is not None:
         _check_output_page(output)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
@@ -123,11 +123,11 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: its name must end in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
-            f"results.csv lies beside {RESULTS_FILE} already"
+            f"--output {output}: expected a name ending in .html, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"results.csv is already next to {RESULTS_FILE}"
         )
     if output.is_dir():
-        raise UserError(f"--output {output}: is a folder")
+        raise UserError(f"--output {output}: expected a file, not a folder")
     check_folder("--output", output.parent)
     refuse_foreign_files("--output", [output], checks[output.suffix])
 
@@ -137,7 +137,7 @@ def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
     for path in result_paths:
         if path.is_dir() and not (path / RESULTS_FILE).exists():
             raise UserError(
-                f"{path}: holds no {RESULTS_FILE}, which `./deepy.py evaluate RUN… --output FOLDER` and sweeps write"
+                f"{path}: no {RESULTS_FILE} found; `./deepy.py evaluate RUN… --output FOLDER` and sweeps write it"
             )
     files = [path / RESULTS_FILE if path.is_dir() else path for path in result_paths]
     companion_files = {
@@ -185,7 +185,7 @@ def _build_sections(
                 )
             )
     if not sections:
-        raise UserError(f"{', '.join(map(str, records_by_path))}: no results")
+        raise UserError(f"{', '.join(map(str, records_by_path))}: no records found")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))
     if against is not None and against not in methods:
         raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
@@ -206,4 +206,4 @@ def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Ite
             latest[key] = (path, record.value)
         for other_path, count in conflict_counts.items():
             count_text = "1 number" if count == 1 else f"{count} numbers"
-            yield f"{path}: has {count_text} of runs of which {other_path} has others; these here are shown"
+            yield f"{path}: {count_text} of runs differ from {other_path}; this file takes precedence"

@@ -157,7 +157,7 @@ class ComparisonTable:
     @property
     def protocol_description(self) -> str:
         """Description of the scored tokens, for titles."""
-        return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens of a window")
+        return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens per window")
 
     @property
     def title(self) -> str:
@@ -179,11 +179,11 @@ class ComparisonTable:
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())
-            exception = ", those with an n of so many" if has_partial_cells else ""
+            exception = ", or of n seeds where shown" if has_partial_cells else ""
             notes.append(f"Cells are mean ± standard deviation of {self.max_seeds} seeds{exception}.")
             if self.metric.shows_best_seed:
                 at_last = "" if self.metric.length_summary else f" at {self.axis.format_value(self.x_values[-1])}"
-                notes.append(f"The best of them{at_last}: {', '.join(self._format_best_seeds())}.")
+                notes.append(f"Best seed{at_last}: {', '.join(self._format_best_seeds())}.")
         if any(cell.is_best for cell in self.cells.values()):
             notes.append("* best of its column.")
         metric = self.metric
@@ -196,22 +196,22 @@ class ComparisonTable:
         if self.changes:
             value_name = metric.inline_title
             change_note = (
-                f"Change is {value_name} at {self.x_values[-1]:,} {metric.change_operator} that at "
+                f"Change: {value_name} at {self.x_values[-1]:,} {metric.change_operator} that at "
                 f"{self.x_values[0]:,} tokens"
             )
             if self.max_seeds > 1:
-                change_note += f", each seed's own: their {metric.change_mean_description} over the seeds with both"
+                change_note += f", computed per seed: {metric.change_mean_description} over the seeds with both"
             if any(change.verdict is not None for change in self.changes.values()):
                 interval_note = (
-                    " [95% bootstrap interval]." if self.max_seeds == 1 else "; its verdict is that of every seed."
+                    " [95% bootstrap interval]." if self.max_seeds == 1 else "; all seeds share the verdict."
                 )
-                notes += [f"{change_note}{interval_note}", f"A change {metric.verdict_rule}."]
+                notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
-                notes.append(f"{change_note}; how sure it is, is not known.")
+                notes.append(f"{change_note}; its uncertainty is unknown.")
         if unproven := list_unproven_methods(self.records):
             notes.append(
                 f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
-                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} do not record what was trained: runs of one "
+                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs of equal "
                 "name and number of steps count as seeds of one method."
             )
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]

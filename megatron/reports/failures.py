@@ -81,7 +81,7 @@ def read_failures(results_path: Path) -> list[RunFailure]:
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
-            raise TypeError("should be a list of objects")
+            raise TypeError("expected a list of objects")
         return [RunFailure(**row) for row in rows]
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: no list of failed runs ({error})") from error
+        raise UserError(f"{path}: not a list of failed runs ({error})") from error

@@ -14,8 +14,8 @@ from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple
 
 _HOLM_NOTE = (
-    f"Significant: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}, corrected for all tests against one method at all "
-    "lengths, as `report --against` has them."
+    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after Holm's correction for all tests against one method at "
+    "all lengths, as in `report --against`."
 )
 
 
@@ -135,24 +135,24 @@ class LeaderboardReport:
                 cells.append(self._describe_distance(method))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Sorted by the mean over kinds of the mean rank in each kind; 1 is the best, and what has no number is "
-            "last."
+            "Sorted by the mean over kinds of the mean rank in each kind. 1 is the best rank; methods without a "
+            "number are last."
         )
         if len(self.ranks) < len(self.ranking):
             notes.append(
-                f"Ranks are among the {len(self.ranks)} methods that every contest asked; the others follow, by "
+                f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
                 f"{self.contests[0].title}."
             )
         if text is not None:
             notes.append(
-                f"From the best: perplexity over that of {self.best_text_method}, on the same text and seeds; in "
-                f"brackets if the difference is not significant over seeds, or rests on one seed. {_HOLM_NOTE}"
+                f"From the best: perplexity relative to {self.best_text_method}, on the same text and seeds; in "
+                f"parentheses if the difference is not significant over seeds, or based on one seed. {_HOLM_NOTE}"
             )
         if any(contest.deviations for contest in self.contests):
-            notes.append("± is the standard deviation over seeds, of methods that have several.")
+            notes.append("± is the standard deviation over seeds, for methods with several seeds.")
         if any(contest.partial_num_seeds for contest in self.contests):
             notes.append(
-                "Where n stands, a method has so many seeds and others have more; its change and distance rest on them."
+                "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
             )
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes))
 
@@ -174,16 +174,16 @@ class LeaderboardReport:
             cells = ["–" if comparison is None else _describe_ablation(comparison) for comparison in found]
             rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
-            "What processors and temperatures change: perplexity over that of the method without",
-            "what is added",
+            "Effect of processors and temperatures: perplexity relative to the method without them",
+            "added component",
             tuple(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
             tuple(rows),
             (
                 f"p: paired two-sided t-test over the seeds that both methods have. {_HOLM_NOTE}",
-                'With few seeds only large and regular differences are significant: "not significant" does not mean '
+                'With few seeds only large and consistent differences are significant: "not significant" does not mean '
                 "equal.",
                 *(
-                    ["Intervals: 95%, over blocks of the text, of the two models of one seed; they test no method."]
+                    ["Intervals: 95%, over blocks of the text, for two models of one seed, not for methods."]
                     if any(c.text_interval is not None for length in lengths for c in self.ablations[length].values())
                     else []
                 ),
@@ -209,12 +209,12 @@ class LeaderboardReport:
         baseline = self.leaderboard.baseline
         assert self.text is not None
         times = (
-            "Times are seconds of processors"
+            "Times are CPU seconds"
             if has_cpu_times(self.text)
-            else "Times are seconds, where several runs shared a machine,"
+            else "Times are wall-clock seconds, and runs may have shared a machine,"
         )
         return TextTable(
-            f"What methods cost, against {baseline}",
+            f"Costs of methods, relative to {baseline}",
             "method",
             (
                 "parameters",
@@ -225,8 +225,8 @@ class LeaderboardReport:
             ),
             tuple(rows),
             (
-                f"{times} on the machine named below: medians over steps and seeds, over those of {baseline}.",
-                "Memory is the largest of a process, with Python and PyTorch in it.",
+                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}.",
+                "Memory is the peak of a process, including Python and PyTorch.",
             ),
         )
 

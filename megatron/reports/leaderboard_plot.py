@@ -39,7 +39,7 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
     best = sorted(points, key=lambda point: point[2])[:5]
     described = "; ".join(f"{method} {step:.2f} times and {format_number(value)}" for method, step, value in best)
     alt_text = (
-        f"Plot of perplexity at {board.largest} over the time of a training step, {baseline} being 1, of "
+        f"Plot of perplexity at {board.largest} over the duration of a training step relative to {baseline}, for "
         f"{len(points)} methods. The best: {described}."
     )
     low, high = points[0][1] / 1.05, points[-1][1] * 1.05
@@ -51,9 +51,9 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
     doubles = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
     return Chart(
         name,
-        f"Perplexity at {board.largest} over the time of a training step",
+        f"Perplexity at {board.largest} over the duration of a training step",
         alt_text,
-        f"time of a training step, {baseline} = 1",
+        f"duration of a training step, {baseline} = 1",
         f"perplexity at {board.largest}",
         tuple(ChartPlace(locate(step), f"{step:.2f}× a training step of {baseline}") for _, step, _ in points),
         tuple(ChartTick(locate(step), f"{step:g}×") for step in doubles),
@@ -103,7 +103,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     values = [value for _, _, value in points]
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
-    axes.set_xlabel(f"time of a training step, {board.leaderboard.baseline} = 1")
+    axes.set_xlabel(f"duration of a training step, {board.leaderboard.baseline} = 1")
     axes.set_ylabel(f"perplexity at {board.largest}")
     axes.grid(color="0.92", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -210,9 +210,9 @@ class Metric:
     def verdict_rule(self) -> str:
         """Rule of `classify_change` in words."""
         if self.comparison == "ratio":
-            return f"holds if 1 is inside or it is below {self.negligible_change:.1%}, else rises or falls"
+            return f"“holds”: the interval contains 1 or the change is under {self.negligible_change:.1%}"
         return (
-            f"holds if 0 is inside or it is below {self.negligible_change * self.display_factor:g}, else rises or falls"
+            f"“holds”: the interval contains 0 or the change is under {self.negligible_change * self.display_factor:g}"
         )
 
     @property
@@ -246,17 +246,22 @@ METRICS = {
             )
             for name, of, by, what in (
                 ("perplexity", "token", "", "token"),
-                ("long_perplexity", "key token", " of key tokens (LongPPL)", "token that gains from far context"),
+                (
+                    "long_perplexity",
+                    "key token",
+                    " of key tokens (LongPPL)",
+                    "token that benefits from distant context",
+                ),
                 ("word_perplexity", "word", " per word", "word of a task's documents"),
                 ("byte_perplexity", "byte", " per byte", "byte of a task's documents"),
-                ("target_perplexity", "target", " per target", "text that a task's document asks for"),
+                ("target_perplexity", "target", " per target", "target text of a task's document"),
             )
         ),
         Metric(
             name="delta_perplexity",
             title="ΔP",
             unit="per token",
-            definition="ΔP is the perplexity of the scored tokens alone minus theirs with the context before them.",
+            definition="ΔP is the perplexity of the scored tokens without context minus their perplexity with context.",
             better="higher",
             comparison="difference",
             negligible_change=0.005,
@@ -265,8 +270,8 @@ METRICS = {
             name="log_ratio",
             title="Log-ratio of perplexity",
             unit="in nats",
-            definition="The log-ratio is the logarithm of the perplexity of the scored tokens alone over theirs with "
-            "the context before them.",
+            definition="The log-ratio is the logarithm of the perplexity of the scored tokens without context over "
+            "their perplexity with context.",
             better="higher",
             comparison="difference",
             negligible_change=0.005,
@@ -285,8 +290,8 @@ METRICS = {
             name="effective_length",
             title="Effective length",
             unit="in tokens",
-            definition="The effective length is the largest at which a model scores at least a share of what it scores "
-            "at the shortest.",
+            definition="The effective length is the largest length at which a model reaches at least a given share of "
+            "its score at the shortest length.",
             better="higher",
             comparison="difference",
             negligible_change=0.5,
@@ -310,16 +315,16 @@ METRICS = {
                 length_summary=("mean", "beyond training") if name == "mean_accuracy" else None,
             )
             for name, title, share in (
-                ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),
+                ("accuracy", "Accuracy", "the share of scored tokens that the model predicts correctly"),
                 ("mean_accuracy", "Mean accuracy", "the mean of the accuracies at all scored lengths beyond training"),
-                ("acc", "Task accuracy", "the share of a task's documents that are answered rightly"),
+                ("acc", "Task accuracy", "the share of a task's documents that are answered correctly"),
                 (
                     "acc_norm",
                     "Task accuracy by length",
-                    "as task accuracy, where the likelihood of each choice is divided by its length in bytes",
+                    "task accuracy with log-likelihoods of choices divided by their length in bytes",
                 ),
-                ("exact_match", "Exact match", "the share of answers that are written exactly as they should be"),
-                ("string_match", "String match", "the share of what is asked for that stands in the answer (RULER)"),
+                ("exact_match", "Exact match", "the share of answers that match exactly"),
+                ("string_match", "String match", "the share of expected strings that occur in the answer (RULER)"),
                 ("f1", "F1", "the harmonic mean of precision and recall of the answers"),
             )
         ),
@@ -335,7 +340,7 @@ def get_metric(name: str) -> Metric:
         ValueError: the name is unknown; the message lists the choices.
     """
     if name not in METRICS:
-        raise ValueError(f"{name!r} is no metric; {format_choices(name, METRICS)}")
+        raise ValueError(f"unknown metric {name!r}; {format_choices(name, METRICS)}")
     return METRICS[name]
 
 

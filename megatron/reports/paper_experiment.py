@@ -87,9 +87,7 @@ class Experiment:
             text_tables += build_published_tables(published_table, tables)
         if self.differences:
             sentences = tuple((sentence, ()) for sentence in self.differences)
-            text_tables.append(
-                TextTable("What the papers did otherwise, or did not say", "there and here", (), sentences)
-            )
+            text_tables.append(TextTable("Known and possible differences from the papers", "difference", (), sentences))
         return text_tables
 
 
@@ -131,7 +129,7 @@ def read_experiment(results_path: Path) -> Experiment | None:
             _read_leaderboard(content.get("leaderboard")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no experiment of a sweep ({error})") from error
+        raise UserError(f"{path}: not an experiment of a sweep ({error})") from error
 
 
 def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
@@ -140,9 +138,9 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     ablations = tuple(Ablation(**ablation) for ablation in content["ablations"])
     names = [content["baseline"], *(name for each in ablations for name in (each.name, each.method, each.base))]
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("leaderboard: a method's name should be text")
+        raise ValueError("leaderboard: expected method names to be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
-        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}, should be a whole number of at least 0")
+        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected a whole number of at least 0")
     return Leaderboard(content["baseline"], ablations, content["num_shown"])
 
 
@@ -289,7 +287,7 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
         )
     rows.append(("order agreement τ", tuple(agreement_cells)))
     return TextTable(
-        title=f"Theirs | ours: {published.source}; ours: {table.title}",
+        title=f"Published | ours: {published.source}; ours: {table.title}",
         corner_header="method",
         column_headers=tuple(
             f"{format_multiple(length_ratio)} ({length:,} | {table.train_length * length_ratio:,.0f})"
@@ -297,9 +295,9 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
         ),
         rows=tuple(rows),
         notes=(
-            "Single numbers are not comparable; orders of methods are.",
-            "τ is Kendall's, 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
-            "seeds, or over blocks of our text where there is one seed.",
-            *(["It takes the seeds that all our methods share at a length."] if table.max_seeds > 1 else []),
+            "Single numbers are not comparable; the order of methods is.",
+            "Kendall's τ is 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
+            "seeds, or over blocks of our text if there is one seed.",
+            *(["It uses the seeds that all our methods share at a length."] if table.max_seeds > 1 else []),
         ),
     )

@@ -56,69 +56,69 @@ class Record(BaseModel):
 
     method: str = Field(min_length=1, description="name of the row: position encoding or sweep variant")
     train_length: int = Field(ge=1, le=MAX_COUNT, description="tokens per training sequence")
-    length: int = Field(ge=1, le=MAX_COUNT, description="tokens the model is given at once, the scored ones included")
+    length: int = Field(ge=1, le=MAX_COUNT, description="tokens in the model's input, including the scored ones")
     protocol: str = Field(
         min_length=1,
-        description="how tokens were chosen and scored: last, nonoverlapping, overlapping, strided, a probe, a task",
+        description="protocol of the scoring: last, nonoverlapping, overlapping, strided, a probe, or a task",
     )
-    metric: str = Field(description="what was measured; in files this is the name that the value stands under")
+    metric: str = Field(description="measured metric; in files it is the key of the value")
     value: float = Field(description="the measured value")
     tokens: int = Field(ge=1, le=MAX_COUNT, description="tokens scored, each counted once")
     seed: int = Field(ge=0, le=MAX_SEED, description="seed of the training run")
 
-    axis: str = Field(default="length", description="what the value stands over: length, or a place inside windows")
-    place: float | None = Field(default=None, description="where on that axis; the length is its own place")
+    axis: str = Field(default="length", description="axis of the value: length, or a position inside windows")
+    place: float | None = Field(default=None, description="position on that axis; absent for length")
     nll: float | None = Field(default=None, description="mean negative log-likelihood, nats per token")
     stderr: float | None = Field(default=None, ge=0, description="standard error of the mean, over windows")
     low: float | None = Field(default=None, description="95% bootstrap interval over blocks: lower end")
     high: float | None = Field(default=None, description="its upper end")
-    change: float | None = Field(default=None, description="of the value from that at the length change_from")
+    change: float | None = Field(default=None, description="change from the value at the length change_from")
     change_low: float | None = Field(default=None, description="its 95% bootstrap interval: lower end")
     change_high: float | None = Field(default=None, description="its upper end")
     change_from: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="shortest length that was scored with this one"
+        default=None, ge=1, le=MAX_COUNT, description="shortest length scored together with this one"
     )
     bits_per_byte: float | None = Field(
         default=None, ge=0, description="for the bytes tokenizer: bits per byte of text"
     )
     targets: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="tokens scored at the end of each window")
-    windows: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="windows the model was given")
+    windows: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="number of scored windows")
     smoothing: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="neighbouring places that the value is the mean of, fewer near the ends",
+        description="number of adjacent positions averaged, fewer near the ends",
     )
     blocks: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="independent pieces of text that stderr and intervals were taken over",
+        description="independent blocks of text behind stderr and intervals",
     )
     block_sums: list[float] | None = Field(
-        default=None, description="summed nll of each block, to compare methods by that scored the same targets"
+        default=None, description="summed nll of each block, to compare methods scored on the same targets"
     )
     block_tokens: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] | None = Field(
-        default=None, description="tokens of each block, where they differ"
+        default=None, description="tokens of each block, if they differ"
     )
     target_digest: str | None = Field(
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
-    dataset: str | None = Field(default=None, description="where the scored tokens come from")
+    dataset: str | None = Field(default=None, description="source of the scored tokens")
     text_digest: str | None = Field(
-        default=None, description="hash of the text that the tokens were taken from, wherever it lies"
+        default=None, description="hash of the text that contains the tokens, independent of its path"
     )
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
     max_length: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="positions that the model knows, if they end"
+        default=None, ge=1, le=MAX_COUNT, description="maximum length of the model, if limited"
     )
-    remark: str | None = Field(default=None, description="sentences that belong under every table with this record")
+    remark: str | None = Field(default=None, description="notes for every table with this record")
     parameters: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
     step: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="optimizer steps trained")
     training_digest: str | None = Field(
-        default=None, description="hash of what was trained, seed aside: only equal ones are seeds of one another"
+        default=None, description="hash of the training without its seed: seeds of one method have equal hashes"
     )
     train_tokens: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="tokens trained on")
     backend: str | None = Field(default=None, description="attention backend used for scoring")
@@ -128,8 +128,8 @@ class Record(BaseModel):
     software: str | None = Field(default=None, description="versions")
     flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
     seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of scoring")
-    cpu_seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of processors in scoring")
-    memory_gib: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="most memory while scoring, GiB")
+    cpu_seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="CPU seconds of scoring")
+    memory_gib: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="peak memory of scoring, GiB")
     step_seconds: float | None = Field(
         default=None, ge=0, le=MAX_AMOUNT, description="median seconds of a training step"
     )
@@ -137,12 +137,12 @@ class Record(BaseModel):
         default=None,
         ge=0,
         le=MAX_AMOUNT,
-        description="median seconds of processors in a training step, of the first process",
+        description="median CPU seconds of a training step, in the first process",
     )
     train_memory_gib: float | None = Field(
-        default=None, ge=0, le=MAX_AMOUNT, description="most memory of training, GiB"
+        default=None, ge=0, le=MAX_AMOUNT, description="peak memory of training, GiB"
     )
-    date: str | None = Field(default=None, description="when, ISO 8601, UTC")
+    date: str | None = Field(default=None, description="date and time of scoring, ISO 8601, UTC")
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -238,7 +238,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     """
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
-        raise UserError(f"values of {' and '.join(metric_names)}; a record holds one metric")
+        raise UserError(f"values of {' and '.join(metric_names)}; expected one metric per record")
     file_names = _file_field_names(metric_names[0]) if metric_names else {}
     fields = {file_name: field for field, file_name in file_names.items()}
     columns = _file_columns(metric_names or METRICS)
@@ -318,7 +318,7 @@ def read_records(path: str | Path) -> list[Record]:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
+        raise UserError(f"{path}: not found") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -326,7 +326,7 @@ def read_records(path: str | Path) -> list[Record]:
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: should be a list of records, is {_json_type_name(content)}")
+        raise UserError(f"{path}: expected a list of records, not {_json_type_name(content)}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
@@ -351,7 +351,7 @@ def format_records_csv(records: Sequence[Record]) -> str:
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {index}: should be an object, is {_json_type_name(item)}")
+        raise UserError(f"{path}: record {index}: expected an object, not {_json_type_name(item)}")
     try:
         return record_from_row(item)
     except UserError as error:
@@ -359,5 +359,5 @@ def _parse_record(path: Path, index: int, item: Any) -> Record:
 
 
 def _json_type_name(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a truth value"}
+    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number")

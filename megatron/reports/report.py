@@ -52,32 +52,32 @@ LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this fil
 _PROTOCOL_DESCRIPTIONS = {
     "last": (
         "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
-        "${windows}places of the text, so every length predicts the same $tokens tokens and differs in the context "
-        "before them alone."
+        "${windows}positions of the text, so every length predicts the same $tokens tokens and differs only in "
+        "context."
     ),
     "strided": (
-        "Windows follow each other by $targets tokens, and the last $targets tokens of each are scored: every token of "
-        "a span of the text once, each with almost a whole window before it."
+        "Windows begin $targets tokens apart, and the last $targets tokens of each are scored: every token of a span "
+        "of the text once, each with almost a full window of context."
     ),
     "nonoverlapping": (
-        "One span of the text is cut into windows that do not overlap, and every token is scored. The span is a "
-        "multiple of every length, so every length predicts the same $tokens tokens; early ones in a window have "
+        "One span of the text is divided into windows without overlap, and every token is scored. The span is a "
+        "multiple of every length, so every length predicts the same $tokens tokens; early tokens of a window have "
         "little context."
     ),
     "overlapping": (
-        "One span of the text is cut into windows that overlap, and every token with at least $min_context tokens of "
-        "its window before it is scored. The span is a multiple of what every length scores, so every length predicts "
+        "One span of the text is divided into overlapping windows, and every token with at least $min_context tokens "
+        "of context is scored. The span is a multiple of the scored tokens of every length, so every length predicts "
         "the same $tokens tokens."
     ),
     "depths": (
-        "At each depth of each length all methods are asked the same ${windows}sequences of the task, whose answer "
-        "stands at that depth. Intervals are percentile bootstraps over sequences; those of a length are of its mean "
+        "At each depth and length all methods are evaluated on the same ${windows}sequences of the task, whose answer "
+        "is at that depth. Intervals are percentile bootstraps over sequences; those of a length are for its mean "
         "over depths."
     ),
     "task": (
-        "At each length of the input all methods are asked the same ${windows}fresh sequences, from a fixed seed; "
+        "At each input length all methods are evaluated on the same ${windows}new sequences, drawn with a fixed seed; "
         "intervals are percentile bootstraps over sequences, drawn independently at each length. Rows that begin with "
-        "floor learned nothing of the input."
+        "floor are trivial baselines."
     ),
 }
 
@@ -164,7 +164,7 @@ def render_report(
         raise UserError("no records to report")
     tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
     metrics = list(dict.fromkeys(table.metric for table in tables))
-    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
+    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
     if title is None and not sections:
         title = "Trainings"
@@ -179,7 +179,7 @@ def render_report(
         refresh_seconds=refresh_seconds,
         downloads=[
             Download("results.csv", format_records_csv(records), "all records"),
-            Download("tables.tex", render_report_latex(sections), "the tables in LaTeX, with booktabs"),
+            Download("tables.tex", render_report_latex(sections), "tables in LaTeX, with booktabs"),
         ]
         if records
         else [],
@@ -406,22 +406,22 @@ def _describe_protocol(protocol: str, tables: Sequence[ComparisonTable]) -> str:
     single = [table for table in tables if table.max_seeds == 1]
     has_bars = any(entry.stderr is not None for table in single for entry in table.records)
     if several:
-        where = "Where there are several seeds, cells" if has_bars else "Cells"
+        where = "With several seeds, cells" if has_bars else "Cells"
         parts.append(
-            f"{where} are arithmetic means over {several} seeds, or as many as their n says, with their standard "
+            f"{where} are arithmetic means over {several} seeds, or over n seeds where shown, with their standard "
             "deviation, and bars span the seeds."
         )
     if has_bars:
-        where = "Where there is one seed, bars" if several else "Bars"
+        where = "With one seed, bars" if several else "Bars"
         parts.append(
-            f"{where} are 95% intervals over windows of text; all methods and lengths share the text, so differences "
-            "between them are known better than the bars suggest."
+            f"{where} are 95% intervals over windows of text. All methods and lengths share the text, so differences "
+            "between them are more certain than the bars suggest."
         )
     has_changes = any(entry.change_low is not None for table in tables for entry in table.records)
     if has_changes and protocol not in ("depths", "task"):  # these protocols mention sequences in their own sentences
         parts.append(
-            "Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
-            "lengths, so that what makes a window hard at every length cancels."
+            "Intervals are percentile bootstraps over windows. Those of a change use the same windows at both "
+            "lengths, so that the difficulty of a window cancels."
         )
     return " ".join(filter(None, parts))
 
@@ -442,7 +442,7 @@ def _describe_text(dataset: str, tokenizer: str | None, is_bytes: bool) -> str:
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:
     """Build a table with one row per trained model."""
     columns = [HtmlColumn(header) for header in ("parameters", "seed", "steps", "tokens trained on")]
-    columns.append(HtmlColumn("run, and how it was scored", css_class="text wide"))
+    columns.append(HtmlColumn("run, and its scoring", css_class="text wide"))
     rows: dict[tuple[str, int, str | None], tuple[HtmlCell, list[HtmlCell]]] = {}
     by_run: dict[tuple[str, int, str | None], list[Record]] = {}
     for record in records:
@@ -460,7 +460,7 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
         position = None if record.position == record.method else record.position
         run_cell = HtmlCell(record.run or "–", scoring)
         rows[identity] = HtmlCell(record.method, position), [*map(HtmlCell, values), run_cell]
-    return HtmlTable("method", columns, list(rows.values()), "facts", "The models, a row for each")
+    return HtmlTable("method", columns, list(rows.values()), "facts", "Models, one per row")
 
 
 def describe_environment(sections: Sequence[ReportSection]) -> dict[str, str]:

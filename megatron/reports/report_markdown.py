@@ -76,7 +76,7 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
         if len(sections) > 1:
             parts.append(f"## {get_section_title(section)}\n")
         parts += _render_section(path, index, section)
-    parts.append("## What was measured\n")
+    parts.append("## Measurements\n")
     parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
     facts = describe_environment(sections)
     parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")

@@ -33,7 +33,7 @@ CHANGE_PHRASES = {
     "rises": "rises from {} to {}",
     "falls": "falls from {} to {}",
     "holds": "holds: {}, {}",
-    "mixed": "rises or falls, as the seed is: {}, {}",
+    "mixed": "rises or falls, depending on the seed: {}, {}",
 }
 """Sentence fragments for each verdict, with the values at the first and the last x value."""
 MAX_DESCRIBED_METHODS = 8
@@ -213,14 +213,14 @@ def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = 
     if not rows:
         return None
     return TextTable(
-        title="What is missing",
+        title="Missing results",
         corner_header="method",
         column_headers=("seed", "what", "why"),
         rows=tuple(
             (method, (", ".join(map(str, seeds)), missing_text, reason))
             for (method, missing_text, reason), seeds in rows.items()
         ),
-        notes=("Means, changes and comparisons are over the seeds that are there; where these are fewer, n says so.",)
+        notes=("Means, changes, and comparisons use the available seeds; n is shown if there are fewer.",)
         if any(table.max_seeds > 1 for table in tables)
         else (),
     )
@@ -270,5 +270,5 @@ def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int, own
                 " tokens" if table.axis.in_tokens else ""
             )
             prefix = "" if len(method_tables) == 1 else f"{table.title}: "
-            missing.append(f"{prefix}{'all of it' if not measured_x_values[index] else x_text}")
+            missing.append(f"{prefix}{'all values' if not measured_x_values[index] else x_text}")
     return missing

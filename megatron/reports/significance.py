@@ -248,23 +248,23 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     methods = [method for method in table.methods if method != against and method not in table.trivial_baselines]
     max_seeds = max((comparison.num_seeds for comparison in comparisons.values()), default=0)
     change_kind = "ratio to" if table.metric.comparison == "ratio" else "difference from"
-    mean_note = f": the {table.metric.mean_kind} over the seeds that both have" if max_seeds > 1 else ""
+    mean_note = f": the {table.metric.mean_kind} over the seeds that both methods have" if max_seeds > 1 else ""
     notes = [f"The {change_kind} {against}{mean_note}."]
     if any(comparison.partial_num_seeds is not None for comparison in comparisons.values()):
-        notes.append(f"{max_seeds} seeds are paired, where there is no n.")
+        notes.append(f"Unless n is shown, {max_seeds} seeds are paired.")
     if any(comparison.text_interval is not None for comparison in comparisons.values()):
         notes.append(
-            "Intervals: 95%, paired bootstrap over blocks of the text, of the two models of one seed; another training "
-            "may differ more."
+            "Intervals: 95%, paired bootstrap over blocks of the text, for two models of one seed; other trainings may "
+            "differ more."
         )
     if any(comparison.is_tested for comparison in comparisons.values()):
-        scales = ", the larger of values and of logarithms" if table.metric.comparison == "ratio" else ""
+        scales = ", the larger p of values and of logarithms" if table.metric.comparison == "ratio" else ""
         notes += [
             f"p: paired two-sided t-test over {max_seeds} seeds{scales}; Holm: corrected for all tests of this table.",
             f"{WORSE_MARK} significantly worse than {against}: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}.",
         ]
     else:
-        notes.append("No significance is known: a test needs two seeds that both methods have.")
+        notes.append("Significance is unknown: a test needs two seeds that both methods have.")
     return TextTable(
         title=f"{table.title}: compared with {against}",
         corner_header="method",

@@ -46,7 +46,7 @@ def build_verdict_tables(
     comparable_tables = [table for table, methods in tables_with_methods if against in methods and len(methods) > 1]
     if not comparable_tables:
         methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-        hint = "it is alone in its table" if against in methods else format_choices(against, methods)
+        hint = "it is the only method in its table" if against in methods else format_choices(against, methods)
         raise UserError(f"--against {against}: nothing to compare with it; {hint}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]
 
@@ -92,12 +92,14 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         for table in ordered
         for method in table.methods
     )
-    notes = [f"The same tokens are scored {axis.column_phrase}; {metric.better} is better.", "* best of its column."]
+    notes = [
+        f"All cells score the same tokens {axis.column_phrase}; {metric.better} is better.",
+        "* best of its column.",
+    ]
     if max_seeds > 1:
-        notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, those with an n of so many.")
+        notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, or of n seeds where shown.")
     return TextTable(
-        title=f"{metric.title_with_unit} of models that were trained at several lengths, "
-        f"{ordered[0].protocol_description}",
+        title=f"{metric.title_with_unit} of models trained at different lengths, {ordered[0].protocol_description}",
         corner_header="method",
         column_headers=("trained at", *(axis.format_value(x) for x in x_values)),
         rows=rows,
@@ -167,24 +169,24 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
     listed_methods = {result.method for result in results}
     for method, max_length in table.max_lengths.items():
         if method not in listed_methods and max_length <= table.train_length:
-            rows.append((method, ("–", "–", f"its positions end at {max_length:,}")))
+            rows.append((method, ("–", "–", f"its maximum length is {max_length:,}")))
             listed_methods.add(method)
     rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(result.method for result in table.failures)
              if method not in listed_methods]  # fmt: skip
     rows.sort(key=lambda row: table.methods.index(row[0]))
     notes = [
-        f"r is perplexity over that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
-        "gives no bound)."
+        f"r is the ratio of perplexity to that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; "
+        "the paper gives no bound)."
     ]
     if table.max_seeds > 1:
         notes.append(
-            f"Over seeds it is the {table.metric.mean_kind} of each seed's own ratio, minus 1; over {table.max_seeds}, "
-            "where there is no n."
+            f"Over seeds it is the {table.metric.mean_kind} of the ratios, minus 1; unless n is shown, over "
+            f"{table.max_seeds} seeds."
         )
     return TextTable(
         title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",
         corner_header="method",
-        column_headers=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
+        column_headers=("r with the largest |r|", "at", f"extrapolates (|r| < {delta:g})"),
         rows=tuple(rows),
         notes=tuple(notes),
     )

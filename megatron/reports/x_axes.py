@@ -53,7 +53,7 @@ X_AXES = {
         XAxis("distance", "distance to the first occurrence: tokens", "at a distance"),
         XAxis(
             "depth",
-            "depth: share of the text that stands before",
+            "depth: share of the text before the answer",
             "at a depth",
             in_tokens=False,
             min_value=0,
@@ -71,7 +71,7 @@ def get_x_axis(name: str) -> XAxis:
         ValueError: the name is unknown; the message lists the choices.
     """
     if name not in X_AXES:
-        raise ValueError(f"{name!r} is no axis; {format_choices(name, X_AXES)}")
+        raise ValueError(f"unknown axis {name!r}; {format_choices(name, X_AXES)}")
     return X_AXES[name]
 
 

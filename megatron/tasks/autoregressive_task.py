@@ -62,7 +62,7 @@ class StringTask(AutoregressiveTask):
 
     paper = "Jelassi et al. (2024), Repeat After Me"
 
-    letters: int = config_field(26, "letters of the alphabet", ge=2, le=10**6)
+    letters: int = config_field(26, "size of the alphabet", ge=2, le=10**6)
 
     @property
     def num_letters(self) -> int:

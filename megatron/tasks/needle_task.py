@@ -15,7 +15,7 @@ class RulerTask(Task):
 
     paper = "Hsieh et al. (2024), RULER"
     scores_exact_match = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
+    note = "Words are generated and answers are scored at fixed positions: scores are not comparable with RULER's."
 
 
 class NeedleTask(RulerTask):
@@ -33,15 +33,15 @@ class NeedleTask(RulerTask):
 
     has_depth = True
 
-    num_needle_k: int = config_field(1, "keys that have needles", ge=1, le=10**4)
-    num_needle_v: int = config_field(1, "values of each key, a needle for each", ge=1, le=10**4)
-    num_needle_q: int = config_field(1, "keys that are asked for", ge=1, le=10**4)
+    num_needle_k: int = config_field(1, "number of keys with needles", ge=1, le=10**4)
+    num_needle_v: int = config_field(1, "number of values per key, with a needle for each", ge=1, le=10**4)
+    num_needle_q: int = config_field(1, "number of queried keys", ge=1, le=10**4)
     haystack: Literal["noise", "needles"] = config_field(
-        "noise", "what is between the needles: words that say nothing, or needles of other keys, as many as fit"
+        "noise", "tokens between the needles: noise words, or as many needles of other keys as fit"
     )
-    noise_words: int = config_field(32, "different words of noise", ge=1, le=10**6)
-    keys: int = config_field(64, "different keys", ge=1, le=10**6)
-    values: int = config_field(64, "different values", ge=2, le=10**6)
+    noise_words: int = config_field(32, "number of different noise words", ge=1, le=10**6)
+    keys: int = config_field(64, "number of different keys", ge=1, le=10**6)
+    values: int = config_field(64, "number of different values", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -50,7 +50,7 @@ class NeedleTask(RulerTask):
         if self.num_needle_k > self.keys:
             raise ValueError(f"num_needle_k is {self.num_needle_k}, but there are {self.keys} keys")
         if self.num_needles > self.values:
-            raise ValueError(f"{self.num_needles} needles need as many values, but there are {self.values}")
+            raise ValueError(f"{self.num_needles} needles need that many values, but there are {self.values}")
         return self
 
     @property

@@ -23,14 +23,14 @@ class RepetitiveStringTask(StringTask):
     paper = "Zhou et al. (2023), What Algorithms can Transformers Learn? A Study in Length Generalization"
     note = "Zhou et al. repeat single letters of a small alphabet; here pieces of several letters are repeated."
 
-    pieces: int = config_field(4, "different pieces of each string", ge=1, le=10**4)
-    piece_length: int = config_field(3, "letters of a piece", ge=1, le=10**4)
+    pieces: int = config_field(4, "number of different pieces per string", ge=1, le=10**4)
+    piece_length: int = config_field(3, "number of letters per piece", ge=1, le=10**4)
 
     @model_validator(mode="after")
     def _check_pieces(self) -> Self:
         if self.letters**self.piece_length < 2 * self.pieces:
             possible = self.letters**self.piece_length
-            raise ValueError(f"{self.pieces} pieces are more than half of the {possible} that there can be")
+            raise ValueError(f"{self.pieces} pieces are more than half of the {possible} possible pieces")
         return self
 
     def order_answer(self, string: Array) -> Array:

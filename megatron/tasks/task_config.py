@@ -32,7 +32,7 @@ def load_task_class(name: str) -> type[Task]:
         UserError: the name is unknown; the message suggests similar names.
     """
     if name not in list_tasks():
-        raise UserError(f"task {name} is not available; {format_choices(name, list_tasks())}", "task")
+        raise UserError(f"unknown task {name}; {format_choices(name, list_tasks())}", "task")
     module = importlib.import_module(f"megatron.tasks.catalogue.{name}")
     (task_class,) = (
         value

@@ -31,13 +31,13 @@ class TransductionTask(Task):
     """Base class of such tasks. A subclass defines the alphabets and the output length, and samples strings."""
 
     compute_tokens: int = config_field(
-        0, "compute tokens between input and placeholders, for each token of the input", ge=0, le=1000
+        0, "number of compute tokens per input token, between input and placeholders", ge=0, le=1000
     )
 
     paper = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     note = (
-        "The model is a causal decoder, in which a token of the input sees only those before it; the papers' network "
-        "is an encoder, in which each sees all. Compare the order of methods with theirs, never single numbers."
+        "The model is a causal decoder, in which an input token attends only to previous tokens. The papers' network "
+        "is an encoder with attention to all tokens. Compare the order of methods with the papers, not single numbers."
     )
     num_input_symbols: ClassVar[int]
     """Size of the input alphabet, a."""

@@ -32,10 +32,10 @@ class BiasMaps(Analysis):
     data_format = "json"
     title = "exp(bias) over queries and keys"
     description = (
-        "The factor that the bias puts on the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
-        f"Extrapolation, figures 7 and 8), of the first {MAP_SIZE} positions. Near the diagonal all methods look "
-        "alike, those that do not extrapolate too; what decides is how the factors end far away. Colours are "
-        f"logarithmic down to {MIN_FACTOR:g}; keys that a query may not see are grey."
+        "Factor by which the bias scales the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
+        f"Extrapolation, figures 7 and 8), for the first {MAP_SIZE} positions. Near the diagonal all methods look "
+        "alike, even those that do not extrapolate; the factors at large distances make the difference. Colors are "
+        f"logarithmic down to {MIN_FACTOR:g}; masked keys are gray."
     )
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class BiasMaps(Analysis):
     def render_blocks(self, results: Mapping[str, BiasMapResult], names: Sequence[str]) -> list[Block]:
         panels = [(name, result, head) for name, result in results.items() for head in _first_and_last(result)]
         notes = [
-            f"The maps of {name} are those of {result.layer}."
+            f"The maps of {name} are for {result.layer}."
             for name, result in results.items()
             if result.layer != "all layers"
         ]
@@ -64,7 +64,7 @@ class BiasMaps(Analysis):
         maps = "; ".join(
             f"{name}, head {head}: {factor:.2g}" for (name, _, head), factor in zip(panels, farthest, strict=True)
         )
-        alt = f"exp(bias) of query i and key j, by colour; at distance {MAP_SIZE - 1}: {maps}."
+        alt = f"exp(bias) of query i and key j, by color; at distance {MAP_SIZE - 1}: {maps}."
         return [Figure(alt, lambda narrow: _draw(panels, narrow)), *notes]
 
     def list_rows(self, result: BiasMapResult) -> Iterator[Mapping[str, object]]:

@@ -79,20 +79,20 @@ class EffectiveLength(Analysis):
     order = 30
     title = "Effective length"
     description = (
-        "The least distance at which a head's bias is below −2, so that a key counts for less than e^−2 = 0.135 of one "
-        f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
-        f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted where each layer has parameters of its own. It is "
-        "defined for a bias that never rises with the distance; a window is a bias of −∞ outside it."
+        "Smallest distance at which a head's bias is below −2, so that a key has less than e^−2 = 0.135 of the weight "
+        f"of an adjacent key (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
+        f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted if each layer has its own parameters. It is "
+        "defined for a bias that never increases with the distance; a window is a bias of −∞ outside of it."
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
         context.finite_encodings  # noqa: B018 (raises if a parameter is not finite)
         layers = context.biased_encodings
         if any(type(layer.encoding).overrides_hook("dense") for layer in layers):
-            raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
+            raise NotApplicable("Its bias depends on the query's position, so it has no effective length.")
         result = [(layer.name, compute_effective_lengths(layer.encoding, layer.window)) for layer in layers]
         if all(length is None for _, heads in result for length in heads):
-            raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
+            raise NotApplicable("Its bias increases at some distance, which the definition excludes.")
         return result
 
     def render_blocks(self, results: Mapping[str, EffectiveLengthResult], names: Sequence[str]) -> list[Block]:
@@ -114,13 +114,13 @@ class EffectiveLength(Analysis):
             "median",
             "largest",
             f"heads within {MAX_PLOTTED_DISTANCE:,}",
-            "heads whose bias rises",
+            "heads with increasing bias",
         ]
         curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
         alt = f"Share of heads with an effective length up to each distance, to {MAX_PLOTTED_DISTANCE:,}: {curves}."
         return [
             _build_chart(results, names, alt),
-            Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
+            Table(columns, rows, "∞: the bias is above −2 at every distance up to 2^53."),
         ]
 
     def list_rows(self, result: EffectiveLengthResult) -> Iterator[Mapping[str, object]]:

@@ -35,10 +35,10 @@ class Kernels(Analysis):
     order = 40
     title = "Kernels per head"
     description = (
-        "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
-        "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
-        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are below the lower edge of the chart. Where "
-        "the bias depends on the query's position, it is that of the last query of the longest length."
+        "Bias of each head over the distance, as added after scaling by 1/√d, and the weight that multiplies the "
+        "scores if there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line marks the "
+        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are below the chart. If "
+        "the bias depends on the query's position, it is shown for the last query of the longest length."
     )
 
     def measure(self, context: AnalysisContext) -> list[LayerKernels]:
@@ -81,7 +81,8 @@ def _describe_panel(name: str, kernel: LayerKernels, term: str) -> str:
 
     layer = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
     return (
-        f"{term} of {name}{layer}, from {format_range(0)} at hand to {format_range(-1)} at distance {last_distance:,}"
+        f"{term} of {name}{layer}, from {format_range(0)} at distance 0 to {format_range(-1)} "
+        f"at distance {last_distance:,}"
     )
 
 

@@ -135,11 +135,11 @@ class AttentionEntropies(Analysis):
     data_format = "json"
     title = "Entropy and largest weight of attention"
     description = (
-        "Does attention dilute where there is more to attend to? H is the entropy of a query's attention over the n "
-        "keys that it sees, in nats, and H / ln n its share of what is possible: 1 if all keys weigh alike, 0 if one "
-        "has all. The largest weight falls as 1/n where scores stay within bounds (Velickovic et al. 2024, "
-        "2410.01104), which temperatures that grow with n, and sinks, are made against. Means over queries in bins of "
-        "positions that end at the training length, its halves and its doubles, of each layer and head."
+        "A test of whether attention dilutes in long contexts. H is the entropy of a query's attention over its n "
+        "visible keys, in nats, and H / ln n its share of the maximum: 1 for equal weights, 0 if a single key has all "
+        "weight. The largest weight falls as 1/n if scores are bounded (Velickovic et al. 2024, "
+        "2410.01104); temperatures that grow with n and attention sinks counteract this. Means over queries in bins of "
+        "positions that end at the training length, its halves, and its doubles, for each layer and head."
     )
 
     def measure(self, context: AnalysisContext) -> EntropyResult:
@@ -167,12 +167,12 @@ class AttentionEntropies(Analysis):
                 rows.append([name, f"{end:,}", f"{entropy.keys[number]:,.0f}", *cells])
         columns = ["method", "to position", "keys n", "H in nats", "H / ln n", "largest weight", "unspent"]
         caption = (
-            "Of the largest length; medians over layers and heads, in brackets the 10% and 90% quantile. Unspent is "
-            "what no key has: a sink's weight."
+            "At the largest length; medians over layers and heads, with 10% and 90% quantiles in brackets. Unspent is "
+            "the weight assigned to no key, such as a sink's."
         )
         last = "; ".join(f"{row[0]} {row[4]} to position {row[1]}" for row in rows)
         alt = f"Normalized entropy and largest weight of attention by the position of the query; H / ln n: {last}."
-        heads_alt = "H / ln n of each layer and head in the last bin of positions, a map per method."
+        heads_alt = "H / ln n of each layer and head in the last bin of positions, with a map per method."
         return [
             *_build_charts(results, names, alt),
             Table(columns, rows, caption),

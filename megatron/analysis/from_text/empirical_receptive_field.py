@@ -111,12 +111,12 @@ class EmpiricalReceptiveField(Analysis):
     order = 60
     title = "Empirical receptive field"
     description = (
-        "How many of the last keys hold all but a share ε of the attention that a trained model pays (Qin et al. 2023, "
-        "section 3.3). Of each layer and head, the attention to each distance is averaged over the queries of the "
-        "second half of every window, all of which have at least m keys, m being half the window's length; the "
-        "receptive field is the least j for which the last j keys hold more than 1 − ε of it. It asks the softmax, so "
-        "score processors and windows are part of it. The curves are the paper's finite algorithm within m, "
-        "normalised."
+        "Number of most recent keys with all but a share ε of a trained model's attention (Qin et al. 2023, "
+        "section 3.3). For each layer and head, the attention to each distance is averaged over the queries of the "
+        "second half of every window, which have at least m keys, where m is half the window's length. The "
+        "receptive field is the smallest j for which the last j keys have more than 1 − ε of it. It uses the softmax, "
+        "so score processors and windows are included. The curves show the paper's finite algorithm within m, "
+        "normalized."
     )
 
     def measure(self, context: AnalysisContext) -> EmpiricalFieldResult:
@@ -143,8 +143,8 @@ class EmpiricalReceptiveField(Analysis):
                 rows.append([name, f"{length:,}", f"{num_distances:,}", *cells, f"{100 * beyond:.1f}%"])
         columns = ["method", "length", "m", *(f"ε = {epsilon:g}" for epsilon in EPSILONS), "attention beyond m"]
         caption = (
-            "Median over layers and heads, in keys, and in brackets the 10% and 90% quantile; > m where the last m "
-            "keys hold less than that share."
+            "Median over layers and heads, in keys, with 10% and 90% quantiles in brackets; > m if the last m "
+            "keys have less than that share."
         )
         medians = "; ".join(f"{row[0]} at length {row[1]}: {row[3]}" for row in rows)
         at = f"at ε = {EPSILONS[0]:g}, medians in keys: {medians}"
@@ -202,7 +202,7 @@ def _build_charts(results: Mapping[str, EmpiricalFieldResult], names: Sequence[s
             f"empirical_receptive_field_{length}",
             f"Windows of {length:,} tokens",
             f"Windows of {length:,} tokens. {alt_text}",
-            HorizontalAxis("ε, the share that is left out", 1.0, 0.0),
+            HorizontalAxis("ε, the excluded share", 1.0, 0.0),
             f"share of {num_distances:,} keys",
             lines,
             y_limits=(0.0, 1.0),

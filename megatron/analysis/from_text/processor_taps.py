@@ -100,7 +100,9 @@ def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> 
     """
     first, last = 2 * MAX_OFFSET, inputs.query.stop - 1
     if inputs.window is not None and inputs.window <= 2 * MAX_OFFSET:
-        raise ValueError(f"a window of {inputs.window} keys hides what lies {MAX_OFFSET} keys to either side")
+        raise ValueError(
+            f"a window of {inputs.window} keys is too small for offsets of {MAX_OFFSET} keys to either side"
+        )
     rows = torch.linspace((first + last) // 2, last, NUM_ROWS).long().unique().tolist()
     keys = []
     for row in rows:
@@ -175,14 +177,14 @@ ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
 
 class ProcessorJacobians(Analysis):
     order = 90
-    title = "What each head of the processor reads"
+    title = "Inputs of each head of the processor"
     description = (
-        "The derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
-        "key δ places to the right, less what S + B alone would give (1 for g = h and δ = 0): how the processor mixes "
-        "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
-        "root mean square beside it in the data says how much the derivatives differ from place to place. Each length "
-        "is looked at by itself: beyond the training length a processor meets distances that it was not trained on; "
-        f"windows of fewer than {MIN_LENGTH} tokens are left out. In the pictures, of the shortest and the longest of "
+        "Derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
+        "key δ positions to the right, minus that of S + B alone (1 for g = h and δ = 0). It shows how the processor "
+        "mixes heads and adjacent keys. A processor is not linear, so this is a mean over positions of the text. The "
+        "root mean square in the data shows how much the derivatives vary between positions. Each length is measured "
+        "separately, because beyond the training length a processor receives distances that it was not trained on; "
+        f"windows of fewer than {MIN_LENGTH} tokens are skipped. In the figures, for the shortest and the longest of "
         "these windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
@@ -192,16 +194,16 @@ class ProcessorJacobians(Analysis):
         windows = context.readable_windows
         lengths = sorted(length for length in windows if length >= MIN_LENGTH)
         if not lengths:
-            raise NotApplicable(
-                f"The windows are too short: taps are looked at up to {MAX_OFFSET} keys to either side."
-            )
+            raise NotApplicable(f"The windows are too short: taps cover up to {MAX_OFFSET} keys to either side.")
         model = context.trained_model
         processed = [each for each in list_attention_layers(model) if each.processor is not None]
         if any(each.reads_rows_above for each in processed):
-            raise NotApplicable("Its score processor reads rows above a row, which this does not differentiate.")
+            raise NotApplicable("Its score processor reads other rows, which is not supported here.")
         shortest = min((each.window for each in processed if each.window is not None), default=None)
         if shortest is not None and shortest <= 2 * MAX_OFFSET:
-            raise NotApplicable(f"A window of {shortest} keys hides what lies {MAX_OFFSET} keys to either side.")
+            raise NotApplicable(
+                f"A window of {shortest} keys is too small for offsets of {MAX_OFFSET} keys to either side."
+            )
         return {length: measure_processor_jacobian(model, windows[length]) for length in lengths}
 
     def render_blocks(self, results: Mapping[str, ProcessorJacobianResult], names: Sequence[str]) -> list[Block]:
@@ -219,10 +221,10 @@ class ProcessorJacobians(Analysis):
                 [name, f"layer {jacobian.layer}", jacobian.source, f"{length:,}", *_format_shares(jacobian)]
                 for length, jacobian in entries
             ]
-        columns = ["method", "layer", "of the", "length", "own head", "other heads", "neighbouring keys", "varies by"]
+        columns = ["method", "layer", "input", "length", "own head", "other heads", "other keys", "variation"]
         caption = (
-            "Shares of the squared derivatives' sum: own head at the key itself, other heads there, and all heads at "
-            "neighbouring keys; and the part of the root mean square that the mean does not explain."
+            "Shares of the sum of squared derivatives: own head at the same key, other heads at the same key, and all "
+            "heads at other keys; and the part of the root mean square that the mean does not explain."
         )
         return [*blocks, Table(columns, rows, caption)]
 
@@ -264,7 +266,7 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
         )
 
         figure, axes = create_panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
-        title = f"{name}\nwhat the processor adds to S + B in windows of {length:,} tokens"
+        title = f"{name}\ncontribution of the processor to S + B in windows of {length:,} tokens"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
         for panel, jacobian in zip(axes, drawn, strict=True):
             num_outputs, num_inputs, width = jacobian.mean.shape
@@ -278,7 +280,7 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
             span = f"δ from −{offset} to {offset}" if offset else "δ = 0"
             add_titles(
                 panel,
-                f"layer {jacobian.layer}, of the {jacobian.source}",
+                f"layer {jacobian.layer}, by {jacobian.source}",
                 f"input head g, {span} within each",
                 "head h",
             )

@@ -28,7 +28,7 @@ from megatron.attention.reference import (
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64
-KIND_TITLES = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
+KIND_TITLES = {"score": "score", "bias": "bias", "processor": "processor contribution", "attention": "attention"}
 """Kinds of maps in order, with their titles in figures."""
 MAX_PANELS = 5
 """Maximum number of lengths side by side in a figure."""
@@ -109,19 +109,19 @@ class ScoreMapResult:
 class ScoreMaps(Analysis):
     order = 80
     data_format = "json"
-    title = "Scores, bias and processor of each head"
+    title = "Scores, bias, and processor of each head"
     description = (
-        "What query i makes of key j in the last of the windows of each length: the score q·k/√d with whatever the "
-        "encoding does to it, the bias, what the score processor adds to both, and the attention that comes of them "
+        "Maps over query i and key j in the last window of each length: the score q·k/√d, including changes by the "
+        "encoding; the bias; the contribution of the score processor; and the resulting attention "
         "(Zheng et al. 2024, DAPE V2, figures 8 to 25). Maps are pooled to "
-        f"{MAP_SIZE} × {MAP_SIZE} cells of means; score, bias and processor have zero in the middle of their colours, "
-        "and attention is logarithmic."
+        f"{MAP_SIZE} × {MAP_SIZE} cells of means. Score, bias, and processor have color scales symmetric around zero, "
+        "and attention has a logarithmic scale."
     )
 
     def measure(self, context: AnalysisContext) -> ScoreMapResult:
         model, layers, heads = context.trained_model, context.drawn_layers, context.drawn_heads
         if not layers or not heads:
-            raise NotApplicable("It has none of the layers or heads that were asked for.")
+            raise NotApplicable("It has none of the requested layers or heads.")
         maps = {
             length: compute_layer_maps(model, windows[-1], layers, heads)
             for length, windows in context.readable_windows.items()
@@ -136,7 +136,7 @@ class ScoreMaps(Analysis):
             reasons = {"bias": "adds no bias", "processor": "has no score processor"}
             missing = [reason for kind, reason in reasons.items() if kind not in kinds]
             if missing:
-                blocks.append(f"{name} {' and '.join(missing)}, so there are no maps of that.")
+                blocks.append(f"{name} {' and '.join(missing)}, so it has no such maps.")
             for index in range(len(first)):
                 by_length = {length: layer_maps[index] for length, layer_maps in result.maps.items()}
                 for row, head in enumerate(result.heads):

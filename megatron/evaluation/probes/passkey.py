@@ -75,8 +75,8 @@ class Passkey(Probe):
         answers = {key: answer for key in keys if (answer := self._encode_answer(key))}
         if not answers:
             raise UserError(
-                f"protocol passkey: tokenizer {tokenizer.name} reads the end of the question otherwise where a key "
-                "follows it, so that no tokens are the key's alone"
+                f"protocol passkey: tokenizer {tokenizer.name} merges the end of the question with the key, "
+                "so that no tokens belong to the key alone"
             )
         # All windows need the same number of targets. If the tokenizer merges digits, keep keys with the most common
         # count.
@@ -84,14 +84,16 @@ class Passkey(Probe):
         of_usual_length = ((key, answer) for key, answer in answers.items() if len(answer) == usual_length)
         self.answers = dict(islice(of_usual_length, num_sequences))
         if len(self.answers) < num_sequences:
-            raise UserError(f"protocol passkey: tokenizer {tokenizer.name} has too few keys of as many tokens")
+            raise UserError(
+                f"protocol passkey: tokenizer {tokenizer.name} has too few keys with equal numbers of tokens"
+            )
 
     @classmethod
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
         if options.targets is not None:
-            raise UserError("targets: protocol passkey scores the key's digits; leave it out")
+            raise UserError("targets: protocol passkey scores the key's digits; omit it")
         depths, effective_score = options.depths or DEPTHS, options.effective_score or DEFAULT_EFFECTIVE_SCORE
         return cls(lengths, num_sequences, tokenizer, depths, effective_score)
 
@@ -143,8 +145,8 @@ class Passkey(Probe):
     @property
     def remark(self) -> str:
         return (
-            "The five digits of a pass key (and the space before them) at the end of the window; the key stands "
-            "in the filler, so much of which is before it. Guessed digits have a loss of ln 10 = 2.30 for each token "
+            "Scored are the five digits of a pass key (and the space before them) at the end of the window. Depth is "
+            "the share of the filler before the key. Guessed digits have a loss of ln 10 = 2.30 for each token "
             "of one digit."
         )
 

@@ -103,8 +103,8 @@ class Probe(ABC):
         for length in self.lengths:
             if length < self.min_length:
                 raise UserError(
-                    f"protocol {self.name}: windows of {length:,} tokens are too short for it; it needs "
-                    f"{self.min_length:,} at least"
+                    f"protocol {self.name}: windows of {length:,} tokens are too short; expected at least "
+                    f"{self.min_length:,}"
                 )
 
     def count_flops(self, model: GPT) -> dict[int, float]:
@@ -144,7 +144,7 @@ class Probe(ABC):
                     batch_tokens=scoring.batch_tokens,
                 )
                 if not np.isfinite(losses).all():
-                    where = f"{self.axis} {axis_value:g} of {length:,}"
+                    where = f"{self.axis} {axis_value:g} of length {length:,}"
                     raise RunError(f"{shared['method']}: the loss at {where} is not finite")
                 done += flops
                 scoring.progress(length, done, total)

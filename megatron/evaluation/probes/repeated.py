@@ -40,10 +40,10 @@ class RepeatedTokens(Probe):
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
         if options.depths is not None or options.effective_score is not None:
-            raise UserError("depths: protocol repeated asks over distances, not depths; leave it out")
+            raise UserError("depths: protocol repeated uses distances, not depths; omit it")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
-            raise UserError("targets: protocol repeated copies one number of tokens; give one")
+            raise UserError("targets: protocol repeated copies one number of tokens; expected one number")
         return cls(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer), num_copied)
 
     @property
@@ -54,8 +54,8 @@ class RepeatedTokens(Probe):
     def remark(self) -> str:
         chance = math.log(self.vocabulary.size - (self.vocabulary.eod is not None))
         return (
-            f"The last {self.num_copied} tokens of a window of random tokens, each of which followed the token before "
-            f"it once already, so many tokens back; a model that copies nothing cannot be below {chance:.2f}."
+            f"Scored are the last {self.num_copied} tokens of a window of random tokens, which repeat earlier tokens "
+            f"at the given distance. A model that does not copy cannot be below {chance:.2f}."
         )
 
     @property

@@ -31,20 +31,20 @@ class Addition(AutoregressiveTask):
     Vocabulary: ten digits, +, the hints if enabled, and three special tokens.
     """
 
-    title = "the digits of the sum of two numbers of n digits, and a full stop"
+    title = "the digits of the sum of two n-digit numbers, and a stop token"
     paper = "Zhou et al. (2023), What Algorithms can Transformers Learn? A Study in Length Generalization"
 
-    order: Literal["plain", "reversed"] = config_field("plain", "the sum from its highest or from its lowest digit on")
-    index_hints: bool = config_field(False, "a symbol before each digit that says its power of ten")
+    order: Literal["plain", "reversed"] = config_field("plain", "write the sum from its highest or its lowest digit")
+    index_hints: bool = config_field(False, "insert a symbol for the power of ten before each digit")
     positions: Literal["indices", "coupled"] = config_field(
-        "indices", "what the model is told of places: indices, or powers of ten (for encodings that take positions)"
+        "indices", "position ids: token indices, or powers of ten (for encodings that support position ids)"
     )
-    max_digits: int = config_field(200, "digits for which there are hints or coupled positions", ge=1, le=10**5)
+    max_digits: int = config_field(200, "maximum number of digits with hints or coupled positions", ge=1, le=10**5)
 
     @model_validator(mode="after")
     def _check_hints(self) -> Self:
         if self.index_hints and self.positions == "coupled":
-            raise ValueError("index_hints and positions: coupled say the same in two ways; choose one")
+            raise ValueError("index_hints and positions: coupled are redundant; choose one")
         return self
 
     @property

@@ -21,12 +21,12 @@ class CommonWords(RulerTask):
     Vocabulary: words, question mark.
     """
 
-    title = "the words that come often in a list of n words"
+    title = "the frequent words of a list of n words"
 
-    num_cw: int = config_field(3, "common words", ge=1, le=10**4)
-    freq_cw: int = config_field(6, "times that a common word comes", ge=2, le=10**4)
-    freq_ucw: int = config_field(1, "times that another word comes", ge=1, le=10**4)
-    vocabulary: int = config_field(2048, "different words; a list of n words has about n", ge=2, le=10**6)
+    num_cw: int = config_field(3, "number of common words", ge=1, le=10**4)
+    freq_cw: int = config_field(6, "occurrences of each common word", ge=2, le=10**4)
+    freq_ucw: int = config_field(1, "occurrences of each other word", ge=1, le=10**4)
+    vocabulary: int = config_field(2048, "number of different words; a list of n words has about n", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -49,7 +49,7 @@ class CommonWords(RulerTask):
         if length < common or (length - common) % self.freq_ucw:
             return f"lists have {common} words and a multiple of {self.freq_ucw} more"
         if self.num_cw + (length - common) // self.freq_ucw > self.vocabulary:
-            return f"it needs more words than there are, {self.vocabulary} (task_options.vocabulary)"
+            return f"it needs more than {self.vocabulary} words (task_options.vocabulary)"
         return None
 
     def sequence_length(self, length: int) -> int:

@@ -7,7 +7,7 @@ from megatron.tasks.task import Array
 class CopyRepeats(RepetitiveStringTask):
     """`$ string | string .`: n letters in repeated pieces; the answer is the same letters and a stop token."""
 
-    title = "n letters of pieces that repeat, again, and a full stop"
+    title = "n letters in repeated pieces, copied, and a stop token"
 
     def order_answer(self, string: Array) -> Array:
         return string

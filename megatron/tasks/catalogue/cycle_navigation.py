@@ -9,7 +9,7 @@ from megatron.tasks.transduction_task import TransductionTask
 class CycleNavigation(TransductionTask):
     """n moves on a cycle of length five (0 backward, 1 none, 2 forward); the answer is the final position."""
 
-    title = "where n steps back, none or forward on a circle of five places end"
+    title = "the final position after n steps (back, none, or forward) on a cycle of length five"
     chomsky_level = "R"
     permutation_invariant = True
     num_input_symbols = 3

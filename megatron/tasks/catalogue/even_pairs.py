@@ -10,7 +10,7 @@ from megatron.tasks.transduction_task import TransductionTask
 class EvenPairs(TransductionTask):
     """n bits; the answer is the parity of unequal neighbors, which is 1 if the first and the last bit differ."""
 
-    title = "is the number of unequal neighbours among n bits odd"
+    title = "the parity of the number of unequal neighbors among n bits"
     chomsky_level = "R"
     num_input_symbols = 2
     num_output_symbols = 2

@@ -19,10 +19,10 @@ class FlipFlop(Task):
     Vocabulary: w, r, i, 0, 1.
     """
 
-    title = "the bit that was written last, at every read"
+    title = "the last bit written, at every read"
     paper = "Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling"
 
-    ignore: float = config_field(0.8, "probability that a bit is to be ignored", ge=0, le=1)
+    ignore: float = config_field(0.8, "probability of an ignore instruction", ge=0, le=1)
 
     @property
     def vocab_size(self) -> int:
@@ -33,7 +33,9 @@ class FlipFlop(Task):
         return range(FIRST_BIT, FIRST_BIT + 2)
 
     def unsupported_length_reason(self, length: int) -> str | None:
-        return None if length >= 4 and length % 2 == 0 else "a write and a read need an even length of at least 4"
+        return (
+            None if length >= 4 and length % 2 == 0 else "expected an even length of at least 4 for a write and a read"
+        )
 
     def sequence_length(self, length: int) -> int:
         return length

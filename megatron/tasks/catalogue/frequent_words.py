@@ -24,9 +24,9 @@ class FrequentWords(RulerTask):
 
     title = "the most frequent words of a text of n words"
 
-    num_words: int = config_field(3, "words that are asked for", ge=1, le=10**4)
-    alpha: float = config_field(2.0, "frequencies fall with the rank to this power", gt=0, le=10)
-    vocabulary: int = config_field(64, "different words", ge=2, le=10**6)
+    num_words: int = config_field(3, "number of queried words", ge=1, le=10**4)
+    alpha: float = config_field(2.0, "exponent of the decay of frequencies with rank", gt=0, le=10)
+    vocabulary: int = config_field(64, "number of different words", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -51,7 +51,7 @@ class FrequentWords(RulerTask):
         asked = self.count_words(length)[: self.num_words + 1]
         if (np.diff(asked) < 0).all():
             return None
-        return f"the {self.num_words} most frequent words do not differ in how often they come: it is too short"
+        return f"the {self.num_words} most frequent words do not differ in frequency; the text is too short"
 
     def sequence_length(self, length: int) -> int:
         return length + self.num_words

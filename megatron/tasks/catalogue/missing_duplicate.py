@@ -15,7 +15,7 @@ class MissingDuplicate(TransductionTask):
     For n = 1 input and output are 1.
     """
 
-    title = "the bit that is hidden in a string of n/2 bits which is there twice"
+    title = "the masked bit in a string of n/2 bits that occurs twice"
     chomsky_level = "C"
     num_input_symbols = 4
     num_output_symbols = 2

@@ -15,7 +15,7 @@ class ModularArithmetic(TransductionTask):
     this alphabet has a ninth symbol, a blank that is never drawn.
     """
 
-    title = "the value modulo 5 of digits joined by +, − and ×"
+    title = "the value modulo 5 of digits joined by +, −, and ×"
     chomsky_level = "R"
     num_input_symbols = 9
     num_output_symbols = 5

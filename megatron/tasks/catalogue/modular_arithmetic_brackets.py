@@ -13,7 +13,7 @@ class ModularArithmeticBrackets(TransductionTask):
     Like the papers' code, this alphabet has an eleventh symbol that is never drawn.
     """
 
-    title = "the value modulo 5 of an expression in brackets"
+    title = "the value modulo 5 of an expression with brackets"
     chomsky_level = "D"
     num_input_symbols = 11
     num_output_symbols = 5

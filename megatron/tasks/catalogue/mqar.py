@@ -21,13 +21,13 @@ class MQAR(Task):
     among the pairs. The input length is that of the sequence.
     """
 
-    title = "the values of keys that come again after all pairs of a key and a value"
+    title = "the values of keys that occur again after all key-value pairs"
     paper = "Arora et al. (2023), Zoology"
 
-    vocabulary: int = config_field(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
-    pairs: int = config_field(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
+    vocabulary: int = config_field(8192, "number of symbols, half keys and half values; even", ge=4, le=10**6)
+    pairs: int = config_field(8, "number of key-value pairs, and of queries", ge=1, le=10**6)
     power: float = config_field(
-        0.01, "queries stand at gaps of probability g^(power − 1) after the pairs; 1 is uniform", gt=0, le=100
+        0.01, "gaps g between pairs and queries have probability ∝ g^(power − 1); 1 is uniform", gt=0, le=100
     )
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class MQAR(Task):
 
     def unsupported_length_reason(self, length: int) -> str | None:
         if length < 4 * self.pairs or length % 2:
-            return f"{self.pairs} pairs and as many queries need an even length of at least {4 * self.pairs}"
+            return f"{self.pairs} pairs and their queries need an even length of at least {4 * self.pairs}"
         return None
 
     def sequence_length(self, length: int) -> int:

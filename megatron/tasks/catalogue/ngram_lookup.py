@@ -25,12 +25,12 @@ class NgramLookup(StringTask):
     times, and the answer follows the first occurrence. Such strings are redrawn here.
     """
 
-    title = "the letters that follow given ones in a string of n"
+    title = "the letters after a given n-gram in a string of n letters"
 
-    ngram: int = config_field(3, "letters that are given", ge=1, le=100)
-    answer: int = config_field(8, "letters that are asked for", ge=1, le=10**6)
+    ngram: int = config_field(3, "number of given letters", ge=1, le=100)
+    answer: int = config_field(8, "number of queried letters", ge=1, le=10**6)
     query: Literal["suffix", "prefix"] = config_field(
-        "suffix", "where the given letters stand: behind or before the string"
+        "suffix", "position of the given letters: after or before the string"
     )
 
     def unsupported_length_reason(self, length: int) -> str | None:
@@ -38,7 +38,7 @@ class NgramLookup(StringTask):
         if length < min_length:
             return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {min_length}"
         if length > MAX_STARTS_PER_NGRAM * self.letters**self.ngram:
-            return f"{self.ngram} of {self.letters} letters would hardly ever stand in it only once"
+            return f"{self.ngram} of {self.letters} letters rarely occur exactly once in such a string"
         return None
 
     def sequence_length(self, length: int) -> int:

@@ -12,4 +12,4 @@ class NiahMultikey(NeedleTask):
 
     title = "the value of one of several keys in a haystack of n words"
 
-    num_needle_k: int = config_field(4, "keys that have needles", ge=1, le=10**4)
+    num_needle_k: int = config_field(4, "number of keys with needles", ge=1, le=10**4)

@@ -9,5 +9,5 @@ class NiahMultiquery(NeedleTask):
 
     title = "the values of several keys in a haystack of n words"
 
-    num_needle_k: int = config_field(4, "keys that have needles", ge=1, le=10**4)
-    num_needle_q: int = config_field(4, "keys that are asked for", ge=1, le=10**4)
+    num_needle_k: int = config_field(4, "number of keys with needles", ge=1, le=10**4)
+    num_needle_q: int = config_field(4, "number of queried keys", ge=1, le=10**4)

@@ -10,7 +10,7 @@ from megatron.tasks.transduction_task import TransductionTask
 class ParityCheck(TransductionTask):
     """n bits; the answer is the number of ones modulo 2."""
 
-    title = "is the number of ones among n bits odd"
+    title = "the parity of the number of ones among n bits"
     chomsky_level = "R"
     permutation_invariant = True
     num_input_symbols = 2

@@ -10,7 +10,7 @@ from megatron.tasks.transduction_task import TransductionTask
 class ReverseString(TransductionTask):
     """n bits; the answer is the bits in reverse order."""
 
-    title = "n bits backwards"
+    title = "n bits in reverse order"
     chomsky_level = "D"
     num_input_symbols = 2
     num_output_symbols = 2

@@ -29,11 +29,11 @@ class Scan(AutoregressiveTask):
     Vocabulary: the words and a padding word, the actions, and three special tokens.
     """
 
-    title = "the n actions that a command means, and a full stop"
+    title = "the n actions of a command, and a stop token"
     paper = "Lake and Baroni (2018), Generalization without Systematicity"
     note = (
-        "The model reads the right actions before each; exact_match is what it would write itself. The paper's score "
-        "is over the 3,920 commands: the mean of the lengths' exact_match, weighted by how many commands each has."
+        "The model receives the correct previous actions; exact_match equals the accuracy of greedy decoding. The "
+        "paper's score over the 3,920 commands is the mean exact_match over lengths, weighted by number of commands."
     )
 
     @property
@@ -43,7 +43,7 @@ class Scan(AutoregressiveTask):
     def unsupported_length_reason(self, length: int) -> str | None:
         if length in list_commands():
             return None
-        return f"commands mean {', '.join(map(str, sorted(list_commands())))} actions"
+        return f"commands have {', '.join(map(str, sorted(list_commands())))} actions"
 
     def length_weight(self, length: int) -> float:
         return float(len(list_commands()[length][0]))

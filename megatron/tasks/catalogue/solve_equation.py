@@ -17,7 +17,7 @@ class SolveEquation(TransductionTask):
     many other symbols are therefore replaced more often. For n < 3 input and output are zeros.
     """
 
-    title = "the digit that x stands for in an equation modulo 5"
+    title = "the digit represented by x in an equation modulo 5"
     chomsky_level = "D"
     num_input_symbols = 11
     num_output_symbols = 5

@@ -16,7 +16,7 @@ class StackManipulation(TransductionTask):
     = 1 the input is one bit without actions.
     """
 
-    title = "what is on a stack, from the top, after n − k actions on k bits"
+    title = "the contents of a stack of k bits, from the top, after n − k actions"
     chomsky_level = "D"
     num_input_symbols = 5
     num_output_symbols = 3

@@ -23,18 +23,20 @@ class VariableTracking(RulerTask):
     Vocabulary: noise words, variables, values, equals sign, question mark.
     """
 
-    title = "the variables that a value reached by assignments, in a haystack of n words"
+    title = "the variables with a given value after assignments, in a haystack of n words"
 
-    num_chains: int = config_field(2, "chains, one of them asked for", ge=1, le=10**4)
-    num_hops: int = config_field(2, "assignments of each chain from one variable to the next", ge=0, le=10**4)
-    noise_words: int = config_field(32, "different words of noise", ge=1, le=10**6)
-    variables: int = config_field(64, "different variables", ge=2, le=10**6)
-    values: int = config_field(64, "different values", ge=1, le=10**6)
+    num_chains: int = config_field(2, "number of chains, one of which is queried", ge=1, le=10**4)
+    num_hops: int = config_field(2, "number of assignments between variables in each chain", ge=0, le=10**4)
+    noise_words: int = config_field(32, "number of different noise words", ge=1, le=10**6)
+    variables: int = config_field(64, "number of different variables", ge=2, le=10**6)
+    values: int = config_field(64, "number of different values", ge=1, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         if self.num_statements > self.variables:
-            raise ValueError(f"{self.num_statements} assignments need as many variables; there are {self.variables}")
+            raise ValueError(
+                f"{self.num_statements} assignments need that many variables, but there are {self.variables}"
+            )
         if self.num_chains > self.values:
             raise ValueError(f"num_chains is {self.num_chains}, but there are {self.values} values")
         return self
