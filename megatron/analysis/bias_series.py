@@ -87,7 +87,7 @@ class BiasSeries:
 
     @property
     def verdict(self) -> str:
-        return {True: "converges", False: "diverges", None: "unknown"}[self.tail.converges]
+        return {True: "converges", False: "diverges", None: "not known"}[self.tail.converges]
 
     def sum_to(self, count: int) -> float:
         """Return the sum of the first `count` terms."""

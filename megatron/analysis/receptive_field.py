@@ -46,7 +46,7 @@ class ReceptiveField:
             return "∞" if math.isinf(self.low) else f"{int(self.low):,}"
         if math.isinf(self.high):
             if self.low <= 1:
-                return "unknown"
+                return "not known"
             return "over 2^53" if self.low >= MAX_FIELD else f"over {int(self.low) - 1:,}"
         return f"{int(self.low):,} to {int(self.high):,}"
 

@@ -162,7 +162,7 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure
 def test_what_a_layer_reads_is_no_function_of_the_distance(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     """Of FoX's bias nothing is told that would be true of no bias at all; what its attention does is measured."""
     text = analyzed([make_run("runs/fox", corpus, **{**CDAPE, "pos_emb": "fox"})], "out")
-    reason = "Does not apply to cdape(width=4)+fox(per_layer). What a layer reads decides its bias"
+    reason = "Does not apply to cdape(width=4)+fox(per_layer). Its bias depends on the layer"
     assert text.count(reason) == 4
     assert "Does not apply to cdape(width=4)+fox(per_layer). It has neither a bias nor a weight over distances" in text
     assert sorted(path.stem for path in Path("out").iterdir()) == sorted(
@@ -250,7 +250,7 @@ WRONG = [
     ({"lengths": [10**6]}, "too few for the largest length"),
     ({"runs": ["runs/a", "runs/a"]}, "the same checkpoint is given twice"),
     ({"configs": ["162M alibis"], "output": "out"}, "alibi"),
-    ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi' is given twice"),
+    ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi': given twice"),
     ({"output": "text.txt"}, "--output is text.txt, which is a file"),
     ({"device": "tpu"}, "choose from auto, cpu, cuda"),
 ]
@@ -362,7 +362,7 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
 @pytest.mark.parametrize(
     ("encoding", "value", "told"),
     [
-        ("t5", math.inf, "Does not apply to t5. Its encoding&#39;s bias"),
+        ("t5", math.inf, "Does not apply to t5. The parameter bias"),
         ("t5", 1e30, "stays at inf"),
         ("fire", 1e30, "stays at inf"),
         ("kerple_power", math.inf, "is not finite."),

@@ -78,7 +78,7 @@ def _iter_head_rows(name: str, result: ConvergenceResult) -> Iterator[HeadRow]:
         for series in heads:
             low, high = series.total
             is_unknown = high == float("inf") > low
-            total = "∞" if series.tail.converges is False else "unknown" if is_unknown else _format_number(low)
+            total = "∞" if series.tail.converges is False else "not known" if is_unknown else _format_number(low)
             sums = [_format_number(series.sum_to(count)) for count in REPORTED_TERMS]
             yield name, layer, series.head, [series.verdict, *sums, total, series.tail.reason]
 
