@@ -120,7 +120,6 @@ class AnalysisContext:
 
     @property
     def drawn_layers(self) -> list[int]:
-        """Layers whose maps are drawn."""
         count = self.config.model.num_layers
         if self.options.layers is not None:
             return [layer for layer in self.options.layers if layer < count]
@@ -128,7 +127,6 @@ class AnalysisContext:
 
     @property
     def drawn_heads(self) -> list[int]:
-        """Heads whose maps are drawn."""
         count = self.config.model.num_attention_heads
         if self.options.heads is not None:
             return [head for head in self.options.heads if head < count]

@@ -48,7 +48,6 @@ class CapturingBackend:
 
 
 def list_attention_layers(model: GPT) -> list[PositionedAttention]:
-    """List the attention modules of all layers."""
     return [layer.self_attention.core_attention for layer in model.local_layers]
 
 

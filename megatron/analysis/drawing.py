@@ -91,7 +91,6 @@ def draw_heatmap(
 
 
 def add_color_bar(figure: Figure, image: AxesImage, axes: Axes | Sequence[Axes]) -> None:
-    """Add a color bar."""
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.ax.tick_params(labelsize=6.5)
     bar.outline.set_visible(False)

@@ -254,8 +254,6 @@ def _format_lengths(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class UntrainedJob:
-    """Untrained configuration to analyze."""
-
     config: Config
     name: str
     work_item: WorkItem

@@ -324,7 +324,6 @@ def run_eval_jobs(
 
 
 def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
-    """Describe whether the checksums of a checkpoint were verified."""
     checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
     if loaded.verified:
         return f"{checkpoint}, checksums match"

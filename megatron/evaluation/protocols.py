@@ -101,7 +101,6 @@ class ScoringPlan:
         return tuple(self.starts)
 
     def num_windows(self, length: int) -> int:
-        """Return the number of windows of a length."""
         return len(self.starts[length])
 
     def num_scored(self, length: int) -> int:

@@ -130,11 +130,6 @@ class TaskEval:
         return [self.task_config.task.sequence_length(length) for length in self.lengths]
 
     def count_flops(self, model: GPT) -> dict[int, float]:
-        """Return the FLOPs of scoring a model, for each length that it supports.
-
-        Raises:
-            UserError: the model supports none of the lengths.
-        """
         tokens = dict(zip(self.lengths, self.sequence_lengths, strict=True))
         # A task that sets position ids has its own position limit.
         max_length = model.max_length if self.task_config.task.position_limit is None else None

@@ -215,8 +215,6 @@ class _OrderedOutput:
 
 
 class _SpeedMeter:
-    """Measures the generation speed."""
-
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._first: float | None = None
@@ -243,6 +241,5 @@ class _SpeedMeter:
 
 
 def _shorten(text: str) -> str:
-    """Shorten a prompt to part of a line."""
     words = " ".join(text.split())
     return words if len(words) <= 60 else f"{words[:29]} … {words[-28:]}"

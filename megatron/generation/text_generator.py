@@ -96,8 +96,6 @@ class TextGenerator:
 
 
 class _CompletionBuilder:
-    """Text that is being generated."""
-
     def __init__(self, generator: TextGenerator, completion: Completion, prompt: Sequence[int]) -> None:
         self.completion = completion
         self._eod = generator.tokenizer.eod

@@ -61,7 +61,6 @@ class DepthMap:
 
     @property
     def title(self) -> str:
-        """Title of the map, in one line."""
         first = self.tables[0]
         text = "" if first.text is None else f", text {first.text}"
         return (
@@ -145,7 +144,6 @@ class DepthMap:
         return HtmlCell(cell.mean_text, note, f"shade{self.get_shade(cell.mean, NUM_HTML_SHADES)}")
 
     def list_html_maps(self) -> list[HtmlMap]:
-        """Build the maps of a page, one for each method."""
         return [self._build_html_map(method) for method in self.methods]
 
     def _build_html_map(self, method: str) -> HtmlMap:

@@ -50,7 +50,6 @@ class RunFailure:
 
 
 def get_failures_path(results_path: Path) -> Path:
-    """Return the path of the failures of a results file."""
     return results_path.with_suffix(".failures.json")
 
 

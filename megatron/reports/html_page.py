@@ -113,8 +113,6 @@ def encode_picture(draw_png: Callable[[bool], bytes], alt_text: str) -> HtmlPict
 
 @dataclass(frozen=True)
 class HtmlColumn:
-    """Column of a table."""
-
     header: str
     subheader: str = ""
     """Small print below the header."""
@@ -128,8 +126,6 @@ class HtmlColumn:
 
 @dataclass(frozen=True)
 class HtmlCell:
-    """Cell of a table."""
-
     text: str
     note: str | None = None
     """Small print below the text."""

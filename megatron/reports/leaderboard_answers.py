@@ -28,8 +28,6 @@ MAX_NAMED = 8
 
 @dataclass(frozen=True)
 class Answer:
-    """Question with its answer."""
-
     question: str
     sentences: tuple[str, ...]
 

@@ -36,7 +36,6 @@ class _Model(NamedTuple):
 
     @property
     def folder(self) -> str | None:
-        """Folder of the run, without the seed."""
         return None if self.run is None else get_run_folder_without_seed(self.run)
 
 

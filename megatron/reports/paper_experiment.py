@@ -92,12 +92,10 @@ class Experiment:
 
 
 def get_experiment_path(results_path: Path) -> Path:
-    """Return the path of the experiment of a results file."""
     return results_path.with_suffix(".experiment.json")
 
 
 def write_experiment(results_path: Path, experiment: Experiment) -> Path:
-    """Save an experiment next to its results file."""
     return write_text_atomically(
         get_experiment_path(results_path), json.dumps(asdict(experiment), indent=1, ensure_ascii=False) + "\n"
     )

@@ -179,7 +179,6 @@ class Record(BaseModel):
 
     @property
     def metric_info(self) -> Metric:
-        """Metric of the record."""
         return metrics.get_metric(self.metric)
 
     @property
@@ -331,7 +330,6 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
-    """Write records as CSV (`format_records_csv`)."""
     return write_text_atomically(path, format_records_csv(records))
 
 

@@ -309,7 +309,6 @@ def _describe_plot(table: ComparisonTable) -> str:
 
 
 def _shorten_list(texts: Sequence[str]) -> Sequence[str]:
-    """Shorten a long list to the first elements and the last one."""
     if len(texts) <= MAX_DESCRIBED_CURVES:
         return texts
     num_left_out = len(texts) - MAX_DESCRIBED_CURVES
@@ -440,7 +439,6 @@ def _describe_text(dataset: str, tokenizer: str | None, is_bytes: bool) -> str:
 
 
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:
-    """Build a table with one row per trained model."""
     columns = [HtmlColumn(header) for header in ("parameters", "seed", "steps", "tokens trained on")]
     columns.append(HtmlColumn("run, and its scoring", css_class="text wide"))
     rows: dict[tuple[str, int, str | None], tuple[HtmlCell, list[HtmlCell]]] = {}

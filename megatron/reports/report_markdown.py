@@ -58,7 +58,6 @@ def check_pictures(key: str, path: Path, sections: Sequence[ReportSection]) -> N
 
 
 def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[Path]:
-    """List the page and its image files."""
     pictures = [_get_picture_path(path, index) for index in range(len(sections))]
     costs = [_get_cost_path(path, i) for i, section in enumerate(sections) if section.leaderboard is not None]
     return [path, *pictures, *costs]
@@ -142,7 +141,6 @@ def _break_sentences(text: str) -> str:
 
 
 def _wrap_lines(text: str) -> str:
-    """Wrap prose at the maximum line length."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= LINE_LENGTH or line.startswith(("|", "!", "#", "<")):

@@ -242,7 +242,6 @@ def _list_expected_runs(tables: Sequence[ComparisonTable], own_seeds: bool) -> l
 
 
 def _list_seeds(table: ComparisonTable) -> list[int]:
-    """Return the seeds in a table, sorted."""
     return sorted({record.seed for record in table.records if record.method not in table.trivial_baselines})
 
 

@@ -34,8 +34,6 @@ NOT_SIGNIFICANT, NOT_TESTED = "not significant", "not tested"
 
 @dataclass(frozen=True)
 class TTest:
-    """Paired two-sided t-test over seeds."""
-
     t: float
     p: float
     holm_p: float = math.nan

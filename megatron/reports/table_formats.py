@@ -91,7 +91,6 @@ def build_rich_table(table: ComparisonTable) -> Table:
 
 
 def render_comparison_markdown(table: ComparisonTable) -> str:
-    """Render a GitHub table with its caption."""
     headers = [join_headers(*header_pair) for header_pair in table.get_column_headers()]
     change_headers = [" ".join(table.get_change_header())] if table.changes else []
     lines = [
@@ -197,7 +196,6 @@ def build_html_table(table: ComparisonTable) -> HtmlTable:
 
 
 def _build_html_cell(table: ComparisonTable, method: str, x: float) -> HtmlCell:
-    """Build a cell with its interval in small print."""
     cell = table.cells.get((method, x))
     if cell is None:
         return HtmlCell(table.get_missing_text(method, x))

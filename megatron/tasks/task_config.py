@@ -19,7 +19,6 @@ from megatron.utils.suggestions import format_choices
 
 
 def list_tasks() -> list[str]:
-    """List the names of all tasks in alphabetical order."""
     folder = Path(__file__).parent / "catalogue"
     return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
 

@@ -51,7 +51,6 @@ class TransductionTask(Task):
         return length
 
     def output_length(self, length: int) -> int:
-        """Return the number of outputs, m."""
         return 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:

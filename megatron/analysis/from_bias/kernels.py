@@ -107,7 +107,6 @@ def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> La
 
 
 def _select_kernels(kernels: list[LayerKernels]) -> list[LayerKernels]:
-    """Select at most three layers."""
     if len(kernels) <= 3:
         return kernels
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]

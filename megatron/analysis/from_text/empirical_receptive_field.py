@@ -190,7 +190,6 @@ def _format_spread(mass: AttentionMass, epsilon: float) -> str:
 
 
 def _build_charts(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], alt_text: str) -> Iterator[Chart]:
-    """Yield a chart for each length."""
     for length in sorted({length for result in results.values() for length in result}):
         masses = {name: result[length].by_distance for name, result in results.items() if length in result}
         num_distances = next(iter(masses.values())).shape[-1]

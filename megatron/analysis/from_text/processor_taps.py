@@ -241,7 +241,6 @@ class ProcessorJacobians(Analysis):
 
 
 def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
-    """Format the last four cells of a table row."""
     squares = jacobian.rms.square()
     total = squares.sum().item()
     if total == 0:

@@ -108,11 +108,6 @@ class Probe(ABC):
                 )
 
     def count_flops(self, model: GPT) -> dict[int, float]:
-        """Return the FLOPs of scoring a model, for each length that it supports.
-
-        Raises:
-            UserError: the model supports none of the lengths.
-        """
         num_sequences = {length: self.num_sequences * len(self.list_axis_values(length)) for length in self.lengths}
         return count_flops_by_length(model, num_sequences)
 
