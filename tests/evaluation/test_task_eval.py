@@ -182,7 +182,7 @@ def test_floors_stand_beside_the_models() -> None:
     assert "causal decoder" in text
     assert "encoder" in text
     page = page_of([*model, *found])
-    assert "the same 200 fresh sequences" in page
+    assert "the same 200 new sequences" in page
     assert "window" not in page.split("Measurements")[1].split("Models")[0]
 
 

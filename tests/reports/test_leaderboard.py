@@ -160,8 +160,8 @@ def test_words_follow_the_numbers() -> None:
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
-    assert "The lowest mean perplexity at 32× is that of alibi" in holds
-    assert "least fox (+44" in holds
+    assert "The lowest mean perplexity at 32× is from alibi" in holds
+    assert "least for fox (+44" in holds
     assert "significantly raises perplexity on 1 of 2 (alibi +11." in adds
     assert "is not tested (only one seed) on 1 of 2 (fox -" in adds
 
