@@ -6,7 +6,7 @@ style sheet. `templates/page.js` reads the same numbers from the page, and redra
 scale or its methods. Without scripts the static chart remains.
 
 A scale covers the range of most values. A line to a value beyond the scale (a perplexity of a million among others of
-five) continues toward that value and is clipped at the edge of the plot, so its slope is correct. If lines have
+five) continues toward that value. It is clipped at the edge of the plot, so its slope is correct. If lines have
 markers, a triangle at the edge marks the clipped value, and pointing at it shows the number. Perplexities are clipped
 at `MAX_LOG_RATIO` times the minimum on a logarithmic scale, and at `MAX_LINEAR_RATIO` times on a linear one. Other
 metrics are clipped if they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
