@@ -166,7 +166,7 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.train("162M", save=str(tmp_path / "run"), quiet=True)
     with pytest.raises(farfield.UserError, match="nothing: no such file"):
         farfield.prepare("nothing", output=tmp_path / "corpus", quiet=True)
-    with pytest.raises(farfield.UserError, match=r"results.json: no such file"):
+    with pytest.raises(farfield.UserError, match=r"results.json: not found"):
         farfield.read_results(tmp_path)
 
 

@@ -71,7 +71,7 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
         lock.release()
         write_results(run)
         text = ask(port)[1]
-        assert "Nothing trains now" in text
+        assert "No active training" in text
         assert text.index("16.25") < text.index('id="training"'), "results come first"
         assert 'id="cite"' in text
 
