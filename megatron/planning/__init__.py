@@ -1,8 +1,7 @@
-"""What a run will need, by arithmetic alone: from a configuration and the sizes of a mesh, without torch or a GPU.
+"""Memory and time that a run needs, estimated from a configuration and a mesh without importing torch.
 
-`model_costs.py` counts parameters and FLOPs, `activations.py` what a layer keeps for the backward pass,
-`attention_memory.py` what each attention backend keeps, and
-`memory_estimate.py` puts them together for one rank, with what ZeRO and pipelines make of them. What an encoding or a
-processor adds is declared in its own file. The formulas are a model of what our code, PyTorch and DeepSpeed do; tests
-compare them with what these keep.
+`model_costs.py` counts parameters and FLOPs. `activations.py` and `attention_memory.py` count the tensors that a layer
+and each attention backend save for the backward pass. `memory_estimate.py` combines them for one rank, including ZeRO
+and pipelines. Each encoding and processor declares its own costs in its file. The formulas model our code, PyTorch and
+DeepSpeed; tests compare them with the real ones.
 """

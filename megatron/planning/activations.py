@@ -1,27 +1,27 @@
-"""What the forward pass of a layer keeps for the backward pass, and what the backward pass needs besides.
+"""Memory that a layer saves for the backward pass, and the workspace of its backward pass.
 
-Counted tensor by tensor, as autograd keeps them in our layer (a test counts them in the real one). B sequences of a
-micro-batch, n = B·t tokens of a rank with t = T / C places, D hidden size, F feed-forward width, T_p tensor ranks, b
-bytes of the compute type:
+The formulas count each tensor that autograd saves in our layer; a test compares them with the real one. Symbols: B
+sequences per micro-batch, n = B·t tokens of a rank with t = T / C positions, D hidden size, F feed-forward width, T_p
+tensor ranks, b bytes of the compute type.
 
-| part                          | bytes                                                                              |
+| component                     | bytes                                                                              |
 |-------------------------------|------------------------------------------------------------------------------------|
-| a norm                        | 2·n·D·b: what it reads and what it gives (rmsnorm, composite in PyTorch: more)     |
+| norm                          | 2·n·D·b: its input and output (rmsnorm, composite in PyTorch: more)                |
 | q, k, v                       | 3·n·(D/T_p)·b, one tensor; a rotated q and k are copies: 2·n·(D/T_p)·b more        |
-| q, k, v of grouped queries    | 3·n·(D/T_p)·b: queries leave their groups, keys and values are repeated            |
-| gathered k and v              | 2·B·T·(D/T_p)·b: of all places, where ranks share the sequence; of all heads, where |
-|                               | tensor ranks exchange heads for rows around a processor                            |
-| norms of q and k              | what they give, unless it is rotated, gathered or repeated; rmsnorm the normalised |
-|                               | values too; of grouped queries the tensor that q, k and v lie in                   |
-| queries times a temperature   | n·(D/T_p)·b: the copy that attention reads; with learned factors also what it was  |
-|                               | made of, and the factors, 4·t·H/T_p                                                |
-| attention's output            | n·(D/T_p)·b; with gates as much again, and 4 bytes a gate                          |
+| q, k, v of grouped queries    | 3·n·(D/T_p)·b: queries are copied out of their groups, keys and values repeated    |
+| gathered k and v              | 2·B·T·(D/T_p)·b: all positions if ranks share the sequence; all heads if tensor    |
+|                               | ranks exchange heads for rows around a processor                                   |
+| norms of q and k              | their output, unless it is rotated, gathered or repeated; rmsnorm also the         |
+|                               | normalized values; with grouped queries also the tensor that contains q, k and v   |
+| queries times a temperature   | n·(D/T_p)·b: the copy that attention reads; with learned factors also the unscaled |
+|                               | queries and the factors, 4·t·H/T_p                                                 |
+| attention output              | n·(D/T_p)·b; with gates twice that, and 4 bytes per gate                           |
 | feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
 
-What attention keeps besides is its backend's (`attention_memory.py`). Where attention is recomputed
-(`checkpoint_activations: selective`), of all that lies between its two linear layers only what the first gives and what
-the second reads is kept, n·(D + 2·K)/T_p·b and n·(D/T_p)·b, K the width of keys; the rest is there again in its own
-backward pass, when that of the feed-forward layer is over.
+`attention_memory.py` counts what each attention backend saves in addition. With `checkpoint_activations: selective`,
+attention is recomputed. Then only the output of its first linear layer, n·(D + 2·K)/T_p·b with K the width of keys, and
+the input of its second, n·(D/T_p)·b, are saved. Attention's own backward pass recomputes the rest, after the backward
+pass of the feed-forward layer.
 """
 
 from dataclasses import dataclass
@@ -44,29 +44,29 @@ from megatron.planning.model_costs import count_temperature_parameters, plan_enc
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 DEFAULT_GPU_BYTES = 79 << 30
-"""Of a card that is not known: the kernels' working memory depends on it."""
+"""Device memory assumed for an unknown GPU. The kernels size their workspace by it."""
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Of one layer and one micro-batch on one rank, in bytes."""
+    """Activation memory of one layer and one micro-batch on one rank, in bytes."""
 
     saved_bytes: int
-    """Between its forward and its backward pass, its input included."""
+    """Tensors saved between the layer's forward and backward pass, including its input."""
     workspace_bytes: int
-    """The most that its backward pass has besides at one time. In the feed-forward layer that is the gradient of its
-    inner values; in attention one block's maps and their gradients, when the feed-forward layer's own are gone, and
-    the gradients of what goes in and out."""
+    """Peak of the additional memory in the backward pass. In the feed-forward layer that is the gradient of its inner
+    values. In attention it is the score matrices of one block with their gradients, and the gradients of the inputs and
+    outputs; the feed-forward layer's tensors are freed by then."""
     input_bytes: int
-    """Its input alone: what is kept where whole layers are recomputed."""
+    """Input of the layer: all that is saved if whole layers are recomputed."""
     saved_map_bytes: int
-    """Of what is kept: score maps, a processor's among them."""
+    """Score matrices among the saved tensors, including a processor's feature maps."""
     workspace_map_bytes: int
-    """One block's maps and their gradients, at the worst moment of attention's backward pass."""
+    """Score matrices of one block and their gradients, at the peak of attention's backward pass."""
     shared_bytes: int
-    """Of a micro-batch, kept for all layers together."""
+    """Tensors of a micro-batch that all layers share."""
     recomputed_fraction: float
-    """The share of the forward pass's score products that the backward pass computes again for want of kept maps."""
+    """Fraction of the forward pass's score products that the backward pass recomputes because they were not saved."""
 
 
 def estimate_layer_activations(
@@ -76,14 +76,14 @@ def estimate_layer_activations(
     context_rank: int = 0,
     gpu_bytes: int = DEFAULT_GPU_BYTES,
 ) -> LayerActivations:
-    """What a layer keeps.
+    """Estimate the activation memory of one layer.
 
     Args:
-        config: settled, all of whose layers are alike (`model_costs.count_layer_kinds`).
-        sizes: the mesh.
-        backend: instead of the configuration's.
-        context_rank: which rank of those that share a sequence (they differ by a block).
-        gpu_bytes: memory of the card.
+        config: resolved configuration whose layers are all alike (`model_costs.count_layer_kinds`).
+        sizes: sizes of the mesh.
+        backend: attention backend; overrides the configuration's.
+        context_rank: index of the rank in its context-parallel group (ranks differ by one block).
+        gpu_bytes: device memory.
     """
     estimator = _LayerEstimator(config, sizes, backend, context_rank, gpu_bytes)
     attention = estimator.attention
@@ -125,7 +125,7 @@ class _LayerEstimator:
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.shares_rows = self.processor is not None and sizes.tensor > 1
-        """Do tensor ranks exchange heads for rows?"""
+        """True if tensor ranks exchange heads for rows."""
         segments = list_context_chunks(model.seq_length, Axis(context_rank, sizes.context))
         self.shape = AttentionShape(
             self.micro_batch_size,
@@ -147,7 +147,7 @@ class _LayerEstimator:
         self.attention = ATTENTION_MEMORY[backend or model.attention_backend](self.shape)
 
     def _share_rows(self, segments: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """The rows of the first tensor rank: one chunk from either end of the context rank's."""
+        """Return the rows of the first tensor rank: one chunk from each end of the context rank's rows."""
         (first, length), (last, last_length) = segments[0], segments[-1]
         num_rows = sum(length for _, length in segments)
         size = num_rows // (2 * self.sizes.tensor)
@@ -157,18 +157,18 @@ class _LayerEstimator:
         model, size = self.model, self.num_tokens * self.hidden_size * self.bytes_per_element
         shares_norm = model.gpt_j_residual and model.gpt_j_tied
         num_norms = 1 if shares_norm else 2
-        num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same
-        # After a branch as well as before it: what the second norm gives is added to the stream, and not kept.
+        num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same input
+        # A second norm after each branch: its output is added to the residual stream and not saved.
         num_added = 2 if model.norm_placement == "sandwich" else 0
         if model.norm == "rmsnorm" and self.bytes_per_element == 2:
-            # PyTorch computes it in float32: a copy of the input and the normalised values, two bytes' worth twice.
+            # PyTorch computes it in float32: it saves a float32 copy of the input and the normalized values.
             return (5 * num_norms + 4 * num_added) * size
-        num_normalized = num_norms if model.norm == "rmsnorm" else 0  # the normalised values, before the weight
+        num_normalized = num_norms if model.norm == "rmsnorm" else 0  # the normalized values, before the weight
         num_normalized += num_added if model.norm == "rmsnorm" else 0
         return (num_inputs + num_norms + num_normalized + num_added) * size
 
     def projection_bytes(self) -> int:
-        """Queries, keys, values and the output, without any map."""
+        """Return the bytes of queries, keys, values and the output, without score matrices."""
         n, b, part = self.num_tokens, self.bytes_per_element, self.local_q_size
         keys_part = (
             q_hidden_size(self.model) if self.shares_rows else part
@@ -176,29 +176,29 @@ class _LayerEstimator:
         gathers = self.sizes.context > 1 or self.shares_rows
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         rotates, numbers = self.encoding.facts.rotates_qk, self.encoding.count_qk_numbers()
-        # Where ranks share a sequence, rows of its two chunks are joined, and a view would keep the keys beside it.
+        # Context-parallel ranks concatenate the rows of two chunks; a view would also retain the keys.
         query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
-        # They lie in one tensor, which is kept whole for whatever is a view of it.
+        # Queries, keys and values share one tensor, which stays allocated while a view of it is saved.
         keeps_mixed = not gathers and not has_grouped_queries and not self.attention.copies_keys
         size = 3 * n * part * b if keeps_mixed else 0
         if has_grouped_queries and query_is_view and num_kv_heads(self.model) == self.sizes.tensor:
             size += (
                 n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
-            )  # of one group: in that tensor too
+            )  # with one group: in the shared tensor too
         elif has_grouped_queries or not query_is_view:
             size += n * part * b * numbers
-        # Kernels have values as long as rotated keys.
+        # Kernels pad values to the length of rotated keys.
         both = 2 * numbers if self.attention.pads_values else numbers + 1
         if self.attention.copies_keys:
             size += both * self.micro_batch_size * self.shape.num_distances * keys_part * b  # of each segment
         elif gathers or has_grouped_queries:
-            size += both * self.sizes.context * n * keys_part * b  # of all places, repeated
+            size += both * self.sizes.context * n * keys_part * b  # of all positions, repeated
         elif rotates:
             size += n * part * b * (both if numbers > 1 and self.attention.pads_values else numbers)
         size += self.qk_norm_bytes(keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries))
-        size += n * part * b  # the output, which the projection after it reads
+        size += n * part * b  # the output, which the output projection reads
         if gates := output_gate_size(self.model):
-            size += n * part * b + 4 * n * gates // self.sizes.tensor  # that before its gates, and these in float32
+            size += n * part * b + 4 * n * gates // self.sizes.tensor  # output before gating, float32 gates
         if self.scales_queries:
             size += self.unscaled_query_bytes(keeps_mixed=keeps_mixed, gathers=gathers)
             size += 4 * (n // self.micro_batch_size) * (self.num_heads if self.learns_scale else 1)
@@ -206,41 +206,41 @@ class _LayerEstimator:
             num_positions, cost = n // self.micro_batch_size, self.encoding.cost
             size += 12 * num_positions * self.head_dim  # cosines and sines in float32
             size += 4 * cost.num_turn_tables(self.encoding.options) * num_positions * part
-            if cost.keeps_unrotated and not keeps_mixed:  # in the tensor that they lie in, or taken out of their groups
+            if cost.keeps_unrotated and not keeps_mixed:  # in the shared tensor, or copied out of their groups
                 size += n * (part + 2 * kv_hidden_size(self.model) // self.sizes.tensor) * b
         return size
 
     def unscaled_query_bytes(self, *, keeps_mixed: bool, gathers: bool) -> int:
-        """Of the queries that are scaled, and of what lies in one tensor with them.
+        """Return the bytes of the unscaled queries, and of the tensors that share their storage.
 
         Args:
-            keeps_mixed: the tensor that queries, keys and values lie in is kept for others.
-            gathers: keys and values are gathered from other ranks.
+            keeps_mixed: True if the tensor that contains queries, keys and values is saved anyway.
+            gathers: True if keys and values are gathered from other ranks.
         """
         q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
         k_bytes = self.num_tokens * kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
         has_grouped_queries = num_kv_heads(self.model) < self.num_heads
         if self.encoding.facts.rotates_qk:
             if not (gathers or has_grouped_queries or self.attention.copies_keys):
-                return q_bytes  # turned queries lie beside turned keys, which attention reads
+                return q_bytes  # rotated queries and keys share storage, and attention reads the keys
             return q_bytes + k_bytes if self.learns_scale else 0
         if not self.learns_scale or keeps_mixed:
             return 0
         return q_bytes if has_grouped_queries else q_bytes + 2 * k_bytes
 
     def linear_bytes(self) -> int:
-        """What attention's linear layers give and read."""
+        """Return the bytes of the first linear layer's output and the second one's input in attention."""
         width = (
             2 * self.local_q_size + (2 * kv_hidden_size(self.model) + output_gate_size(self.model)) // self.sizes.tensor
         )
         return self.num_tokens * width * self.bytes_per_element
 
     def qk_norm_bytes(self, *, keeps_mixed: bool, is_read: bool) -> int:
-        """Of the norms of queries and keys.
+        """Return the bytes that the norms of queries and keys save.
 
         Args:
-            keeps_mixed: the tensor that queries, keys and values lie in is kept for others.
-            is_read: attention reads what the norms give, and no copy of it.
+            keeps_mixed: True if the tensor that contains queries, keys and values is saved anyway.
+            is_read: True if attention reads the norms' output itself, not a copy of it.
         """
         kind, model, per_token = qk_norm(self.model), self.model, self.num_tokens * self.bytes_per_element
         if kind is None:
@@ -251,10 +251,10 @@ class _LayerEstimator:
         in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `norm_bytes`
         size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if kind == "rmsnorm" else 0
         if model.qk_layernorm_over_heads and not in_float32:
-            size += q_bytes + k_bytes  # what they read, without the values between
+            size += q_bytes + k_bytes  # their input, without the values
         elif not in_float32:
             size += 0 if keeps_mixed else q_bytes + 2 * k_bytes
-            size += q_bytes if num_kv_heads(model) < self.num_heads else 0  # taken out of their groups
+            size += q_bytes if num_kv_heads(model) < self.num_heads else 0  # copied out of their groups
         if is_read:
             size += (0 if self.attention.copies_keys else k_bytes) + (0 if self.attention.copies_query else q_bytes)
         return size
@@ -265,18 +265,20 @@ class _LayerEstimator:
         return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def mlp_gradient_bytes(self) -> int:
-        """Of the feed-forward layer's values before and after the activation."""
+        """Return the bytes of the gradients before and after the activation of the feed-forward layer."""
         num_gradients = 3 if self.model.activation in GATED_ACTIVATIONS else 1
         return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def attention_gradient_bytes(self) -> int:
-        """Of the residual stream, of attention's output, and of keys or values, which blocks add to."""
+        """Return the bytes of gradients: residual stream, attention output, and keys or values, accumulated over
+        blocks."""
         return self.num_tokens * (self.hidden_size + 2 * self.local_q_size) * self.bytes_per_element
 
     def freed_bytes(self) -> int:
-        """What attention's backward pass finds freed: the feed-forward layer and its norm, unless they stand beside."""
+        """Return the bytes freed before attention's backward pass: the feed-forward layer and its norm, unless
+        parallel."""
         return 0 if self.model.gpt_j_residual else self.mlp_bytes() + self.norm_bytes() // 2
 
     def dropout_mask_bytes(self) -> int:
-        """One byte per entry of each of the two residual branches."""
+        """Return the bytes of the dropout masks: one byte per element of each of the two residual branches."""
         return 2 * self.num_tokens * self.hidden_size if self.model.hidden_dropout else 0

@@ -1,23 +1,22 @@
-"""What each way of computing attention keeps for the backward pass and has in it besides: the facts of the backends
-(`megatron/attention/backends/`), one function each, in `ATTENTION_MEMORY`.
+"""Memory of each attention backend: tensors saved for the backward pass, and workspace of the backward pass.
 
-Queries, keys, values and the output that the next layer reads are the layer's (`activations.py`). B sequences, S scores
-(row, column) of a block, h heads of a rank, H of the model, d head dimension, W width of a processor, N distances, b
-bytes of the compute type:
+`ATTENTION_MEMORY` has one function for each backend of `megatron/attention/backends/`. `activations.py` counts queries,
+keys, values and the output. Symbols: B sequences, S scores (row, column) of a block, h heads of a rank, H of the model,
+d head dimension, W width of a processor, N distances, b bytes of the compute type.
 
-| computed by                  | keeps                                        | in the backward pass                |
+| computed by                  | saves                                        | workspace of the backward pass      |
 |------------------------------|----------------------------------------------|-------------------------------------|
-| eager, row blocks that are   | B·h·S·(4 + b): probabilities in float32 and  | a block's maps and their gradients  |
-| kept                         | a half type; processor: B·(H + W)·S·b more   |                                     |
-| row blocks, recomputed       | tables                                       | one block's maps and gradients      |
-| sdpa                         | 4 bytes a row and head; its output, if q is  | nothing that counts                 |
+| eager, saved row blocks      | B·h·S·(4 + b): probabilities in float32 and  | score matrices of one block with    |
+|                              | a half type; processor: B·(H + W)·S·b more   | their gradients                     |
+| recomputed row blocks        | tables                                       | the same                            |
+| sdpa                         | 4 bytes per row and head; its output if q is | negligible                          |
 |                              | rotated                                      |                                     |
-| kernels/biased_attention     | its output, 4 bytes a row and head           | dq, dk, dv, sums of table gradients |
-| kernels/cdape_attention      | q, k and v, contiguous; 8 bytes a row and    | a chunk's maps, sums of dk and dv   |
-|                              | head; tables, 4·N·(k·H + W) bytes            |                                     |
+| kernels/biased_attention     | its output, 4 bytes per row and head         | dq, dk, dv, sums of table gradients |
+| kernels/cdape_attention      | contiguous q, k and v; 8 bytes per row and   | score matrices of one chunk, sums   |
+|                              | head; tables, 4·N·(k·H + W) bytes            | of dk and dv                        |
 | a matrix of biases (FIRE)    | nothing                                      | matrices [h, 256, N], 2 + B of them |
 
-What a backend takes by itself (`auto`) depends on a check on the card; without one it takes what PyTorch has.
+The backend that `auto` selects depends on a self-check on the GPU; without one it uses PyTorch's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,22 +37,23 @@ from megatron.planning.model_costs import (
 MASKED_ROWS = 512
 """Rows of a block that PyTorch's fused attention computes with a mask (`attention/backends/pytorch.py`)."""
 MAX_PACKED_HEAD_DIM = 256
-"""Of flash attention on documents (`attention/backends/pytorch.py`)."""
+"""Largest head dimension for which flash attention masks documents (`attention/backends/pytorch.py`)."""
 MATRIX_ROWS = 256
-"""Rows of a block for which the kernels make a matrix of biases (`attention/backends/triton.py`)."""
+"""Rows of a block for which the kernels build a matrix of biases (`attention/backends/triton.py`)."""
 
 SOFTMAX_BACKWARD_BYTES = 12
-"""Of a score beside its probability: the gradients of both in float32 and, on CUDA devices alone, their product
-(`softmax_backward_cuda_out` in PyTorch)."""
+"""Bytes per score in addition to its probability: the gradients of both in float32 and, on CUDA devices only, their
+product (`softmax_backward_cuda_out` in PyTorch)."""
 
 STICK_BREAKING_BYTES = 4
-"""What the backward pass of stick-breaking has more: sums along the keys, turned round, beside what they sum."""
+"""Additional bytes per score in the backward pass of stick-breaking: reversed cumulative sums along the keys."""
 
 MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
-"""Of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
+"""Limits of the kernels (`kernels/head_dim.py`, `kernels/cdape_attention/op.py`)."""
 
 MAPS_FRACTION, MIN_CHUNK_ROWS, CHUNK_ROWS = 1 / 12, 16, 1024
-"""Of a card's memory, what a chunk's maps take at most in kernels/cdape_attention; the rows of its chunks."""
+"""Largest fraction of device memory for the score matrices of a chunk in kernels/cdape_attention; fewest and most rows
+of a chunk."""
 
 PARTIAL_SUMS = 1024
 """Programs that share the sums of a table's gradient (`kernels/biased_attention/configs.py`)."""
@@ -61,31 +61,31 @@ PARTIAL_SUMS = 1024
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The attention of one layer and one micro-batch on one rank."""
+    """Attention of one layer and one micro-batch on one rank."""
 
     batch_size: int
     segments: tuple[tuple[int, int], ...]
-    """(first, number) of the query rows: a rank's chunks of a sequence."""
+    """(first row, number of rows) of the query rows: a rank's chunks of a sequence."""
     num_heads: int
-    """Whose scores are computed: all of the model's, where a processor mixes them."""
+    """Heads whose scores are computed: all heads of the model if a processor mixes them."""
     head_dim: int
     bytes_per_element: int
     encoding: PlannedEncoding
     processor: PlannedProcessor | None
     has_shared_tables: bool
-    """Are the encoding's tables those of all layers?"""
+    """True if all layers share the encoding's tables."""
     window: int | None
     block_rows: int
-    """Of the configuration's blocks of rows."""
+    """Rows of a block in the configuration."""
     has_dropout: bool
     gpu_bytes: int
-    """Memory of the card."""
+    """Device memory."""
     has_softcap: bool = False
-    """Are the scores soft-capped?"""
+    """True if the scores are soft-capped."""
     softmax_type: str = "vanilla"
-    """What makes weights of the logits (`attention/softmax.py`)."""
+    """Function that turns scores into weights (`attention/softmax.py`)."""
     has_documents: bool = False
-    """Are documents of a row kept apart?"""
+    """True if documents in a row are masked from each other."""
 
     @property
     def num_rows(self) -> int:
@@ -104,72 +104,72 @@ class AttentionShape:
 
     @property
     def rotated_dim(self) -> int:
-        """Numbers of a rotated query or key; kernels have values and outputs of that length too (`pad_values`)."""
+        """Length of a rotated query or key. Kernels pad values and outputs to the same length (`pad_values`)."""
         return self.head_dim * self.encoding.count_qk_numbers()
 
     @property
     def query_bytes(self) -> int:
-        """Of the queries, or of a kernel's output, [B, H, R, e]."""
+        """Bytes of the queries, or of a kernel's output, [B, H, R, e]."""
         return self.batch_size * self.num_rows * self.num_heads * self.rotated_dim * self.bytes_per_element
 
     @property
     def key_bytes(self) -> int:
-        """Of the keys, or of a kernel's values, [B, H, C, e]."""
+        """Bytes of the keys, or of a kernel's values, [B, H, C, e]."""
         return self.batch_size * self.num_columns * self.num_heads * self.rotated_dim * self.bytes_per_element
 
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of one layer, beside queries, keys, values and the output."""
+    """Attention memory of one layer in bytes, without queries, keys, values and the output."""
 
     saved_bytes: int = 0
-    """Between the passes, without maps."""
+    """Tensors saved for the backward pass, without score matrices."""
     saved_map_bytes: int = 0
-    """Of score maps, between the passes."""
+    """Score matrices saved for the backward pass."""
     workspace_bytes: int = 0
-    """The most at one time in the backward pass, kept maps not counted again."""
+    """Peak of the backward pass, without the saved score matrices."""
     workspace_map_bytes: int = 0
-    """The maps and their gradients among these, with kept ones."""
+    """Score matrices and their gradients at the peak, including saved ones."""
     shared_bytes: int = 0
-    """Between the passes, for all layers together."""
+    """Tensors saved for the backward pass that all layers share."""
     copies_query: bool = False
-    """Is a copy of the queries kept (scaled) where they would else be a view?"""
+    """True if a (scaled) copy of the queries is saved that would otherwise be a view."""
     copies_keys: bool = False
-    """Are contiguous copies of each segment's keys and values kept, and not what they were made of?"""
+    """True if contiguous copies of each segment's keys and values are saved instead of the originals."""
     pads_values: bool = False
-    """Are values as long as rotated queries (`pad_values`)?"""
+    """True if values are padded to the length of rotated queries (`pad_values`)."""
     recomputed_fraction: float = 0.0
-    """Of the forward pass's score products, what the backward pass computes again."""
+    """Fraction of the forward pass's score products that the backward pass recomputes."""
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks of as many query rows each, computed one after the other; the columns that they see grow evenly."""
+    """Group of equally large blocks of query rows, computed one after another. Their numbers of columns grow evenly."""
 
     num_rows: int
-    """Of a block."""
+    """Rows of one block."""
     num_columns: int
-    """Of the last block, which sees most."""
+    """Columns of the last block, which has the most."""
     is_saved: bool
-    """Their maps stay for the backward pass."""
+    """True if their score matrices are saved for the backward pass."""
     count: int = 1
     first_columns: int | None = None
-    """Of the first block; as the last if absent."""
+    """Columns of the first block; None if it has as many as the last."""
 
     @property
     def num_scores(self) -> int:
-        """Of the last block."""
+        """Scores of the last block."""
         return self.num_rows * self.num_columns
 
     @property
     def total_scores(self) -> int:
-        """Of all of them."""
+        """Scores of all blocks."""
         first = self.num_columns if self.first_columns is None else self.first_columns
         return self.num_rows * self.count * (first + self.num_columns) // 2
 
     @property
     def num_scores_before(self) -> int:
-        """Of the block before the last; 0 if there is none."""
+        """Scores of the second-to-last block; 0 if there is only one."""
         if self.count == 1:
             return 0
         first = self.num_columns if self.first_columns is None else self.first_columns
@@ -177,18 +177,18 @@ class RowBlocks:
 
 
 def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowBlocks]:
-    """The blocks of all segments, a million of which are as few groups as two: a plan of any length is quick."""
+    """Yield the blocks of all segments in a few groups, so that planning any length is fast."""
     for start, length in shape.segments:
         stop, size = start + length, shape.block_rows
         is_saved = stop <= max_keys_kept
         if is_saved and shape.processor is None:
             size = max(size, MIN_ROWS_KEPT)
         count, rest = divmod(length, size)
-        above = 0 if shape.processor is None else shape.processor.rows_above  # computed with each block
+        above = 0 if shape.processor is None else shape.processor.rows_above  # recomputed with each block
         if shape.window is None:
             reach, num_growing = stop, count
         else:
-            # Columns before a block's first row that it sees, at most.
+            # Most columns that a block sees before its first row.
             reach = shape.window - 1
             if shape.processor is not None:
                 reach += shape.processor.left_context + shape.processor.rows_above
@@ -202,18 +202,18 @@ def _iter_row_blocks(shape: AttentionShape, max_keys_kept: int) -> Iterator[RowB
 
 
 def estimate_eager(shape: AttentionShape) -> AttentionMemory:
-    """All rows at once."""
+    """Estimate the memory of eager attention, which computes all rows at once."""
     blocks = [RowBlocks(length, start + length, True) for start, length in shape.segments]
     return _estimate_blocks(shape, blocks, is_eager=True)
 
 
 def estimate_chunked(shape: AttentionShape) -> AttentionMemory:
-    """Row blocks that are recomputed."""
+    """Estimate the memory of row blocks that are recomputed in the backward pass."""
     return _estimate_blocks(shape, list(_iter_row_blocks(shape, 0)))
 
 
 def estimate_row_blocks(shape: AttentionShape) -> AttentionMemory:
-    """Row blocks, kept for short sequences."""
+    """Estimate the memory of row blocks. Those of short sequences are saved, others recomputed."""
     return _estimate_blocks(shape, list(_iter_row_blocks(shape, MAX_KEYS_KEPT)))
 
 
@@ -221,7 +221,7 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     map_bytes = _score_map_bytes(shape, is_eager=is_eager)
     work_bytes = _score_workspace_bytes(shape, is_eager=is_eager)
     recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
-    # The gradients of keys and values, which each block but the last, the first to be differentiated, finds there.
+    # Every block but the first in the backward pass adds to existing gradients of keys and values.
     added_to = shape.key_bytes + shape.key_bytes * shape.head_dim // shape.rotated_dim
     workspace = []
     for index, block in enumerate(blocks):
@@ -239,10 +239,11 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
 
 
 def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bool) -> int:
-    """Per distance, whatever the batch: what the encoding keeps, and what a processor makes of the bias alone."""
+    """Return the bytes per distance, independent of the batch: the encoding's tables and the processor's share of the
+    bias."""
     num_distances, num_tables = shape.num_distances, shape.encoding.cost.num_saved_tables
     if "table" in shape.encoding.facts.hooks and not all(block.is_saved for block in blocks):
-        num_tables += shape.encoding.facts.adds_bias + shape.encoding.facts.multiplies_scores  # handed to each block
+        num_tables += shape.encoding.facts.adds_bias + shape.encoding.facts.multiplies_scores  # passed to each block
     size = 4 * num_tables * shape.num_heads * num_distances
     processor = shape.processor
     if processor is not None and shape.encoding.facts.adds_bias and shape.window is None and not is_eager:
@@ -252,7 +253,7 @@ def _table_bytes(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager: bo
 
 
 def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
-    """What a block keeps of each score, where it is kept."""
+    """Return the bytes per score that a saved block takes."""
     b, encoding, heads = shape.bytes_per_element, shape.encoding, shape.num_heads
     half_copy_bytes = b if b < 4 else 0
     per_sequence = heads * (
@@ -262,7 +263,7 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     if shape.has_softcap:
         per_sequence += b * heads  # the hyperbolic tangents
     if shape.softmax_type.startswith("stick-breaking"):
-        per_sequence += 4 * heads  # the logits, which a softmax's backward pass needs not
+        per_sequence += 4 * heads  # the logits, which the backward pass of a softmax does not need
     if encoding.facts.multiplies_scores:
         per_sequence += b * heads
         shared_bytes += b * heads
@@ -270,18 +271,18 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         per_sequence += heads * (1 if half_copy_bytes else 5)
     if shape.processor is not None:
         per_sequence += 4 * heads * shape.processor.num_head_maps
-        # In float32, and of which scores they are made; blocks keep besides what they are handed by those before.
+        # In float32, with the scores they are computed from; blocks also save their inputs from earlier blocks.
         per_sequence += shape.processor.num_sequence_maps * ((4 if is_eager else 8) + 2)
         if shape.processor.changes_weights:
             per_sequence += b * heads - half_copy_bytes * heads
         if shape.processor.width:
             per_sequence += b * (heads + shape.processor.width)
-            if "gate" in encoding.facts.hooks:  # the bias is each sequence's own, and convolved with the scores
+            if "gate" in encoding.facts.hooks:  # each sequence has its own bias, which is convolved with the scores
                 per_sequence += b * heads
-        seen_bytes = 2  # who sees what, as truth values, twice
+        seen_bytes = 2  # the boolean mask, twice
         if encoding.facts.adds_bias and is_eager and shape.processor.width:
             seen_bytes += b * heads + 1
-        if shape.has_documents:  # each sequence has its own; and hidden values without those before a document
+        if shape.has_documents:  # each sequence has its own mask; hidden values are masked at document starts
             per_sequence += seen_bytes + (b * shape.processor.width + 1 if shape.processor.left_context else 0)
         else:
             shared_bytes += seen_bytes
@@ -289,34 +290,34 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
 
 
 def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
-    """A block's maps and their gradients at the worst moment, for each score."""
+    """Return the bytes per score of a block's matrices and their gradients, at the peak of the backward pass."""
     b, heads = shape.bytes_per_element, shape.num_heads
-    # Its gradient, and the same padded to be summed along diagonals.
+    # Gradient of the bias, and a padded copy for the sums along diagonals.
     bias_bytes = 8 * heads if shape.encoding.facts.adds_bias else 0
     if "gate" in shape.encoding.facts.hooks:
-        bias_bytes = 12 * heads * shape.batch_size  # the gradient in float64, too
-    # Probabilities and what their softmax's backward pass has, when the copy in a half type has gone; or the logits'
-    # gradient and the bias's.
+        bias_bytes = 12 * heads * shape.batch_size  # also a float64 gradient
+    # Probabilities and the workspace of the softmax's backward pass, after the half-precision copy is freed; or the
+    # gradients of the logits and of the bias.
     half_copy_bytes, num_maps = b if b < 4 else 0, shape.batch_size * heads
     of_weights = SOFTMAX_BACKWARD_BYTES + (
         STICK_BREAKING_BYTES if shape.softmax_type.startswith("stick-breaking") else 0
     )
-    # A processor that changes weights reads them in float32: its gradient is there before the copy's is gone.
+    # A processor that changes weights reads them in float32; their gradient exists before the copy's is freed.
     freed_bytes = 0 if shape.processor is not None and shape.processor.changes_weights else half_copy_bytes
     maps = _score_map_bytes(shape, is_eager=is_eager) + max(
         (of_weights - freed_bytes) * num_maps, 4 * num_maps + bias_bytes
     )
     if shape.processor is None:
         return maps
-    if shape.processor.rows_above:  # a convolution over rows pads what it reads, and the gradient
+    if shape.processor.rows_above:  # a convolution over rows pads its input and the gradient
         maps += 4 * num_maps
-    # Hidden values, their gradient through the activation and out of the second convolution. With a bias also the
-    # hidden values before and after its own share joins them, that share in float32 and in the type of the scores;
-    # and the share's gradient in both, and sheared to be summed along diagonals.
+    # Hidden values, and their gradients after the activation and after the second convolution. With a bias also: the
+    # hidden values before and after adding its share, the share in float32 and in the type of the scores, and the
+    # gradient of the share in both types and in a sheared copy for the sums along diagonals.
     width, batch = shape.processor.width, shape.batch_size
     candidates = [batch * b * (3 * width + heads)]
-    # Computed again, before any gradient: scores, padded scores and what is added to them, their sum in float32, and
-    # hidden values; with a bias it and its share, in float32.
+    # Recomputation, before any gradient: scores, padded scores, the summand of the scores, their float32 sum, and
+    # hidden values; with a bias also the bias and its share, in float32.
     share = 4 * (width + heads) if shape.encoding.facts.adds_bias else 0
     candidates.append(batch * (heads * (3 * b + 4) + b * width) + share)
     if shape.encoding.facts.adds_bias:
@@ -326,15 +327,15 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
 
 
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
-    """PyTorch's fused attention."""
-    size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # the logarithm of each row's sum
+    """Estimate the memory of PyTorch's fused attention."""
+    size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # log-sum-exp of each row
     if shape.encoding.facts.rotates_qk and len(shape.segments) == 1:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
-    # PyTorch's plain causal attention is for whole sequences of one document, and flash attention takes whole rows of
-    # several; else masks in the compute type are kept, those of documents once for all layers.
+    # PyTorch's causal attention needs whole sequences of one document, and flash attention supports several documents
+    # in whole rows. Otherwise masks in the compute type are saved; all layers share document masks.
     is_half = shape.bytes_per_element == 2 and shape.rotated_dim % 8 == 0 and shape.rotated_dim <= MAX_PACKED_HEAD_DIM
     if shape.has_documents and is_half and len(shape.segments) == 1 and not shape.has_dropout:
-        copies = shape.batch_size > 1  # of several rows, one after another
+        copies = shape.batch_size > 1  # packs several rows into one
         size += shape.query_bytes if copies else 0
         return AttentionMemory(
             saved_bytes=size, copies_query=copies, copies_keys=copies, pads_values=True, recomputed_fraction=0.5
@@ -356,7 +357,7 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
 
 
 def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
-    """kernels/biased_attention: no maps."""
+    """Estimate the memory of kernels/biased_attention, which saves no score matrices."""
     rows, facts = shape.batch_size * shape.num_rows * shape.num_heads, shape.encoding.facts
     tables = facts.adds_bias + facts.multiplies_scores if "table" in facts.hooks else 0
     pairs = shape.batch_size * shape.num_heads
@@ -374,14 +375,15 @@ def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
 
 
 def estimate_flex(shape: AttentionShape) -> AttentionMemory:
-    """PyTorch's FlexAttention: as our kernel, but for the sums of table gradients, which are atomic."""
+    """Estimate the memory of PyTorch's FlexAttention: as our kernel, but table gradients are summed atomically."""
     saved = shape.query_bytes + 4 * shape.batch_size * shape.num_rows * shape.num_heads
     workspace = shape.query_bytes + 2 * shape.key_bytes
     return AttentionMemory(saved_bytes=saved, workspace_bytes=workspace, pads_values=True, recomputed_fraction=0.5)
 
 
 def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
-    """kernels/cdape_attention: the maps of one chunk of rows, which adapt to the card."""
+    """Estimate the memory of kernels/cdape_attention: score matrices of one chunk of rows, sized by the device
+    memory."""
     processor = shape.processor
     assert processor is not None
     columns, batch, heads = shape.num_columns, shape.batch_size, shape.num_heads
@@ -389,7 +391,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     maps = batch * chunk_rows * columns * kernel_map_bytes(heads, shape.bytes_per_element)
     keys = batch * columns * heads * shape.rotated_dim
     is_one_chunk = chunk_rows >= shape.num_rows
-    # Sums of dk and dv, in float32 where chunks add to them; then a chunk's part, in the compute type.
+    # Sums of dk and dv, in float32 if several chunks add to them; then one chunk's share in the compute type.
     sums = keys * (2 * shape.bytes_per_element if is_one_chunk else 2 * 4 + shape.bytes_per_element)
     table_entries = processor.kernel_size * heads + processor.width
     edge_entries = processor.left_context * processor.width
@@ -406,14 +408,15 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 
 
 def kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
-    """Of all maps of a chunk of kernels/cdape_attention, for each row and column of a sequence."""
-    channels = -(-num_heads // 8) * 8  # heads lie in groups
+    """Return the bytes of all score matrices of a chunk in kernels/cdape_attention, per row and column of a
+    sequence."""
+    channels = -(-num_heads // 8) * 8  # heads are padded to groups of 8
     return 2 * channels * bytes_per_element + num_heads * (bytes_per_element + 4)
 
 
 def choose_chunk_rows(shape: AttentionShape) -> int:
-    """Query rows of a chunk in kernels/cdape_attention, as `configs.choose_chunk_rows` there has them on a card with
-    more multiprocessors than it needs (a test compares them)."""
+    """Return the query rows of a chunk in kernels/cdape_attention. It equals `configs.choose_chunk_rows` there on a GPU
+    with more multiprocessors than needed; a test compares the two."""
     channels = -(-shape.num_heads // 8) * 8
     room = int(shape.gpu_bytes * MAPS_FRACTION) // (
         shape.batch_size * shape.num_columns * kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
@@ -425,15 +428,15 @@ def choose_chunk_rows(shape: AttentionShape) -> int:
 
 
 def estimate_bias_matrix(shape: AttentionShape) -> AttentionMemory:
-    """kernels/bias, and PyTorch's fused attention in recomputed blocks of rows: the matrix, its gradient, and what
-    PyTorch gives as its gradient, for each sequence."""
+    """Estimate the memory of kernels/bias, and of PyTorch's fused attention in recomputed row blocks. They hold the
+    bias matrix, its gradient, and the gradient that PyTorch returns for each sequence."""
     matrix = shape.num_heads * min(MATRIX_ROWS, shape.num_rows) * shape.num_columns * shape.bytes_per_element
     workspace = matrix * (2 + shape.batch_size)
     return AttentionMemory(workspace_bytes=workspace, workspace_map_bytes=workspace, recomputed_fraction=1.5)
 
 
 def estimate_triton(shape: AttentionShape) -> AttentionMemory:
-    """By the kernel that a call takes (`select_kernel` in `attention/backends/triton.py`)."""
+    """Estimate the memory of the kernel that `select_kernel` (`attention/backends/triton.py`) chooses."""
     facts = shape.encoding.facts
     has_sink = shape.softmax_type != "vanilla"
     if has_sink and (shape.has_dropout or ("dense" in facts.hooks and shape.processor is None)):
@@ -447,7 +450,7 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
 
 
 def estimate_auto(shape: AttentionShape) -> AttentionMemory:
-    """What `auto` takes until a check on the card has found something faster."""
+    """Estimate the memory of the backend that `auto` uses before a self-check on the GPU finds a faster one."""
     can_fuse = supports_sdpa(
         shape.encoding, shape.processor, has_softcap=shape.has_softcap, softmax_type=shape.softmax_type
     )
@@ -461,9 +464,9 @@ ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
     "chunked": estimate_chunked,
     "eager": estimate_eager,
     "sdpa": estimate_sdpa,
-    "native": estimate_auto,  # of the CPU: elsewhere it is left to row blocks
+    "native": estimate_auto,  # for CPUs only; elsewhere row blocks are used
 }
-"""By the values of `attention_backend`."""
+"""Memory estimators by the value of `attention_backend`."""
 
 
 def supports_sdpa(
@@ -473,7 +476,7 @@ def supports_sdpa(
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
 ) -> bool:
-    """Can PyTorch's fused attention compute a method?"""
+    """Return True if PyTorch's fused attention supports a method."""
     return _can_compute("sdpa", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
 
 
@@ -485,7 +488,7 @@ def supports_triton(
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
 ) -> bool:
-    """Can the kernels compute a method, or a part of it?"""
+    """Return True if the kernels support a method, at least in part."""
     fits = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
         processor is None or processor.width <= MAX_PROCESSOR_WIDTH
     )
@@ -515,7 +518,7 @@ def list_backends(
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
 ) -> list[str]:
-    """The backends that can compute a method on a GPU, `auto` first."""
+    """List the backends that support a method on a GPU, `auto` first."""
     names = ["auto"]
     if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap, softmax_type=softmax_type):
         names.append("triton")
@@ -530,7 +533,7 @@ def list_backends(
 
 
 def list_common_backends(config: Config) -> list[str]:
-    """The backends that can compute every layer of a configuration on a GPU, `auto` first."""
+    """List the backends that support every layer of a configuration on a GPU, `auto` first."""
     of_kinds = [
         list_backends(
             plan_encoding(own.position),

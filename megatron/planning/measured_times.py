@@ -1,7 +1,7 @@
-"""Measured training steps with score processors, which take longer than their FLOPs say.
+"""Measured training steps with score processors, which are slower than their FLOPs suggest.
 
-A processor's maps are read and written more slowly than they are computed, so `step_time.py`, which counts FLOPs, makes
-it look cheap. In each measurement a step with the processor and one without differ by so many times what the plan says:
+Reading and writing a processor's feature maps takes longer than computing them. `step_time.py` counts FLOPs and
+therefore underestimates its cost. The factor below is the measured overhead of a processor over its planned overhead:
 
 | processor | model, tokens     | step / step without | plan  | factor | source                                        |
 |-----------|-------------------|---------------------|-------|--------|-----------------------------------------------|
@@ -24,7 +24,7 @@ from megatron.planning.step_time import Cluster, estimate_step_time
 
 @dataclass(frozen=True)
 class MeasuredOverhead:
-    """Range of a processor's measured overhead, in multiples of the planned one."""
+    """Range of a processor's measured overhead, as a multiple of the planned overhead."""
 
     low: float
     high: float
@@ -36,20 +36,20 @@ MEASURED_OVERHEADS = {
     "cdape": MeasuredOverhead(6.4, 16.2, f"350M on an H200, docs/results/gpu_check.md, and {_PAPER}"),
     "dape": MeasuredOverhead(10.5, 34.0, _PAPER),
 }
-"""Overheads by the name of the score processor. No step was measured with the others."""
+"""Overheads by name of the score processor. The other processors have no measured steps."""
 
 
 @dataclass(frozen=True)
 class StepTimeBand:
-    """Seconds of a step between the smallest and the largest measured overhead of its processor."""
+    """Range of step times, in seconds, from the smallest to the largest measured overhead of a processor."""
 
     low: float
     high: float
     planned_ratio: float
-    """Planned step over the planned step without the processor."""
+    """Planned step time over the planned step time without the processor."""
     low_ratio: float
     high_ratio: float
-    """Step by the smallest and by the largest overhead, over the planned step without the processor."""
+    """Step times with the smallest and the largest overhead, over the planned step time without the processor."""
     processor: str
     source: str
 
@@ -57,9 +57,9 @@ class StepTimeBand:
 def estimate_measured_band(
     config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
 ) -> StepTimeBand | None:
-    """Return the time of a step as measured overheads have it; None without a processor whose steps were measured.
+    """Return the range of step times by measured overheads, or None if the processor has no measured steps.
 
-    Args: as of `estimate_step_time`.
+    Args: the same as `estimate_step_time`.
     """
     processors = [name for name in config.position.processors if name != "none"]
     if len(processors) != 1 or (overhead := MEASURED_OVERHEADS.get(processors[0])) is None:

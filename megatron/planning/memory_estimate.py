@@ -1,22 +1,23 @@
-"""The memory that training takes on one GPU: what is there at each of a few moments, of which the worst counts.
+"""Device memory of training on one GPU: the peak over a few moments of a step.
 
-P parameters that a rank holds, N = data × context ranks (ZeRO divides over these), b bytes of the compute type, K
-elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer states are there at all times:
+Symbols: P parameters of a rank, N = data × context ranks (ZeRO shards over these), b bytes of the compute type, K
+elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer states take memory at all times, in bytes
+per parameter:
 
 | ZeRO             | weights | optimizer                                                                     |
 |------------------|---------|-------------------------------------------------------------------------------|
-| 0                | b       | Adam's two moments and, in a half type, the float32 master of each weight: 8 or 12 |
+| 0                | b       | 8 for Adam's two moments; 12 with the float32 masters of a half type          |
 | 1, 2             | b       | 12 / N                                                                        |
 | 3                | b / N   | 12 / N                                                                        |
 
-Lion keeps one moment instead of two, and Muon one of the layers' matrices: 4 bytes less of each of these. Their step
-makes updates of as much as what they keep one moment of, in float32; Muon's has besides the whole matrices that it
-orthogonalises together (`training/muon.py`): in float32 twice and in the compute type at most four times.
+Lion stores one moment instead of two, and Muon one for the layers' matrices: 4 bytes less for each of these parameters.
+Their step creates float32 updates of the same size. Muon also gathers the matrices that it orthogonalizes together
+(`training/muon.py`): two float32 copies and at most four in the compute type.
 
-Gradients come one after the other while activations go (a test sums the tensors of real engines):
+During the backward pass gradients grow while activations are freed (a test sums the tensors of real engines):
 
-| ZeRO                | before the backward | in it          | when they are     | in the step  |
-|                     | pass, if they       |                | reduced           |              |
+| ZeRO                | before the backward | in the         | while they are    | in the step  |
+|                     | pass, if they       | backward pass  | reduced           |              |
 |                     | accumulate          |                |                   |              |
 |---------------------|---------------------|----------------|-------------------|--------------|
 | 0                   | b                   | b              | b more, at most   | b and, in    |
@@ -26,15 +27,15 @@ Gradients come one after the other while activations go (a test sums the tensors
 | 1, bf16 that        | 4 and b; in a       | the same       | b · K             | the same     |
 | accumulates         | pipeline 4          |                |                   |              |
 | 2                   | 4 / N (fp16: b / N) | b · K more     | b · K more if N>1 | 4 / N        |
-| 3                   | bf16 4 / N, else    | and b · K, and what is gathered    | 4 / N        |
+| 3                   | bf16 4 / N, else    | and b · K, and gathered weights    | 4 / N        |
 |                     | b / N               |                                    |              |
 
-"Accumulate" means: more than one micro-batch per step, or a pipeline. What is offloaded to the CPU takes none, but a
-buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32 sums of bf16 gradients (ZeRO 2), and, where
-gradients accumulate, their sums and a bucket in the same type from one micro-batch to the next (ZeRO 1).
-ZeRO 3 has its part of the gradients at all times, and at the loss its bucket and the gathered weights that are used
-again within `stage3_max_reuse_distance` elements: nothing releases those, which are as many as half of it.
-Not in it: what CUDA, NCCL and the allocator take for themselves, which the tenth to spare in `fits` is for.
+Gradients accumulate with more than one micro-batch per step or with a pipeline. Tensors offloaded to the CPU take no
+device memory, with three exceptions: a buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32
+sums of bf16 gradients (ZeRO 2), and accumulated gradients with one bucket of their type between micro-batches (ZeRO 1).
+ZeRO 3 keeps its shard of the gradients at all times. At the loss it also holds its bucket and the gathered weights that
+are reused within `stage3_max_reuse_distance` elements; nothing releases these, and they amount to half that distance.
+The estimate excludes the memory of CUDA, NCCL and the allocator, for which `fits` reserves a tenth.
 """
 
 from collections.abc import Sequence
@@ -56,77 +57,76 @@ from megatron.planning.model_costs import (
 )
 
 RESERVED_FRACTION = 0.1
-"""Of a GPU's memory, for what no formula here counts."""
+"""Fraction of a GPU's memory reserved for everything that the formulas do not count."""
 
 MUON_MATRICES_AT_ONCE = 1 << 25
-"""Elements of matrices that Muon gathers and orthogonalises together, or of one matrix if it has more."""
+"""Elements of the matrices that Muon gathers and orthogonalizes together; a larger matrix is processed alone."""
 
 ALLREDUCE_BUCKET_SIZE = 500_000_000
 """Elements of DeepSpeed's bucket without ZeRO."""
 
 CAST_ELEMENTS = 1 << 25
-"""Of gradients that are cast together, to be added to sums in another type or sent, at least
+"""Fewest elements of gradients that are cast together, before they are sent or added to sums of another type
 (`training/zero_optimizer.py`)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What there is at one moment beside weights and optimizer states, in bytes."""
+    """Memory at one moment of a step in bytes, without weights and optimizer states."""
 
     name: str
     gradients: int = 0
     buffers: int = 0
-    """Buckets, gathered parameters, and what pipeline stages hand each other."""
+    """Buckets, gathered parameters, and buffers between pipeline stages."""
     activations: int = 0
-    """Kept for the backward pass, of all micro-batches that are in flight."""
+    """Tensors saved for the backward pass by all micro-batches in flight."""
     logits: int = 0
     """Logits, their float32 copy, and the gradient."""
     working: int = 0
-    """What the backward pass of a layer has besides: its recomputed activations, gradients inside it, maps."""
+    """Workspace of a layer's backward pass: recomputed activations, gradients inside it, score matrices."""
     step: int = 0
-    """What the optimizer's step reads: gradients in float32."""
+    """Float32 gradients that the optimizer step reads."""
 
     @property
     def total(self) -> int:
-        """Of all parts."""
         return self.gradients + self.buffers + self.activations + self.logits + self.working + self.step
 
 
 PARTS = ("gradients", "buffers", "activations", "logits", "working", "step")
-"""Of a moment."""
+"""Fields of a moment that add up to its total."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank."""
+    """Estimated device memory of one rank, in bytes."""
 
     stage: int
-    """The pipeline stage that it is for."""
+    """Index of the pipeline stage."""
     weights: int
     optimizer: int
     """Moments and float32 masters."""
     moments: tuple[Moment, ...]
     kept_maps: int
-    """Of the activations: score maps, and those of a score processor."""
+    """Score matrices among the activations, including a score processor's feature maps."""
     working_maps: int
-    """Score maps and a processor's, with their gradients, at the worst moment of attention's own backward pass."""
+    """Score matrices, including a processor's, and their gradients at the peak of attention's backward pass."""
 
     @property
     def worst(self) -> Moment:
-        """The moment at which there is most."""
+        """Moment with the highest memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
     def total(self) -> int:
-        """At the worst moment."""
+        """Peak memory of the rank, in bytes."""
         return self.weights + self.optimizer + self.worst.total
 
     def get_largest(self, part: str) -> int:
-        """The most that there is of a part (`PARTS`) at any moment."""
+        """Return the largest value of a component (`PARTS`) over all moments."""
         return max(getattr(moment, part) for moment in self.moments)
 
     def without_maps(self) -> "MemoryEstimate":
-        """The least that any way to compute attention needs: no score map is kept, and no block of them worked on."""
+        """Return a lower bound for any attention backend: the estimate without saved or temporary score matrices."""
         moments = tuple(
             replace(
                 moment,
@@ -138,11 +138,11 @@ class MemoryEstimate:
         return replace(self, moments=moments, kept_maps=0, working_maps=0)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
-        """Does it leave `reserved_fraction` of a GPU of so many GiB?"""
+        """Return True if the estimate leaves `reserved_fraction` of a GPU of `gpu_gib` GiB free."""
         return self.total <= (1 - reserved_fraction) * gpu_gib * 2**30
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: each part at its largest, and the name of the worst moment."""
+        """Return plain values: each component at its largest, and the name of the peak moment."""
         parts = {part: self.get_largest(part) for part in PARTS}
         maps = {"kept_maps": self.kept_maps, "working_maps": self.working_maps}
         states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
@@ -158,18 +158,18 @@ def estimate_memory(
     pipeline_stage: int | None = None,
     gpu_bytes: int = DEFAULT_GPU_BYTES,
 ) -> MemoryEstimate:
-    """What a layout takes on one GPU.
+    """Estimate the memory of a layout on one GPU.
 
     Args:
-        config: settled by `megatron.training.resolve_run` (which decides the batch, and ZeRO's stage where it must).
-        sizes: the mesh.
-        vocab_size: of the tokenizer.
-        backend: how attention is computed, instead of the configuration's attention_backend.
-        pipeline_stage: of the pipeline; the one that needs most if absent.
-        gpu_bytes: memory of the card, to which kernels adapt theirs.
+        config: configuration resolved by `megatron.training.resolve_run` (batch sizes and ZeRO stage).
+        sizes: sizes of the mesh.
+        vocab_size: vocabulary size of the tokenizer.
+        backend: attention backend; overrides the configuration's.
+        pipeline_stage: index of the pipeline stage; the one with the highest memory if None.
+        gpu_bytes: device memory, by which kernels size their workspace.
 
     Raises:
-        UserError: nothing is known of the position encoding or the score processor.
+        UserError: the position encoding or the score processor declares no costs.
     """
     pipeline_stages = (
         list_distinct_pipeline_stages(config, sizes.pipeline) if pipeline_stage is None else [pipeline_stage]
@@ -184,7 +184,7 @@ def estimate_memory(
 
 
 class _StageMemory:
-    """Of one pipeline stage."""
+    """Memory of one pipeline stage."""
 
     def __init__(
         self,
@@ -209,9 +209,9 @@ class _StageMemory:
         self.is_first, self.is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
         self.num_layers = sum(count for _, count in kinds)
         self.num_micro_batches = config.training.gradient_accumulation_steps
-        # 1F1B: stage i has begun as many micro-batches as there are stages after it, and one more.
+        # 1F1B: each stage has one more micro-batch in flight than it has stages after it.
         self.num_in_flight = min(self.num_micro_batches, sizes.pipeline - pipeline_stage)
-        context_ranks = {0, sizes.context - 1}  # the ranks of a sequence that differ most
+        context_ranks = {0, sizes.context - 1}  # the context ranks that differ most
         layers = [
             [activations.estimate_layer_activations(own, sizes, backend, index, gpu_bytes) for index in context_ranks]
             for own, _ in kinds
@@ -220,7 +220,7 @@ class _StageMemory:
         def get_largest(name: str) -> list[int]:
             return [max(getattr(layer, name) for layer in of_kind) for of_kind in layers]
 
-        # Of layers that differ, what is kept is their mean, and what works at one time the largest.
+        # Layers may differ: saved memory is their mean, workspace is that of the largest.
         self.saved, self.kept_maps = (
             -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
             for name in ("saved_bytes", "saved_map_bytes")
@@ -230,12 +230,12 @@ class _StageMemory:
         )
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
         self.input_bytes = layers[0][0].input_bytes
-        # Layers of one window share their masks.
+        # Layers with the same window share their masks.
         shared = zip(kinds, get_largest("shared_bytes"), strict=True)
         self.shared_bytes = sum({own.position.window: size for (own, _), size in shared}.values())
 
     def estimate(self) -> MemoryEstimate:
-        """All moments."""
+        """Estimate all moments of a step."""
         states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
         is_recomputed, num_layers = self.config.model.checkpoint_activations is True, self.num_layers
         working, kept_maps, working_maps, kept_per_layer = (
@@ -243,21 +243,21 @@ class _StageMemory:
         )  # fmt: skip
         if is_recomputed:
             recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
-            # Its activations are there again while it is differentiated.
+            # Activations of the recomputed layers exist during their backward pass.
             working += recomputed_layers * self.largest_saved - self.input_bytes
             working_maps += recomputed_layers * self.largest_maps
             kept_maps = 0
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
         layers = num_layers * kept_per_layer
         beside = 2 * self.hidden_bytes if self.is_last else 0  # the final norm
-        beside += 0 if self.is_last else self.hidden_bytes  # what was handed on
+        beside += 0 if self.is_last else self.hidden_bytes  # the output sent to the next stage
         in_flight = (self.num_in_flight - 1) * (layers + beside)
-        # A stage has a buffer for each micro-batch in flight, which is its first layer's input, and one for a gradient.
+        # A stage has one buffer per micro-batch in flight, the input of its first layer, and one for a gradient.
         received = 0 if self.is_first else self.hidden_bytes
         handed = self.num_in_flight * received + (0 if self.is_last else self.hidden_bytes)
         handed += self._count_offload_bytes() + self.num_in_flight * self.shared_bytes
         in_flight -= self.num_in_flight * received
-        # What a stage handed on it keeps until the backward pass of that micro-batch is over.
+        # A stage keeps its output until the backward pass of that micro-batch ends.
         output = self.hidden_bytes if not self.is_last else 0
 
         def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
@@ -269,7 +269,7 @@ class _StageMemory:
                 activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
             ),
         ]  # fmt: skip
-        # Gradients grow as activations go, both by the layer: the ends are the extremes, and where a bucket is full.
+        # Gradients grow layer by layer while activations shrink: extremes are at both ends, and when a bucket is full.
         head = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
         for name, done in (("the top layer's backward pass", 0), ("the bottom layer's backward pass", num_layers - 1)):
             elements = min(head + done * self.layer_parameters, self.num_parameters)
@@ -285,7 +285,7 @@ class _StageMemory:
                 moment(
                     "a bucket's reduction", states.count_gradient_bytes(states.bucket), states.reduce_buffers,
                     activations=in_flight + output + layers - done * kept_per_layer,
-                    working=working - self.workspace,  # the layer whose gradients are the last ones has done its work
+                    working=working - self.workspace,  # the layer that filled the bucket has finished
                 )
             )  # fmt: skip
         moments.append(
@@ -299,7 +299,7 @@ class _StageMemory:
         )
 
     def _count_offload_bytes(self) -> int:
-        """Of a buffer as large as the largest parameter, through which ZeRO 1 and 2 offload gradients."""
+        """Return the bytes of the buffer for offloaded gradients of ZeRO 1 and 2, as large as the largest parameter."""
         zero, model = self.config.training.zero_optimization, self.config.model
         if zero.stage not in (1, 2) or zero.offload_optimizer.device != "cpu":
             return 0
@@ -308,11 +308,11 @@ class _StageMemory:
         return self.bytes_per_element * max(embedding, max(list_layer_matrices(model)) // self.sizes.tensor)
 
     def _count_logit_bytes(self) -> int:
-        """Of the logits of as many tokens as the loss takes at once."""
+        """Return the bytes of the logits that the loss processes together."""
         if not self.is_last:
             return 0
-        # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it works
-        # in place: the copy in float32, and beside it the logits or their gradient in a half type.
+        # cross_entropy: log-probabilities, and the gradients of the loss and of the logits, in float32. With tensor
+        # parallelism it works in place: a float32 copy, and the logits or their gradient in a half type.
         b = self.bytes_per_element
         per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
         per_logit += 4 if self.config.model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
@@ -324,7 +324,7 @@ class _StageMemory:
 
 
 class _ModelStates:
-    """Weights, gradients and optimizer states as ZeRO divides them; the tables above."""
+    """Weights, gradients and optimizer states as ZeRO shards them (see the tables above)."""
 
     def __init__(self, config: Config, sizes: ParallelSizes, num_parameters: int, num_layers: int) -> None:
         training = config.training
@@ -334,10 +334,10 @@ class _ModelStates:
         has_pipeline = sizes.pipeline > 1
         accumulates = has_pipeline or training.gradient_accumulation_steps > 1
         self.zero_stage, self.bytes_per_element, self.num_parameters = zero.stage, b, num_parameters
-        # engine.build_deepspeed_config asks for it
+        # requested by engine.build_deepspeed_config
         self.keeps_fp32 = training.compute_dtype == "bf16" and accumulates and zero.stage > 0
         self.bucket = min(zero.reduce_bucket_size, num_parameters)
-        # training/zero_optimizer.py takes a bucket when it is full; DeepSpeed holds it throughout the backward pass.
+        # training/zero_optimizer.py allocates a bucket when it is full; DeepSpeed holds it for the whole backward pass.
         self.is_flat = (
             zero.stage in (1, 2)
             and not zero.overlap_comm
@@ -345,7 +345,7 @@ class _ModelStates:
             and not (zero.stage == 1 and self.keeps_fp32)
         )
         is_offloaded = zero.offload_optimizer.device == "cpu"
-        # DeepSpeed has another optimizer for it, which neither offloads nor holds a bucket.
+        # DeepSpeed uses another optimizer in this case, which neither offloads nor holds a bucket.
         has_bf16_optimizer = zero.stage == 1 and self.keeps_fp32 and not is_offloaded
         self.reduces_early = zero.stage >= 2 and self.bucket < num_parameters
         bucket_type = 4 if zero.stage == 1 and self.keeps_fp32 and is_offloaded else b
@@ -353,13 +353,13 @@ class _ModelStates:
         holds_bucket = zero.stage > 0 and not self.is_flat and not has_bf16_optimizer
         self.bucket_bytes = bucket_bytes if num_shards > 1 or holds_bucket else 0
         self.held_bytes = 0
-        """Buckets and gathered parameters, when the loss is computed."""
+        """Buckets and gathered parameters while the loss is computed."""
         if zero.stage == 3:
-            # Gathered stays what is used again soon. The backward pass comes to it when it has passed all that came
-            # after it in the forward pass, twice.
+            # Parameters that are reused soon stay gathered. The backward pass reaches one after passing everything that
+            # followed it in the forward pass, twice.
             self.held_bytes = bucket_bytes + b * min(num_parameters, zero.stage3_max_reuse_distance // 2)
         elif zero.stage == 1 and holds_bucket and accumulates:
-            self.held_bytes = bucket_bytes  # from the first micro-batch of a step on to its end
+            self.held_bytes = bucket_bytes  # from the first to the last micro-batch of a step
         self.weights = b * (shard_size if zero.stage == 3 else num_parameters)
         stepped = shard_size if zero.stage else num_parameters
         algorithm, matrices = config.optimizer.optimizer.algorithm, list_layer_matrices(config.model)
@@ -374,15 +374,15 @@ class _ModelStates:
             total, largest = num_layers * sum(matrices), max(matrices)
             together = min(max(MUON_MATRICES_AT_ONCE, largest), total)
             held, cut = together, 0
-            if zero.stage and num_shards > 1:  # those that it steps elements of, two of which others step too
+            if zero.stage and num_shards > 1:  # matrices it updates elements of; two are shared
                 held = min(together, total // num_shards + 2 * largest)
                 cut = min(together, (num_shards - 1) * largest) // sizes.tensor
             updates += (8 + 4 * b) * held + b * cut
         self.partition = 4 * shard_size
-        is_whole = self.is_flat and not accumulates  # then the optimizer's float32 at once
-        self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # by ZeRO 2 and 3
+        is_whole = self.is_flat and not accumulates  # then the optimizer's float32 gradients directly
+        self.summed = (4 if self.keeps_fp32 or is_whole else b) * shard_size  # for ZeRO 2 and 3
         if is_offloaded:
-            # In the host's memory, but where ZeRO 2 sums in float32: that partition goes to the host once a step.
+            # In host memory, unless ZeRO 2 sums in float32: that shard is copied to the host once per step.
             self.summed = 4 * shard_size if zero.stage == 2 and self.keeps_fp32 else 0
         self.gathered = 0
         self.step, self.step_gradients = self.partition, 0
@@ -394,7 +394,7 @@ class _ModelStates:
             self.bucket_bytes, self.reduce_gradients = 0, b * num_parameters
             self.reduce_buffers = b * min(ALLREDUCE_BUCKET_SIZE, num_parameters) if num_shards > 1 else 0
         elif has_bf16_optimizer:
-            # Outside a pipeline DeepSpeed holds on to the gradients of a micro-batch that it has added.
+            # Outside a pipeline DeepSpeed keeps the gradients of a micro-batch after adding them.
             self.accumulated = (4 if has_pipeline else 4 + b) * num_parameters
             self.step_gradients = self.reduce_gradients = self.accumulated
             sent = max(self.bucket, CAST_ELEMENTS) if num_shards > 1 else CAST_ELEMENTS
@@ -405,7 +405,7 @@ class _ModelStates:
             self.accumulated = type_bytes * num_parameters if accumulates else 0
             self.reduce_gradients, self.reduce_step = type_bytes * num_parameters, self.partition
         else:
-            # ZeRO 3 has room for its part of the gradients at all times.
+            # ZeRO 3 always keeps its shard of the gradients.
             self.accumulated = self.summed if accumulates or zero.stage == 3 else 0
             self.reduce_gradients, self.reduce_step = b * self.bucket, self.summed
             if self.is_flat and self.keeps_fp32 and num_shards == 1:
@@ -420,13 +420,13 @@ class _ModelStates:
             self.reduce_buffers += self.gathered
         self.step += updates
         if is_offloaded:
-            # Masters, moments and the step's gradients are in the host's memory.
+            # Masters, moments and the step's gradients are in host memory.
             self.optimizer = self.step = self.reduce_step = 0
         if zero.offload_param.device == "cpu":
-            self.weights = 0  # but for those in use, which the buffers have
+            self.weights = 0  # except those in use, counted as buffers
 
     def count_gradient_bytes(self, elements: int) -> int:
-        """Of gradients in the backward pass when it has made so many."""
+        """Return the bytes of gradients after the backward pass has computed this many elements."""
         b = self.bytes_per_element
         if self.zero_stage < 2:
             return self.accumulated or b * elements
@@ -435,14 +435,15 @@ class _ModelStates:
         return held + b * min(elements, self.bucket)
 
     def count_buffer_bytes(self, elements: int) -> int:
-        """Of buckets in the backward pass, when it has made so many elements of gradients."""
+        """Return the bytes of buckets after the backward pass has computed this many elements of gradients."""
         return self.gathered + (0 if self.is_flat or not elements else self.bucket_bytes)
 
 
 def find_largest_stage(
     stages: Sequence[Stage], sizes: ParallelSizes, vocab_size: int, gpu_bytes: int = DEFAULT_GPU_BYTES
 ) -> Stage:
-    """The stage of a run that needs most memory, of equal ones the last. Raises UserError as `estimate_memory`."""
+    """Return the stage of a run with the highest memory; among equal ones the last. Raises UserError as
+    `estimate_memory`."""
 
     def count_bytes(stage: Stage) -> tuple[int, int]:
         return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index

@@ -1,11 +1,9 @@
-"""What a configuration's model costs: its parameters, its floating-point operations, and what of both the position
-encoding and the score processor add.
+"""Costs of a model: parameters and floating-point operations, including the position encoding and score processor.
 
-What a method adds its file declares (`megatron/position/facts.py`), and it is read without importing it. A test builds
-every method that there is and compares. FLOPs are those that a run reports as TFLOP/s and MFU
-(`GPT.flops_per_token`; a test compares the two): a product of matrices counts 2 per multiply-add, the backward pass
-twice the forward pass, and scores only where a token may see another. What is computed again in the backward pass is no
-part of it, because it brings a run no further.
+Each method declares its costs in its file (`megatron/position/facts.py`), which is read without importing it. A test
+builds every method and compares. FLOPs are those that a run reports as TFLOP/s and MFU (`GPT.flops_per_token`; a test
+compares the two). A matrix product counts 2 per multiply-add, the backward pass twice the forward pass, and scores only
+if a token may attend to the key. Recomputation in the backward pass is not counted, because it makes no progress.
 """
 
 from collections.abc import Callable
@@ -46,20 +44,20 @@ from megatron.utils.errors import UserError
 
 @dataclass(frozen=True)
 class PlannedEncoding:
-    """An encoding with its options, as far as planning knows it."""
+    """Encoding with its options and declared costs."""
 
     facts: MethodFacts
     cost: EncodingCost
     options: MethodOptions
 
     def count_qk_numbers(self) -> int:
-        """Numbers of a rotated query or key for each of the head's dimensions."""
+        """Return the length of a rotated query or key as a multiple of the head dimension."""
         return self.cost.count_qk_numbers(self.options)
 
 
 @dataclass(frozen=True)
 class PlannedProcessor:
-    """A processor with its options, as far as planning knows it."""
+    """Processor with its options and declared costs."""
 
     facts: MethodFacts
     cost: ProcessorCost
@@ -67,53 +65,55 @@ class PlannedProcessor:
 
     @property
     def width(self) -> int:
-        """Channels between two convolutions."""
+        """Channels between the two convolutions."""
         return self.cost.width(self.options)
 
     @property
     def left_context(self) -> int:
-        """Columns left of a row's first visible one that it reads."""
+        """Columns that it reads to the left of a row's first visible one."""
         return self.cost.left_context(self.options)
 
     @property
     def kernel_size(self) -> int:
-        """Of two convolutions along the keys."""
+        """Kernel size of the two convolutions along the keys."""
         return 2 * self.left_context + 1
 
     @property
     def rows_above(self) -> int:
-        """Rows above a row that it reads."""
+        """Rows that it reads above a row."""
         return self.cost.rows_above(self.options)
 
     @property
     def num_head_maps(self) -> int:
-        """float32 maps that are kept for each head."""
+        """float32 feature maps saved per head."""
         return self.cost.num_head_maps(self.options)
 
     @property
     def num_sequence_maps(self) -> int:
-        """float32 maps that are kept for all heads together."""
+        """float32 feature maps saved for all heads together."""
         return self.cost.num_sequence_maps(self.options)
 
     @property
     def changes_weights(self) -> bool:
-        """Are the weights others than those of the softmax?"""
+        """True if it changes the weights after the softmax."""
         return self.cost.changes_weights(self.options)
 
     def flops_per_score(self, dims: AttentionDims) -> float:
-        """In the forward pass, per score of all heads; those of a bias are shared by all sequences and not counted."""
+        """Return the FLOPs of the forward pass per score of all heads, without those of a bias, which sequences
+        share."""
         return 2.0 * self.cost.num_products(dims, self.options)
 
     def count_parameters(self, dims: AttentionDims, *, has_bias: bool) -> int:
-        """Of one layer."""
+        """Return the number of parameters in one layer."""
         return self.cost.num_parameters(dims, self.options, has_bias)
 
 
 def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
-    """The different layers of a model, or of a pipeline stage, in the order of their first ones: of each the
-    configuration of a model all of whose layers are like it, and how many there are.
+    """Return the distinct layers of a model or pipeline stage, in order of first occurrence. Each comes as a
+    configuration in which all layers are alike, and the number of such layers.
 
-    Without patterns it is `config` itself. Of a million layers no more are looked at than until the patterns repeat.
+    Without patterns that is `config` itself. The search stops when the patterns repeat, so a million layers cost
+    nothing.
     """
     position, num_layers = config.position, config.model.num_layers
     layers = range(num_layers) if pipeline_stage is None else pipeline_layer_range(num_layers, pipeline_stage)
@@ -130,9 +130,9 @@ def count_layer_kinds(config: Config, pipeline_stage: Axis | None = None) -> lis
 
 
 def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
-    """The numbers of the pipeline stages that a maximum over all stages has to look at: the first, the last, and of
-    those in between that have the same layers only the earliest. The later ones need no more memory or time, because
-    they have at most as many micro-batches in flight."""
+    """Return the indices of the pipeline stages that can have the maximum over all stages: the first, the last, and the
+    earliest of each group of inner stages with the same layers. Later ones have at most as many micro-batches in
+    flight, and so need no more memory or time."""
     period = config.position.period
     earliest: dict[tuple[Any, ...], int] = {}
     for stage in range(num_stages):
@@ -142,14 +142,14 @@ def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
 
 
 def plan_encoding(position: PositionOptions) -> PlannedEncoding:
-    """The encoding of a layer. Raises UserError if its file does not declare what it costs."""
+    """Return the encoding of a layer. Raises UserError if its file declares no costs."""
     facts = _read_facts("pos_emb", position.encoding, list_encodings, read_encoding_facts, EncodingCost)
     assert isinstance(facts.cost, EncodingCost)
     return PlannedEncoding(facts, facts.cost, facts.fill_options(position.pos_emb_options))
 
 
 def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
-    """The processor of a layer, None if it has none. Raises UserError as `plan_encoding`."""
+    """Return the processor of a layer, or None if it has none. Raises UserError as `plan_encoding`."""
     if position.processor == "none":
         return None
     facts = _read_facts("score_processor", position.processor, list_processors, read_processor_facts, ProcessorCost)
@@ -165,7 +165,7 @@ def _read_facts(
     read_facts: Callable[[str], MethodFacts],
     cost_type: type,
 ) -> MethodFacts:
-    """What the file of a method declares, its cost among it."""
+    """Read the facts of a method, including its cost."""
     try:
         facts = read_facts(name)
     except MethodFileError as error:
@@ -179,13 +179,13 @@ def _read_facts(
 
 
 def count_encoding_parameters(model: ModelOptions, position: PositionOptions) -> int:
-    """Parameters of one encoding, which all layers share or every layer has."""
+    """Return the number of parameters of one encoding, shared by all layers or owned by each."""
     encoding = plan_encoding(position)
     return encoding.cost.num_parameters(build_attention_dims(model), encoding.options)
 
 
 def count_processor_parameters(model: ModelOptions, position: PositionOptions) -> int:
-    """Parameters of one layer's processor."""
+    """Return the number of parameters of one layer's processor."""
     processor = plan_processor(position)
     if processor is None:
         return 0
@@ -193,7 +193,7 @@ def count_processor_parameters(model: ModelOptions, position: PositionOptions) -
 
 
 def count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
-    """Parameters of one layer's temperature. Raises UserError as `plan_encoding`."""
+    """Return the number of parameters of one layer's temperature. Raises UserError as `plan_encoding`."""
     key, name = "attention_temperature", position.temperature
     if name == "none":
         return 0
@@ -204,13 +204,12 @@ def count_temperature_parameters(model: ModelOptions, position: PositionOptions)
 
 
 Shapes = tuple[tuple[int, int], ...]
-"""[rows, columns] of matrices."""
+"""(rows, columns) of matrices."""
 
 
 def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
-    """The matrices in each weight of one layer, in the order of its parameters: attention's output; queries, keys and
-    values; gates of attention's output, if it has them; the feed-forward layer's first, of which a gated one has two;
-    its second."""
+    """Return the matrices in each weight of one layer, in the order of its parameters: attention output; queries, keys
+    and values; gates of the attention output, if any; first feed-forward weight (two matrices if gated); second one."""
     size, q_size, kv_size = model.hidden_size, q_hidden_size(model), kv_hidden_size(model)
     inner = ffn_hidden_size(model)
     num_inner = 2 if model.activation in GATED_ACTIVATIONS else 1
@@ -225,22 +224,22 @@ def list_layer_weights(model: ModelOptions) -> tuple[Shapes, ...]:
 
 
 def list_layer_matrices(model: ModelOptions) -> tuple[int, ...]:
-    """Elements of each of these weights."""
+    """Return the number of elements in each weight of `list_layer_weights`."""
     return tuple(sum(rows * columns for rows, columns in shapes) for shapes in list_layer_weights(model))
 
 
 def count_layer_norms(model: ModelOptions) -> int:
-    """Of a layer, those of queries and keys not counted."""
+    """Return the number of norms in a layer, without those of queries and keys."""
     if model.gpt_j_residual and model.gpt_j_tied:
         return 1
     return 4 if model.norm_placement == "sandwich" else 2
 
 
 def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
-    """Parameters of one layer on one rank of a tensor-parallel group: matrices are divided, and what is added after
-    their sum is not.
+    """Return the parameters of one layer on one tensor-parallel rank. Matrices are sharded; parameters added after
+    their all-reduce are not.
 
-    config: all of whose layers are alike (`count_layer_kinds`).
+    config: configuration whose layers are all alike (`count_layer_kinds`).
     """
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, ffn_hidden_size(model)
@@ -271,10 +270,10 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
 
 
 def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int = 0) -> int:
-    """Parameters that a rank of a pipeline stage holds, before ZeRO divides them further.
+    """Return the parameters of a rank in a pipeline stage, before ZeRO shards them.
 
-    A tied embedding is held by the first stage and the last, and an encoding that all layers share by all stages,
-    unless it only adds to the embeddings.
+    A tied embedding is in the first and last stage. An encoding that all layers share is in every stage, unless it only
+    adds to the embeddings.
     """
     model, position = config.model, config.position
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
@@ -283,7 +282,7 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
     count = sum(
         num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_kinds(config, stage)
     )
-    # Every stage has all encodings that layers share, those of other stages' layers too.
+    # Every stage has all shared encodings, including those of layers in other stages.
     shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own, _ in count_layer_kinds(config)}
     for own in shared.values():
         if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
@@ -295,41 +294,40 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
 
 
 def count_parameters(config: Config, vocab_size: int) -> int:
-    """Parameters of the model, each counted once."""
+    """Return the number of parameters of the model, each counted once."""
     return count_rank_parameters(config, ParallelSizes(), vocab_size)
 
 
 TRAINING_TO_FORWARD_RATIO = 3
-"""Forward and backward pass, in forward passes."""
+"""FLOPs of forward and backward pass over those of the forward pass."""
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Of the forward pass, per token."""
+    """FLOPs of the forward pass, per token."""
 
     linear: float
-    """The linear layers of one layer."""
+    """Linear layers of one layer."""
     attention: float
-    """One layer's products of queries and keys, and of probabilities and values, with the encoding's own; the mean of
-    layers that differ."""
+    """Query-key and probability-value products of one layer, and the encoding's own; the mean if layers differ."""
     processor: float
-    """One layer's processor; the mean of layers that differ."""
+    """Processor of one layer; the mean if layers differ."""
     output: float
-    """The output layer, once."""
+    """Output layer."""
     num_layers: int
 
     @property
     def training_flops_per_token(self) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward pass, per token."""
         return TRAINING_TO_FORWARD_RATIO * (
             self.num_layers * (self.linear + self.attention + self.processor) + self.output
         )
 
 
 def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis | None = None) -> ForwardFlops:
-    """The FLOPs of a configuration's forward pass at its training length.
+    """Estimate the FLOPs of a configuration's forward pass at its training length.
 
-    pipeline_stage: whose layers are meant; all if None.
+    pipeline_stage: pipeline stage whose layers are counted; all if None.
     """
     kinds = count_layer_kinds(config, pipeline_stage)
     each = [(_estimate_layer_flops(own, vocab_size), count) for own, count in kinds]
@@ -344,7 +342,7 @@ def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis
 
 
 def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
-    """The same of a model all of whose layers are alike."""
+    """Estimate the FLOPs of a model whose layers are all alike."""
     model, position = config.model, config.position
     hidden_size, ffn_size, seq_length = model.hidden_size, ffn_hidden_size(model), model.seq_length
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)

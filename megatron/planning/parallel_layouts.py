@@ -1,8 +1,8 @@
-"""Which layouts a configuration could be trained in on so many GPUs, and which of them is best.
+"""Search for parallel layouts of a configuration on a given number of GPUs.
 
-Every layout trains the same thing: the same batch, length, steps and precision. What is searched is how ranks divide
-it (tensor inside a node, context, pipeline, data), ZeRO's stage, the size of a micro-batch (powers of two), and what
-of activations is recomputed. What `train` would refuse is left out by the same rules.
+Every layout keeps the batch, length, steps and precision. The search varies the mesh (tensor inside a node, context,
+pipeline, data), the ZeRO stage, the micro-batch size (powers of two) and activation checkpointing. It applies the same
+rules as `train` and skips layouts that `train` would reject.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
 from megatron.utils.errors import UserError
 
 MAX_MICRO_BATCH = 128
-"""Sequences: beyond it nothing gets faster."""
+"""Largest micro-batch of the search, in sequences; larger ones are no faster."""
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """A configuration in one layout, with what it needs."""
+    """Configuration in one layout, with its estimated memory."""
 
     config: Config
     sizes: ParallelSizes
@@ -35,12 +35,12 @@ class ParallelLayout:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """Estimated when it is asked for: a layout that does not fit the memory has no use for it."""
+        """Estimated time of a step; computed on first access, since layouts that do not fit never need it."""
         return estimate_step_time(self.config, self.sizes, self.vocab_size, self.cluster)
 
     @property
     def config_keys(self) -> dict[str, Any]:
-        """The keys that say it, as they are written in a file or on the command line."""
+        """Configuration keys that define the layout, as written in a file or on the command line."""
         launch, training = self.config.launch, self.config.training
         return {
             "nodes": launch.nodes,
@@ -57,19 +57,19 @@ class ParallelLayout:
 
 
 def build_configured_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
-    """The layout that a configuration says.
+    """Build the layout that a configuration defines.
 
     Raises:
-        UserError: so many GPUs cannot have it; says why, as `train` would.
+        UserError: the configuration is invalid on the cluster's GPUs; the message is that of `train`.
     """
     return _build_layout(fit_config_to_cluster(cluster, config), vocab_size, cluster)
 
 
 def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> list[ParallelLayout]:
-    """For each mesh that fits the GPUs' memory the fastest way to use it, the fastest mesh first.
+    """Find the fastest layout for each mesh that fits the GPUs' memory, sorted by step time.
 
     Raises:
-        UserError: the configuration does not say how large a batch is; or nothing is known of its position encoding.
+        UserError: the configuration sets no batch size, or its position encoding declares no costs.
     """
     best: dict[ParallelSizes, ParallelLayout] = {}
     for layout in iter_layouts(config, vocab_size, cluster):
@@ -79,22 +79,23 @@ def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> l
 
 
 def _layout_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
-    """Seconds to four digits; of equal ones the larger micro-batch, which GPUs like better, then less memory."""
+    """Return step time to four digits, then prefer the larger micro-batch, which is faster in practice, and less
+    memory."""
     micro_batch_size = layout.config.training.train_micro_batch_size_per_gpu
     return float(f"{layout.step_time.total:.4g}"), -micro_batch_size, layout.memory.total
 
 
 def find_smallest_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout | None:
-    """The layout that needs least memory, whether it fits or not; None if so many GPUs divide nothing of it.
+    """Find the layout with the lowest memory, even if it does not fit; None if no layout is valid.
 
     Raises:
-        UserError: as `layouts`.
+        UserError: the same errors as `iter_layouts`.
     """
     return min(iter_layouts(config, vocab_size, cluster), key=lambda layout: layout.memory.total, default=None)
 
 
 def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[ParallelLayout]:
-    """All layouts that `train` accepts, in no order. Raises UserError as `layouts`."""
+    """Yield all layouts that `train` accepts, in no particular order. Raises UserError as `find_fastest_layouts`."""
     config = fit_config_to_cluster(cluster, config)
     global_batch_size = _get_global_batch_size(config, cluster.num_gpus)
     zero = config.training.zero_optimization
@@ -143,27 +144,25 @@ def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> Parallel
 
 
 def fit_config_to_cluster(cluster: Cluster, config: Config) -> Config:
-    """The configuration for so many GPUs. Raises UserError if they are no whole nodes."""
+    """Return the configuration for the cluster's GPUs. Raises UserError if they do not fill whole nodes."""
     num_gpus, gpus_per_node = cluster.num_gpus, min(cluster.num_gpus, cluster.gpus_per_node)
     if num_gpus % gpus_per_node:
-        raise UserError(
-            f"{num_gpus} GPUs are not whole nodes of {gpus_per_node}; give another --gpus, or --gpus-per-node"
-        )
+        raise UserError(f"{num_gpus} GPUs are not whole nodes of {gpus_per_node}; change --gpus or --gpus-per-node")
     return config.replace(num_gpus=gpus_per_node, nodes=num_gpus // gpus_per_node, device="cuda")
 
 
 def _get_global_batch_size(config: Config, num_gpus: int) -> int:
-    """Sequences per step: the same for every layout."""
+    """Return the sequences per step, which every layout keeps."""
     if config.training.train_batch_size is not None:
         return config.training.train_batch_size
     try:
         return resolve_batch_size(config, resolve_mesh_shape(config, num_gpus).data).training.train_batch_size or 0
     except UserError as error:
-        raise UserError(f"{error}; or give train_batch_size, which every layout keeps") from None
+        raise UserError(f"{error}; or set train_batch_size, which every layout keeps") from None
 
 
 def _iter_mesh_sizes(cluster: Cluster) -> Iterator[ParallelSizes]:
-    """Tensor ranks share a node."""
+    """Yield all meshes whose tensor ranks share a node."""
     num_gpus = cluster.num_gpus
     for tensor in _divisors(num_gpus):
         if cluster.gpus_per_node % tensor:

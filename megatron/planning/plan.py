@@ -1,4 +1,4 @@
-"""A plan: what a configuration needs on so many GPUs, whether it fits, and the layouts that do."""
+"""Plan of a configuration: its needs on a number of GPUs, whether it fits, and the layouts that fit."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -30,71 +30,71 @@ from megatron.utils.errors import UserError
 
 SECONDS_PER_DAY = 86400
 CHECK_RECORD = "attention_check.json"
-"""In a run's folder: what its check of backends found (`megatron/attention/check/evidence.py`)."""
+"""File in the run folder with the result of its backend self-check (`megatron/attention/check/evidence.py`)."""
 
 
 @dataclass(frozen=True)
 class BackendEstimate:
-    """What a layout needs with one attention backend."""
+    """Memory and step time of a layout with one attention backend."""
 
     memory: MemoryEstimate
     step_time: StepTime
     measured: StepTimeBand | None
-    """Time of a step according to measured overheads of the score processor."""
+    """Range of step times by measured overheads of the score processor."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of a run in stages, in the layout of the configuration."""
+    """One stage of a staged run, in the configured layout."""
 
     description: str
     gpu_bytes: int
-    """Of the worst moment on one GPU."""
+    """Peak memory of one GPU, in bytes."""
     step_seconds: float
     days: float
-    """Of all its steps."""
+    """Duration of all its steps, in days."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is told; of a run in stages, of the one that needs most memory."""
+    """Plan of a configuration; for a staged run, of the stage with the highest memory."""
 
     config: Config
     cluster: Cluster
     vocab_size: int
     configured_layout: ParallelLayout | None
-    """The layout of the configuration; None if it is refused."""
+    """Layout of the configuration; None if it is invalid."""
     config_error: str | None
-    """Why it is refused."""
+    """Reason why it is invalid."""
     fitting_layouts: list[ParallelLayout]
-    """The layouts that fit, the best first."""
+    """Layouts that fit, the best first."""
     smallest_layout: ParallelLayout | None
-    """Where none fits: the one that needs least."""
+    """Layout with the lowest memory, if none fits."""
     checked_backend: str | None = None
-    """What a check on the run's card chose for `auto`; None where there was none."""
+    """Backend that the self-check on the run's GPU chose for `auto`; None without a self-check."""
     stages: tuple[PlannedStage, ...] = ()
-    """Of a run that has several, all."""
+    """All stages of a staged run."""
     largest_stage: str | None = None
-    """Which of them the plan is about, in words."""
+    """Description of the planned stage."""
 
     @property
     def detailed_layout(self) -> ParallelLayout | None:
-        """The layout whose memory is told by part: the configuration's own, or the best, or the smallest."""
+        """Layout of the memory table: the configured one, or the best, or the smallest."""
         return self.configured_layout or (self.fitting_layouts[0] if self.fitting_layouts else self.smallest_layout)
 
     @property
     def num_parameters(self) -> int:
-        """Of the model, each counted once."""
+        """Number of parameters of the model, each counted once."""
         return count_parameters(self.config, self.vocab_size)
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward pass, per token."""
         return estimate_forward_flops(self.config, self.vocab_size).training_flops_per_token
 
     @property
     def supports_sdpa(self) -> bool:
-        """Can PyTorch's fused attention compute the configuration's method?"""
+        """True if PyTorch's fused attention supports the configuration's method."""
         has_softcap = self.config.model.attn_logit_softcapping is not None
         return all(
             supports_sdpa(
@@ -108,12 +108,12 @@ class Plan:
 
     @property
     def rehearse_command(self) -> str:
-        """What runs the detailed layout on null devices."""
+        """Command that runs the detailed layout on null devices."""
         return f"./deepy.py rehearse CONFIG… --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
 
     def estimate_backends(self) -> dict[str, BackendEstimate]:
-        """The detailed layout's memory and time with each attention backend that can compute the configuration's
-        method. `auto` is what that takes without a check on the card."""
+        """Estimate memory and time of the detailed layout for each attention backend that supports the method. `auto`
+        stands for its choice without a self-check on the GPU."""
         layout = self.detailed_layout
         if layout is None:
             return {}
@@ -129,22 +129,22 @@ class Plan:
         }
 
     def estimate_measured(self, layout: ParallelLayout) -> StepTimeBand | None:
-        """Return the time of a step of a layout as measured overheads of its score processor have it."""
+        """Return the range of a layout's step times by measured overheads of its score processor."""
         return estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster)
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
-        """Does a layout leave a tenth of the GPU's memory?"""
+        """Return True if a layout leaves a tenth of the GPU's memory free."""
         return layout.memory.fits(self.cluster.gpu.gib)
 
     def estimate_days(self, layout: ParallelLayout) -> float:
-        """Of all steps, without validation, saving and starting."""
+        """Return the duration of all steps in days, without validation, saving and startup."""
         return layout.step_time.total * self.config.training.train_iters / SECONDS_PER_DAY
 
     def to_dict(self, max_layouts: int) -> dict[str, Any]:
-        """The plan as plain values: bytes, seconds, FLOPs.
+        """Return the plan as plain values: bytes, seconds, FLOPs.
 
         Args:
-            max_layouts: layouts that are listed.
+            max_layouts: largest number of layouts to include.
         """
         cluster, backends = self.cluster, self.estimate_backends()
         return {
@@ -189,22 +189,22 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     """Make the plan of a configuration.
 
     Args:
-        config: of any layout; its batch, length, steps and precision are kept.
-        vocab_size: tokens of the tokenizer.
-        cluster: where it shall run.
+        config: configuration in any layout; its batch, length, steps and precision are kept.
+        vocab_size: vocabulary size of the tokenizer.
+        cluster: cluster to run on.
 
     Raises:
-        UserError: nothing is known of its position encoding or score processor, it says no batch, or the GPUs are no
-            whole nodes.
+        UserError: the position encoding or score processor declares no costs, no batch size is set, or the GPUs do not
+            fill whole nodes.
     """
     if config.training.stages:
         return _plan_stages(config, vocab_size, cluster)
     checked_backend = read_checked_backend(config)
     requested = config
-    if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: they are what `auto` means here
+    if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: `auto` means them here
         config = config.replace(attention_backend=checked_backend)
     for own, _ in count_layer_kinds(config):
-        plan_encoding(own.position)  # unknown: an error of the whole plan, and no refusal of one layout
+        plan_encoding(own.position)  # an unknown cost fails the whole plan, not one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:
@@ -228,7 +228,7 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
 
 
 def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
-    """The plan of the stage that needs most memory, with a row for each."""
+    """Make the plan of the stage with the highest memory, with a row for each stage."""
     fitted = fit_config_to_cluster(cluster, config)
     try:
         sizes = resolve_mesh_shape(fitted, cluster.num_gpus)
@@ -241,19 +241,20 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
             days = layout.step_time.total * (stage.end_step - stage.first_step) / SECONDS_PER_DAY
             rows.append(PlannedStage(stage.describe(len(stages)), layout.memory.total, layout.step_time.total, days))
     except UserError:
-        # So many GPUs cannot have it as it is configured: the longest stage, whose plan says why, in any layout.
+        # The configured layout is invalid on these GPUs: plan the longest stage in any layout; its plan gives the
+        # reason.
         longest = max(list_stage_configs(config), key=lambda stage: stage.model.seq_length)
         plan = make_plan(longest.replace(stages=[]), vocab_size, cluster)
         return replace(plan, largest_stage="the longest stage")
     steps = largest.end_step - largest.first_step
     plan = make_plan(largest.config.replace(stages=[], train_iters=steps), vocab_size, cluster)
-    name = f"stage {largest.index + 1} of {len(stages)}, which needs most memory"
+    name = f"stage {largest.index + 1} of {len(stages)}, which needs the most memory"
     return replace(plan, stages=tuple(rows), largest_stage=name)
 
 
 def read_checked_backend(config: Config) -> str | None:
-    """What `auto` takes, as the check of the run's card has told it: "row blocks" or a value of `attention_backend`.
-    None without a record in the run's folder, or one that is damaged."""
+    """Return the choice of `auto` recorded by a self-check: "row blocks" or a value of `attention_backend`. None if the
+    run folder has no record or a damaged one."""
     save = config.checkpoint.save
     if config.model.attention_backend != "auto" or not config.model.attention_check or save is None:
         return None

@@ -1,4 +1,4 @@
-"""A plan in a terminal."""
+"""Print a plan to a terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -13,53 +13,53 @@ from megatron.utils.formatting import format_count, format_flops
 GIB = 2**30
 
 RECOMPUTED_PARTS = {False: "no", "selective": "attention", True: "layers"}
-"""What `checkpoint_activations` has recomputed."""
+"""Words for what `checkpoint_activations` recomputes."""
 
 
 def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     """Print a plan.
 
     Args:
-        plan: what to print.
-        console: where.
-        max_layouts: layouts that are listed.
+        plan: plan to print.
+        console: output console.
+        max_layouts: largest number of layouts to list.
     """
     for stage in plan.stages:
         console.print(
-            f"{stage.description}: {stage.gpu_bytes / GIB:.1f} GiB, {stage.step_seconds:.3g} s a step, "
+            f"{stage.description}: {stage.gpu_bytes / GIB:.1f} GiB, {stage.step_seconds:.3g} s per step, "
             f"{stage.days:.3g} days",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
     if plan.largest_stage is not None:
-        console.print(f"the plan is of {plan.largest_stage}\n", markup=False, highlight=False)
+        console.print(f"plan of {plan.largest_stage}\n", markup=False, highlight=False)
     _print_summary(plan, console)
     if plan.config_error is not None:
-        console.print(f"\nas configured: refused: {plan.config_error}", markup=False)
+        console.print(f"\nas configured: invalid: {plan.config_error}", markup=False)
     if (layout := plan.detailed_layout) is not None:
         layout_name = (
             "as configured"
             if plan.configured_layout
             else "the best layout"
             if plan.fitting_layouts
-            else "the layout that needs least"
+            else "the layout with the lowest memory"
         )
         console.print(f"\n[bold]memory of one GPU, GiB[/] ({layout_name}: {_describe_layout(layout)})")
         console.print(_build_memory_table(plan))
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
-            f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB, of which {RESERVED_FRACTION:.0%} stay free for CUDA, "
-            f"NCCL and the allocator; memory peaks at {layout.memory.worst.name}, when what stands in brackets is "
-            "partly or wholly freed"
+            f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
+            f"NCCL and the allocator; peak: {layout.memory.worst.name} (bracketed items are partly or fully freed "
+            "by then)"
         )
         if (band := plan.estimate_measured(layout)) is not None:
             console.print(describe_band(band), markup=False)
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
-        console.print(f"a rehearsal measures it, without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
+        console.print(f"measure it without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
     if not plan.fitting_layouts:
-        reason = "fits: take more GPUs, or GPUs of more memory"
+        reason = "fits: use more GPUs, or GPUs with more memory"
         if plan.detailed_layout is None:
-            reason = "divides the batch and the model: take another number of GPUs, or another train_batch_size"
+            reason = "divides the batch and the model evenly: change --gpus or train_batch_size"
         console.print(f"\nno layout {reason}")
         return
     console.print(
@@ -69,28 +69,28 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
     console.print(_build_layout_table(plan, max_layouts))
     console.print(
         "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: sequences × micro-batches; comp, wait, "
-        "comm: computing, the pipeline's bubble, communication; MFU: of the whole step, days: of all steps"
+        "comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
     )
     best = plan.fitting_layouts[0]
     changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
-    console.print(f"the first one's keys: {changed_keys}", soft_wrap=True, highlight=False)
+    console.print(f"keys of the first layout: {changed_keys}", soft_wrap=True, highlight=False)
 
 
 def describe_band(band: StepTimeBand) -> str:
-    """Return what measured steps say of a score processor's cost."""
+    """Describe the measured cost of a score processor."""
     return (
-        f"{band.processor}: by its FLOPs a step takes {band.planned_ratio:.2f} times as long as without it; "
-        f"measured steps say {band.low_ratio:.2f} to {band.high_ratio:.2f} times ({band.source}); ms/step and days of "
-        "the layouts below count FLOPs alone"
+        f"{band.processor}: a step takes {band.planned_ratio:.2f} times as long as without it by FLOPs, and "
+        f"{band.low_ratio:.2f} to {band.high_ratio:.2f} times by measurements ({band.source}); ms/step and days of "
+        "the layouts below count FLOPs only"
     )
 
 
 def describe_auto(plan: Plan) -> str:
-    """What `attention_backend: auto` takes, as far as it is known without the card."""
+    """Describe the choice of `attention_backend: auto`, as far as it is known without the GPU."""
     if plan.checked_backend is not None:
-        return f"takes {plan.checked_backend}, as the run's record of a check on its card says"
+        return f"uses {plan.checked_backend}, which the self-check on the run's GPU chose"
     pytorch = "PyTorch's fused attention" if plan.supports_sdpa else "row blocks in PyTorch"
-    return f"takes {pytorch} until a check on your GPU finds a correct, faster backend; then read that backend's column"
+    return f"uses {pytorch} until the self-check on your GPU selects a faster backend; then read that backend's column"
 
 
 def _print_summary(plan: Plan, console: Console) -> None:
@@ -101,14 +101,14 @@ def _print_summary(plan: Plan, console: Console) -> None:
     num_tokens = training.train_iters * global_batch_size * model.seq_length
     peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
     num_nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
-    network_text = f" on {num_nodes} nodes joined by {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
+    network_text = f" on {num_nodes} nodes with {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
     console.print(
         f"{format_count(plan.num_parameters)} parameters in {training.compute_dtype}; {training.train_iters:,} steps "
         f"of "
-        f"{global_batch_size:,} × {model.seq_length:,} tokens are {format_count(num_tokens)} tokens and "
+        f"{global_batch_size:,} × {model.seq_length:,} tokens: {format_count(num_tokens)} tokens, "
         f"{format_flops(num_tokens * plan.flops_per_token)}\n"
-        f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; they reach "
-        f"{cluster.mfu:.0%} of that while they compute (--mfu)",
+        f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; assumed "
+        f"compute efficiency {cluster.mfu:.0%} (--mfu)",
         highlight=False,
     )
 
@@ -117,7 +117,7 @@ def _describe_layout(layout: ParallelLayout) -> str:
     sizes, training = layout.sizes, layout.config.training
     recomputed = RECOMPUTED_PARTS[layout.config.model.checkpoint_activations]
     recompute_text = "" if recomputed == "no" else f", {recomputed} recomputed"
-    stage_text = f", stage {layout.memory.stage} of the pipeline" if sizes.pipeline > 1 else ""
+    stage_text = f", pipeline stage {layout.memory.stage}" if sizes.pipeline > 1 else ""
     return (
         f"tensor {sizes.tensor} × context {sizes.context} × data {sizes.data} × pipeline {sizes.pipeline}, "
         f"ZeRO {training.zero_optimization.stage}, micro-batch "
@@ -127,9 +127,9 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 def _build_memory_table(plan: Plan) -> Table:
     processors = [name for name in plan.config.position.processors if name != "none"]
-    map_label = "  of these score maps" + (f" and those of {', '.join(processors)}" if processors else "")
+    map_label = "  of which score matrices" + (f" and those of {', '.join(processors)}" if processors else "")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("part")
+    table.add_column("component")
     columns = plan.estimate_backends()
     for name in columns:
         table.add_column(name, justify="right")
@@ -153,15 +153,15 @@ def _build_memory_table(plan: Plan) -> Table:
     add_row("activations", "activations")
     add_plain_row(map_label, "kept_maps")
     add_row("logits", "logits")
-    add_row("a layer's backward pass", "working")
+    add_row("layer backward workspace", "working")
     add_plain_row(map_label, "working_maps")
-    add_row("the optimizer's step", "step")
-    add_plain_row("[bold]at the worst moment[/]", "total")
-    table.add_row("ms a step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
+    add_row("optimizer step", "step")
+    add_plain_row("[bold]peak[/]", "total")
+    table.add_row("ms per step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
     bands = [estimate.measured for estimate in columns.values()]
     if any(bands):
         cells = ("" if band is None else f"{1e3 * band.low:,.0f}–{1e3 * band.high:,.0f}" for band in bands)
-        table.add_row(f"  as measured of {', '.join(processors)}", *cells)
+        table.add_row(f"  measured with {', '.join(processors)}", *cells)
     return table
 
 

@@ -1,38 +1,39 @@
-"""How long an optimizer step takes, by arithmetic: computing, waiting and communicating, one after the other.
+"""Estimate of the time of an optimizer step: compute, pipeline bubble and communication, one after another.
 
-    computing       FLOPs of the slowest pipeline stage, its own share of them, with what it computes again
-                    (`checkpoint_activations`: the layers' forward pass, or attention's; attention in recomputed
-                    blocks of rows: its scores once more; fused attention: half of them; the output layer's, where the
-                    loss takes some tokens at a time), at `mfu` × the GPU's peak; of Muon, once per step, the
-                    Newton-Schulz products (`MuonWork`) of the rank that has most of them
-    waiting         the pipeline's bubble: P - 1 micro-batches of the slowest stage more than the m of the step
-    communicating   bytes of each collective over the link that it takes, nothing of it hidden behind computing
+    computing       FLOPs of the slowest pipeline stage, including recomputation, at `mfu` × the GPU's peak.
+                    Recomputed are: the forward pass of layers or of attention (`checkpoint_activations`), the scores
+                    of recomputed row blocks, half the scores of fused attention, and the output layer if the loss
+                    processes tokens in chunks. Muon adds once per step the Newton-Schulz products (`MuonWork`) of
+                    the rank that has the most.
+    waiting         the pipeline bubble: P - 1 micro-batches of the slowest stage in addition to the m of the step
+    communicating   bytes of each collective over the bandwidth of its link, without overlap
 
-Bytes that a rank sends in a ring, p parameters that it holds, n tokens of a micro-batch, D hidden size, K width of keys
-(D unless queries are grouped), b bytes of the compute type, N = data × context ranks, T and C tensor and context ranks,
-m micro-batches of a step:
+Bytes that a rank sends in a ring, with p parameters of the rank, n tokens of a micro-batch, D hidden size, K width of
+keys (D without grouped queries), b bytes of the compute type, N = data × context ranks, T and C tensor and context
+ranks, m micro-batches per step:
 
-| what                       | bytes                                                                              |
+| transfer                   | bytes                                                                              |
 |----------------------------|------------------------------------------------------------------------------------|
 | ZeRO 0, 1: gradients       | 2 · p · b · (N - 1) / N, once per step                                             |
 | ZeRO 2                     | p · b · (N - 1) / N per micro-batch, and once more for the weights                 |
 | ZeRO 3                     | 3 · p · b · (N - 1) / N per micro-batch: weights twice, gradients once             |
-| tensor: sums of activations| 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch; of whole        |
-|                            | layers recomputed: six times                                                       |
-| tensor: a score processor  | n · b · (2 · D / T + 2 · K) · (T - 1) / T, as often as below: queries and the output, |
-|                            | heads for rows; keys and values of all heads                                       |
+| tensor: activation sums    | 2 · n · D · b · (T - 1) / T, four times per layer and micro-batch; six times if    |
+|                            | whole layers are recomputed                                                        |
+| tensor: score processor    | n · b · (2 · D / T + 2 · K) · (T - 1) / T, as often as in the next row: queries    |
+|                            | and output exchange heads for rows; keys and values of all heads                   |
 | context: keys and values   | n · K · b · (C - 1) for each (without a processor K / T), twice per layer and      |
-|                            | micro-batch; recomputed, layers or attention alone: thrice                         |
-| pipeline: hidden states    | n · D · b to the next stage, and as much back                                      |
-| Muon, ZeRO 1 and 2         | 2 · e · b · (N - 1) / N, e elements of the matrices that several ranks step, and   |
-|                            | tensor: 3 · e · b · (T - 1) / T, e of those that a rank steps; once per step       |
+|                            | micro-batch; three times if layers or attention are recomputed                     |
+| pipeline: hidden states    | n · D · b to the next stage, and the same back                                     |
+| Muon, ZeRO 1 and 2         | 2 · e · b · (N - 1) / N, e elements of the matrices that several ranks update, and |
+|                            | tensor: 3 · e · b · (T - 1) / T, e of those that a rank updates; once per step     |
 
-A group of ranks inside one node talks over the GPUs' link. A group that leaves the node shares the node's network with
-all groups that leave it beside this one. Of both rates `LINK_EFFICIENCY` is what collectives get.
+Ranks of a group inside one node communicate over the GPUs' links. A group that spans nodes shares each node's network
+with all parallel groups that do so. Collectives reach `LINK_EFFICIENCY` of either bandwidth.
 
-Not in it: the rest of the optimizer's step, reading data, starting kernels, offloading to the CPU, a GPU's own
-slowness at small matrices. So small models, small micro-batches and long score maps take longer than this says, which
-is for comparing layouts and for the order of magnitude. docs/planning.md compares it with published times.
+Not included: the rest of the optimizer step, data loading, kernel launches, CPU offloading, and the low efficiency of
+small matrices. Small models, small micro-batches and long sequences with score matrices are therefore slower than
+estimated. The estimate serves to compare layouts and to give the order of magnitude. docs/planning.md compares it with
+published times.
 """
 
 from collections import defaultdict
@@ -58,66 +59,65 @@ from megatron.planning.model_costs import (
 )
 
 LINK_EFFICIENCY = 0.75
-"""Of a link's rate by its data sheet; NCCL's tests show such shares for large messages."""
+"""Fraction of a link's nominal bandwidth that collectives reach; NCCL's tests show this for large messages."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a plan."""
+    """Cluster that a plan is made for."""
 
     gpu: GpuSpec
     num_gpus: int
     gpus_per_node: int = 8
     network_gb_per_s: float = 25.0
-    """GB/s between nodes, of one node in one direction: 25 for one 200 Gbit/s adapter, 200 for eight."""
+    """Bandwidth between nodes in GB/s, per node and direction: 25 for one 200 Gbit/s adapter, 200 for eight."""
     mfu: float = 0.45
-    """The share of its peak that a GPU reaches while it computes, recomputation counted as work."""
+    """Fraction of its peak that a GPU reaches while computing; recomputation counts as work."""
     gpu_options: str = ""
-    """The command-line options that named the GPU, for a command about the same one."""
+    """Command-line options that selected the GPU, reused in suggested commands."""
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of one GPU."""
+        """Memory of one GPU, in bytes."""
         return round(self.gpu.gib * 2**30)
 
     def ring_bandwidth(self, stride: int, size: int) -> float:
-        """Bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
+        """Return the bytes per second that each of `size` ranks, `stride` apart, can send in a ring."""
         if stride * size <= self.gpus_per_node:
             return LINK_EFFICIENCY * self.gpu.nvlink_gb_per_s * 1e9
-        num_rings = min(stride, self.gpus_per_node)  # groups that leave a node side by side
+        num_rings = min(stride, self.gpus_per_node)  # parallel groups that leave a node
         return LINK_EFFICIENCY * min(self.gpu.nvlink_gb_per_s, self.network_gb_per_s / num_rings) * 1e9
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step."""
+    """Time of one optimizer step, in seconds."""
 
     computing: float
     waiting: float
     communicating: float
     mfu: float
-    """The step's useful FLOPs over what all GPUs could do in this time: what a run reports as MFU."""
+    """Useful FLOPs of the step over the FLOPs that all GPUs could compute in this time, as a run reports MFU."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
         return self.computing + self.waiting + self.communicating
 
 
 def estimate_step_time(
     config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
 ) -> StepTime:
-    """The time of a step of a layout.
+    """Estimate the time of one step of a layout.
 
     Args:
-        config: with its batch settled (`megatron.config.parallelism.resolve_batch_size`).
-        sizes: the mesh.
-        vocab_size: of the tokenizer.
-        cluster: where it runs.
-        backend: how attention is computed, instead of the configuration's attention_backend.
+        config: configuration with resolved batch sizes (`megatron.config.parallelism.resolve_batch_size`).
+        sizes: sizes of the mesh.
+        vocab_size: vocabulary size of the tokenizer.
+        cluster: cluster to run on.
+        backend: attention backend; overrides the configuration's.
 
     Raises:
-        UserError: nothing is known of the position encoding or the score processor.
+        UserError: the position encoding or the score processor declares no costs.
     """
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
@@ -152,43 +152,45 @@ def estimate_step_time(
 
 @dataclass(frozen=True)
 class MuonWork:
-    """What Muon does in one step with whole matrices, on the rank that has most of each (`training/muon.py`)."""
+    """Work of Muon on whole matrices in one step, each value on the rank that has the most (`training/muon.py`)."""
 
     flops: float = 0.0
-    """Of Newton-Schulz: each iteration on m × n, with r = min(m, n) and R = max(m, n), takes X·Xᵀ, its square and their
-    product with X, 4·r²·R + 2·r³."""
+    """FLOPs of Newton-Schulz. Each iteration on m × n, with r = min(m, n) and R = max(m, n), multiplies X·Xᵀ, squares
+    it and multiplies both with X: 4·r²·R + 2·r³."""
     stepped: int = 0
-    """Elements of the matrices that it steps elements of, over all tensor ranks."""
+    """Elements of the matrices that a rank updates elements of, over all tensor ranks."""
     cut: int = 0
-    """Elements that a tensor rank holds of the matrices which several ranks step."""
+    """Elements of a tensor rank in matrices that several ranks update."""
 
 
 MAX_COUNTED_LAYERS = 1024
-"""Layers whose matrices are counted one by one; more are as much work in proportion."""
+"""Largest number of layers whose matrices are counted one by one; more layers are extrapolated."""
 
 
 @cache
 def count_muon_work(
     weights: tuple[Shapes, ...], num_layers: int, ns_steps: int, num_shards: int, tensor: int
 ) -> MuonWork:
-    """Muon's work on the matrices of a pipeline stage.
+    """Return Muon's work on the matrices of a pipeline stage.
 
-    ZeRO lays them end to end and gives each rank as many elements. A rank orthogonalises every matrix of which it has
-    some, so those that are cut are computed several times; without ZeRO each computes all. Of the matrices of as many
-    weights as are taken at once, the i-th is computed by tensor rank i modulo their number.
+    ZeRO concatenates the matrices and gives each rank the same number of elements. A rank orthogonalizes every matrix
+    of
+    which it has elements, so a matrix that several ranks share is computed several times. Without ZeRO each rank
+    computes
+    all. Tensor rank i modulo their number computes the i-th matrix of the weights that are processed together.
 
     Args:
-        weights: of a layer (`list_layer_weights`).
-        num_layers: of the stage.
-        ns_steps: iterations.
-        num_shards: ranks that ZeRO divides the optimizer's states among.
-        tensor: tensor ranks.
+        weights: weights of a layer (`list_layer_weights`).
+        num_layers: layers of the stage.
+        ns_steps: Newton-Schulz iterations.
+        num_shards: ranks that ZeRO shards the optimizer states over.
+        tensor: number of tensor ranks.
     """
     counted = min(num_layers, MAX_COUNTED_LAYERS)
     numels = [sum(rows * columns for rows, columns in shapes) // tensor for shapes in weights]
-    size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's parts are even
+    size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's shards have an even size
     flops: dict[int, list[float]] = defaultdict(lambda: [0.0] * tensor)
-    indices: dict[int, int] = defaultdict(int)  # of the next matrix of those that a rank takes at once
+    indices: dict[int, int] = defaultdict(int)  # index of the rank's next matrix among those processed together
     stepped: dict[int, int] = defaultdict(int)
     position, together, cut = 0, 0, 0
     for _ in range(counted):
@@ -231,7 +233,7 @@ class _StageEstimator:
         self.key_bytes = self.num_tokens * kv_hidden_size(config.model) * self.bytes_per_element
         self.num_recomputed_passes = int(config.model.checkpoint_activations is True)
         self.num_attention_passes = int(config.model.checkpoint_activations is not False)
-        """Forward passes that are computed again: of whole layers, and of attention."""
+        """Recomputed forward passes: of whole layers, and of attention."""
         logits = self.num_tokens * padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
         has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_kinds]
@@ -239,7 +241,7 @@ class _StageEstimator:
         self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
 
     def count_flops(self) -> float:
-        """Of one rank for one micro-batch, with what is computed again."""
+        """Return the FLOPs of one rank for one micro-batch, including recomputation."""
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         layer_flops = 0.0
@@ -260,7 +262,7 @@ class _StageEstimator:
         )
 
     def communication_seconds(self) -> float:
-        """Seconds in one micro-batch."""
+        """Return the communication time of one micro-batch, in seconds."""
         sizes, cluster = self.sizes, self.cluster
         hidden_bytes, seconds = self.num_tokens * self.config.model.hidden_size * self.bytes_per_element, 0.0
         num_passes, num_attention_passes = 2 + self.num_recomputed_passes, 2 + self.num_attention_passes
@@ -281,7 +283,7 @@ class _StageEstimator:
 
     @property
     def muon_work(self) -> MuonWork:
-        """Nothing of another algorithm."""
+        """Work of Muon; zero for other algorithms."""
         options, sizes = self.config.optimizer.optimizer, self.sizes
         if options.algorithm != "Muon":
             return MuonWork()
@@ -290,10 +292,10 @@ class _StageEstimator:
         return count_muon_work(weights, self.num_layers, options.params.ns_steps, num_shards, sizes.tensor)
 
     def muon_communication_seconds(self) -> float:
-        """Seconds in one step of exchanging matrices."""
+        """Return the time to exchange matrices in one step, in seconds."""
         sizes, cluster, work = self.sizes, self.cluster, self.muon_work
         num_ranks, seconds = sizes.data * sizes.context, 0.0
-        # What is not normalised yet is exchanged in float32 where the type's range is too small.
+        # Matrices are exchanged before normalization, in float32 if the compute type's range is too small.
         exchanged = 2 if self.config.training.compute_dtype == "bf16" else 4
         if work.cut:
             sent_bytes = 2 * work.cut * exchanged * (num_ranks - 1) / num_ranks
@@ -304,7 +306,7 @@ class _StageEstimator:
         return seconds
 
     def gradient_sync_seconds(self) -> float:
-        """Seconds of gradients, and of weights that ZeRO divides, in one step."""
+        """Return the time to synchronize gradients, and weights that ZeRO shards, in one step, in seconds."""
         sizes, training = self.sizes, self.config.training
         num_ranks = sizes.data * sizes.context
         if num_ranks == 1:
