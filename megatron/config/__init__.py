@@ -1,8 +1,8 @@
-"""Configuration: YAML files and `key=value` overrides in, one frozen, checked `Config` out. Never imports torch.
+"""Configuration: merges YAML files and `key=value` overrides into one frozen, validated `Config`, without torch.
 
-`load.py` is the way in. `schema.py` gathers the sections of `megatron/options`; `yaml_files.py` reads YAML with line
-numbers; `config_layers.py` merges and remembers who set what; `neox_keys.py` holds GPT-NeoX's, KERPLE's and DAPE's
-vocabulary, of rules as `neox_rules.py` defines them; `validation.py` looks across sections; `parallelism.py` fits the
-batch to the processes; `validation_errors.py` says what pydantic found; `reference.py` writes the documentation of all
-keys.
+`load.py` is the entry point. `schema.py` collects the sections of `megatron/options`; `yaml_files.py` reads YAML with
+line numbers; `config_layers.py` merges layers and records where each key was set; `neox_keys.py` lists the keys of
+GPT-NeoX, KERPLE and DAPE, with rules defined in `neox_rules.py`; `validation.py` checks keys against each other;
+`parallelism.py` derives the mesh and batch sizes; `validation_errors.py` formats pydantic's errors; `reference.py`
+generates the reference of all keys.
 """

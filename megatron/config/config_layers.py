@@ -1,10 +1,10 @@
-"""Merging: layers of keys, each key with the place that set it; later wins and says what it replaced.
+"""Merging of configuration layers. Each key records where it was set, and which earlier value it replaced.
 
-A layer is one file or the command line. Within a layer every key has one value, whatever names it is written under
-(`lr` and `optimizer.params.lr`): two that differ contradict each other, in either order. Between layers mappings merge
-key by key (`optimizer: {params: {lr: 1e-3}}` leaves the optimizer's other params alone). Choosing another `pos_emb` or
-`score_processor` drops the options that earlier layers set for the one it replaces. Keys that exclude each other
-(`REPLACED_KEYS`) replace each other too: `train_epochs` on the command line replaces a file's `train_iters`.
+A layer is one file or the command line. Later layers override earlier ones. Within a layer a key has one value, even
+under several names (`lr` and `optimizer.params.lr`); two different values are an error. Mappings merge key by key
+across layers: `optimizer: {params: {lr: 1e-3}}` keeps the optimizer's other params. A layer that changes `pos_emb` or
+`score_processor` drops the options of the previous method. Mutually exclusive keys (`REPLACED_KEYS`) also replace each
+other: `train_epochs` on the command line replaces a file's `train_iters`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OPTION_KEYS = {
     ("attention_temperature",): "attention_temperature_options",
     ("task",): "task_options",
 }
-"""The keys that name a method, and those that hold its options."""
+"""Keys that name a method, and the keys of its options."""
 
 _SPLIT_PATHS = tuple(f"{split}_data_paths" for split in SPLITS)
 _SPLIT_WEIGHTS = tuple(f"{split}_data_weights" for split in SPLITS)
 REPLACED_KEYS: dict[str, tuple[str, ...]] = {
     "train_iters": ("train_epochs",),
     "train_epochs": ("train_iters",),
-    "stages": ("train_iters", "train_epochs"),  # if the last one has an end
+    "stages": ("train_iters", "train_epochs"),  # if the last stage has an end
     "finetune": ("rollback",),
     "rollback": ("finetune",),
     "warmup": ("lr_warmup_iters",),
@@ -49,14 +49,14 @@ REPLACED_KEYS: dict[str, tuple[str, ...]] = {
     "weight_by_num_documents": _SPLIT_WEIGHTS,
     **dict.fromkeys(_SPLIT_WEIGHTS, ("weight_by_num_documents",)),
 }
-"""Keys that exclude each other: a layer that gives a key replaces what earlier layers set for the keys beside it."""
+"""Mutually exclusive keys. A layer that sets a key replaces the listed keys of earlier layers."""
 ZERO_IS_GIVEN = ("warmup", "lr_warmup_iters")
-"""Keys of `REPLACED_KEYS` whose zero says something; that of the others is their absence."""
+"""Keys of `REPLACED_KEYS` for which zero is a value. For the others zero means unset."""
 
 
 @dataclass(frozen=True)
 class SourcedValue:
-    """A value and who set it: `file:line` or the command line."""
+    """Value of a key and its origin: `file:line` or the command line."""
 
     value: Any
     where: str
@@ -64,28 +64,28 @@ class SourcedValue:
 
 
 class KeyRule(ABC):
-    """What becomes of a key that is not ours."""
+    """Rule for a key that is not ours."""
 
     is_suggested: ClassVar[bool] = False
-    """Whether somebody who mistypes the key is told of it."""
+    """True if a suggestion for a mistyped key may name the key."""
     resolve_order: ClassVar[int] = 0
-    """Of rules that are put off, those with lower numbers come first."""
+    """Order among deferred rules; lower numbers are resolved first."""
 
     @abstractmethod
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
-        """Our paths and values for the key of this name, as its layer is read; problems and notes go to `layers`."""
+        """Yield our paths and values for the key while its layer is read; problems and notes go to `layers`."""
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
-        """Change `layers`, all of which are merged, by a key that `translate` has put off."""
+        """Change the merged `layers` for a key that `translate` has deferred."""
         raise NotImplementedError
 
 
 class ValueRule(ABC):
-    """What becomes of a value of one of our keys that is not a value of ours."""
+    """Rule for a value of one of our keys that is not ours."""
 
     @abstractmethod
     def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
-        """Our paths and values for it; problems and notes go to `layers`."""
+        """Yield our paths and values for it; problems and notes go to `layers`."""
 
 
 def _to_underscores(name: str) -> str:
@@ -95,16 +95,17 @@ def _to_underscores(name: str) -> str:
 def _flatten(
     values: dict[str, Any], document: YamlDocument, written_prefix: KeyPath = (), prefix: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, SourcedValue]]:
-    """Leaves of a mapping as (path, setting); a mapping opens only where the schema has keys inside it.
+    """Yield the leaves of a mapping as (path, setting). A nested mapping is opened only if the schema has keys inside
+    it.
 
-    written_prefix: the keys around the mapping as they are written; prefix: the same, as paths of the schema.
+    written_prefix: path of the mapping as written in the file; prefix: the same path in the schema.
     """
     for name, value in values.items():
         written_path = (*written_prefix, name)
         path = (*prefix, *map(_to_underscores, name.split(".")))
         key = list_config_keys().get(path)
         if isinstance(value, dict) and key and (key.opens or key.allows_free_values):
-            if key.allows_free_values:  # the names inside are the method's, not ours: no dashes to translate
+            if key.allows_free_values:  # names inside belong to the method, so dashes stay
                 for option, option_value in value.items():
                     yield (*path, option), SourcedValue(option_value, document.locate((*written_path, option)))
             else:
@@ -114,7 +115,7 @@ def _flatten(
 
 
 def _excludes_others(name: str, value: Any) -> bool:
-    """Return whether a value of a key in `REPLACED_KEYS` excludes the keys beside it."""
+    """Return True if a value of a key in `REPLACED_KEYS` excludes the listed keys."""
     if name == "stages":
         last = value[-1] if isinstance(value, list) and value else None
         return isinstance(last, dict) and not {"until", "until_tokens"}.isdisjoint(last)
@@ -134,19 +135,18 @@ def _get_default_of_null(path: KeyPath) -> Any:
 
 @dataclass
 class ConfigLayers:
-    """Merged layers. `problems` are errors and `notes` are for the start of a command, one line each.
+    """Merged layers. `problems` are errors; `notes` are shown when a command starts. Each has one line.
 
-    `replacements` say which value replaced which, a line each. Layers replace each other in normal use, so only a dry
-    run shows these lines.
+    `replacements` list which value replaced which, one line each. Overrides are normal, so only a dry run shows them.
 
-    `key_rules` and `value_rules` (by key and value) say what another project's keys and values are here.
+    `key_rules` and `value_rules` (by key and value) translate the keys and values of other projects.
     """
 
     key_rules: Mapping[str, KeyRule] = field(default_factory=dict)
     value_rules: Mapping[str, Mapping[str, ValueRule]] = field(default_factory=dict)
     values: dict[KeyPath, SourcedValue] = field(default_factory=dict)
     deferred: dict[str, SourcedValue] = field(default_factory=dict)
-    """Keys that mean something only together with another key (`rotary_pct`)."""
+    """Keys that have a meaning only together with another key (`rotary_pct`)."""
     notes: list[str] = field(default_factory=list)
     replacements: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -154,14 +154,14 @@ class ConfigLayers:
     has_foreign_keys: bool = False
     """True if a layer has keys of another project."""
     _ignored: dict[str, list[str]] = field(default_factory=dict)
-    """Of the layer that is being read: keys without effect, by the reason."""
+    """Keys of the current layer that have no effect, by reason."""
 
     def add_file(self, document: YamlDocument) -> None:
-        """Put a file on top."""
+        """Add a file on top."""
         self._add(_flatten(document.values, document), document.source)
 
     def add_overrides(self, overrides: Iterable[tuple[str, Any]]) -> None:
-        """Put `key=value` pairs on top; of a key given twice the later one counts, with a note."""
+        """Add `key=value` pairs on top. If a key is given twice, the later one wins, with a note."""
         pairs: dict[str, Any] = {}
         for name, value in overrides:
             name = _to_underscores(name)
@@ -174,7 +174,7 @@ class ConfigLayers:
         self._add(_flatten(pairs, YamlDocument(COMMAND_LINE, pairs, {})), COMMAND_LINE)
 
     def locate(self, path: KeyPath) -> str | None:
-        """Who set a key, or the nearest thing to it."""
+        """Return where a key was set, or else a key inside or around it."""
         if path in self.values:
             return self.values[path].where
         nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
@@ -182,24 +182,25 @@ class ConfigLayers:
         return next(nested, around)
 
     def get_value(self, key: str) -> Any:
-        """The value of a flat key; its default where no layer has it."""
+        """Return the value of a flat key, or its default if no layer sets it."""
         setting = self.values.get((key,))
         return setting.value if setting else get_default_value(key)
 
     def defer(self, name: str, setting: SourcedValue) -> None:
-        """Put a key off until `resolve_deferred`."""
+        """Defer a key until `resolve_deferred`."""
         old = self.deferred.get(name)
         if old is not None:
             self.note_replaced((name,), old, setting)
         self.deferred[name] = SourcedValue(setting.value, setting.where, self.num_layers)
 
     def resolve_deferred(self) -> None:
-        """Let the rules of all keys that were put off look at the layers as they are merged."""
+        """Resolve all deferred keys by their rules on the merged layers."""
         for name in sorted(self.deferred, key=lambda name: self.key_rules[name].resolve_order):
             self.key_rules[name].resolve(name, self.deferred[name], self)
 
     def drop_alternatives(self) -> None:
-        """Drop keys that a key of a later layer excludes, the last layers first: what is dropped excludes nothing."""
+        """Drop keys that a key of a later layer excludes, starting with the last layer. Dropped keys exclude
+        nothing."""
         given = [path for path in self.values if path[0] in REPLACED_KEYS and len(path) == 1]
         for path in sorted(given, key=lambda path: -self.values[path].layer):
             new = self.values.get(path)
@@ -214,8 +215,8 @@ class ConfigLayers:
                     )
 
     def is_replaced(self, name: str, setting: SourcedValue, path: KeyPath) -> bool:
-        """Return whether another project's key, which means the key of `path`, is replaced by a later layer's `path`;
-        both in one layer contradict each other, which becomes a problem."""
+        """Return True if a later layer's `path` replaces another project's key of the same meaning. If one layer sets
+        both, that is a problem."""
         other = self.values.get(path)
         if other is None:
             return False
@@ -232,11 +233,11 @@ class ConfigLayers:
         return old is setting
 
     def note_ignored(self, name: str, reason: str) -> None:
-        """Say of a key, together with others of its layer, that it has no effect."""
+        """Record that a key of the current layer has no effect, grouped by reason."""
         self._ignored.setdefault(reason, []).append(name)
 
     def note_replaced(self, path: KeyPath, old: SourcedValue, new: SourcedValue) -> None:
-        """Say that one value replaces another, if they differ."""
+        """Record that one value replaces another, if they differ."""
         if old.value != new.value:
             self.replacements.append(
                 f"{'.'.join(path)} {format_value(old.value)} ({old.where}) replaced by {format_value(new.value)} "
@@ -251,7 +252,7 @@ class ConfigLayers:
         for path, setting in items:
             is_repeated = path in written
             if is_repeated:  # num-layers and num_layers, or optimizer.params.lr and optimizer: {params: {lr: …}}
-                self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice, see {written[path]}")
+                self.problems.append(f"{setting.where}: {'.'.join(path)} is given twice; see {written[path]}")
             written[path] = setting.where
             for own_path, value in self._translate(path, setting):
                 old = layer.get(own_path)
@@ -275,7 +276,7 @@ class ConfigLayers:
             self.values[path] = setting
 
     def _translate(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
-        """Our paths and values for one written key; problems and notes are recorded."""
+        """Yield our paths and values for one written key; record problems and notes."""
         name = ".".join(path)
         if (rule := self.key_rules.get(name)) is not None:
             self.has_foreign_keys = True
@@ -283,7 +284,7 @@ class ConfigLayers:
         return self.translate_own_key(path, setting)
 
     def translate_own_key(self, path: KeyPath, setting: SourcedValue) -> Iterator[tuple[KeyPath, Any]]:
-        """A key of ours (or an unknown one), with other projects' names of its values."""
+        """Yield paths and values for one of our keys, or an unknown one; translate other projects' names of values."""
         name, value, where = ".".join(path), setting.value, setting.where
         key = list_config_keys().get(path)
         parent = list_config_keys().get(path[:-1])
@@ -302,7 +303,7 @@ class ConfigLayers:
                 self.problems.append(
                     f"{where}: {name} is {format_value(value)}; it must be a mapping of keys to values"
                 )
-            return  # an empty mapping says nothing
+            return  # an empty mapping has no effect
         rule = self.value_rules.get(name, {}).get(value) if isinstance(value, str) else None
         if rule is None:
             yield path, value
@@ -310,10 +311,10 @@ class ConfigLayers:
             yield from rule.translate(path, setting, self)
 
     def _resolve_precision(self, layer: dict[KeyPath, SourcedValue]) -> None:
-        """Make one `precision` of what a layer says in `precision`, `fp16` and `bf16`.
+        """Combine a layer's `precision`, `fp16` and `bf16` into one `precision`.
 
-        A layer that switches one format on switches the other off, so that an overlay can change the precision of a
-        model file; both in one layer contradict each other. KERPLE writes bfloat16 as `fp16: {type: bfloat16}`.
+        A layer that enables one format disables the other, so that an overlay can change the precision of a model file.
+        Enabling both in one layer is an error. KERPLE writes bfloat16 as `fp16: {type: bfloat16}`.
         """
         fp16_type = layer.pop(FP16_TYPE, None)
         settings = {path: layer[path] for path in layer if path == PRECISION or path in PRECISION_SWITCHES}
@@ -359,13 +360,13 @@ class ConfigLayers:
             )
 
     def _describe_unknown_key(self, path: KeyPath) -> str:
-        """`unknown key 'num_layrs'; did you mean num_layers?`"""
+        """Describe an unknown key: `unknown key 'num_layrs'; did you mean num_layers?`"""
         name = ".".join(path)
         if path == ("sweep",):
-            return "sweep: files that hold one are for `./deepy.py sweep`"
+            return "sweep: run a file with a sweep section by `./deepy.py sweep`"
         key, _, value = path[-1].partition(":")
         if value:
-            return f"unknown key {name!r}; in YAML a space follows the colon: {{{key}: {value}}}"
+            return f"unknown key {name!r}; YAML needs a space after the colon: {{{key}: {value}}}"
         siblings = {key[-1]: ".".join(key) for key in list_config_keys() if key[:-1] == path[:-1]}
         if len(path) == 1:
             siblings |= {key: key for key, rule in self.key_rules.items() if rule.is_suggested}

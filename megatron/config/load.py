@@ -1,9 +1,9 @@
-"""Files and overrides in, a checked `Config` out.
+"""Loading of configurations from files and overrides.
 
     loaded = load_config(["125M", "kerple_log", "local_setup"], ["train_iters=1000"])
-    loaded.config    the frozen configuration
-    loaded.notes     one line each: what has no effect, what was inferred
-    loaded.layers    who set what; its `replacements` say which value replaced which
+    loaded.config    the frozen, validated configuration
+    loaded.notes     one line each: keys without effect, inferred values
+    loaded.layers    where each key was set; its `replacements` list which value replaced which
 
 All problems of a load are reported together, one line each, with file and line.
 """
@@ -38,12 +38,12 @@ from megatron.utils.suggestions import suggest_names
 
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"
-"""Who sets what nobody sets."""
+"""Origin of a key that no layer sets."""
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration, what there is to say about it, and the files it was read from."""
+    """Loaded configuration with its notes, files and layers."""
 
     config: Config
     notes: tuple[str, ...]
@@ -52,7 +52,7 @@ class LoadedConfig:
 
     @contextmanager
     def locate_errors(self) -> Iterator[None]:
-        """Inside it, errors that blame a key begin with the file and line that set it."""
+        """Prefix errors about a key with the file and line that set it."""
         try:
             yield
         except UserError as error:
@@ -65,13 +65,13 @@ def load_config(
     overrides: Iterable[str] = (),
     search: Sequence[str | os.PathLike[str]] | None = None,
 ) -> LoadedConfig:
-    """Merge files left to right, then `key=value` overrides; later wins.
+    """Merge files left to right, then `key=value` overrides; later ones win.
 
     Args:
         files: paths, or names with or without .yml that are looked up in `search` and its subfolders.
-        overrides: `key=value`, values as in YAML, nested keys dotted: `optimizer.params.lr=1e-3`.
-        search: folders to find names in, tried before the name as a path; when absent a path comes first, then
-            `configs` here and the `configs` folder of this project.
+        overrides: `key=value` with values as in YAML and dotted nested keys: `optimizer.params.lr=1e-3`.
+        search: folders to search before the name is tried as a path. If None, a path comes first, then `configs` here
+            and the `configs` folder of this project.
 
     Raises:
         UserError: one line for each problem, with file and line.
@@ -81,9 +81,9 @@ def load_config(
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """Read one configuration file by its path, such as one that `Config.save` wrote.
+    """Read one configuration file by its path, for example one that `Config.save` wrote.
 
-    Raises UserError as `load_config` does.
+    Raises UserError as `load_config`.
     """
     return merge_documents([read_yaml(Path(path))]).config
 
@@ -91,7 +91,8 @@ def read_config(path: str | os.PathLike[str]) -> Config:
 def merge_documents(
     documents: Iterable[YamlDocument], overrides: Iterable[str] = (), files: Iterable[Path] = ()
 ) -> LoadedConfig:
-    """`load_config` for documents that were read already (a sweep's variants); `files` are only passed on."""
+    """Merge documents that were already read, as `load_config` does (for a sweep's variants). `files` are passed
+    through."""
     layers, documents = ConfigLayers(RULES, VALUE_RULES), list(documents)
     for document in documents:
         layers.add_file(document)
@@ -99,13 +100,13 @@ def merge_documents(
     sources = ", ".join(document.source for document in documents)
     if not layers.values and not layers.problems:
         raise UserError(
-            f"{sources}: holds no keys" if sources else "no configuration given; name a file, such as model/125M"
+            f"{sources}: contains no keys" if sources else "no configuration given; name a file, such as model/125M"
         )
     return LoadedConfig(_build_config(layers, sources or COMMAND_LINE), tuple(layers.notes), tuple(files), layers)
 
 
 def split_override(text: str) -> tuple[str, Any]:
-    """`key=value` as key and parsed value. Raises UserError if it is not of that form."""
+    """Split `key=value` into the key and the parsed value. Raises UserError for any other form."""
     name, equals, value = text.partition("=")
     name = name.strip().removeprefix("--")
     if not equals or not name:
@@ -114,10 +115,10 @@ def split_override(text: str) -> tuple[str, Any]:
 
 
 def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] | None = None) -> Path:
-    """The file that a name means.
+    """Find the configuration file with a given name or path.
 
     Raises:
-        UserError: if there is none (naming the nearest), or several in different subfolders.
+        UserError: no file has the name (the message suggests similar ones), or files in several subfolders have it.
     """
     text = os.fspath(name)
     direct_paths = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
@@ -133,15 +134,15 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         if matches:
             return matches[0]
     if Path(text).exists() and not Path(text).is_dir():
-        raise UserError(f"{text}: is a pipe or a device, and only files are read; write it to a file")
+        raise UserError(f"{text}: is a pipe or a device; expected a file")
     if Path(text).is_dir():
-        raise UserError(f"{text}: is a folder; name a configuration file in it, or look names up there with -d {text}")
+        raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
     hint = _suggest_config(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})
     raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
 
 
 def _suggest_config(stem: str, config_names: set[str]) -> str:
-    """What somebody may have meant who names a file that is not there."""
+    """Suggest what a missing configuration file may have meant."""
     method = method_names.find_method(stem)
     if method is not None and method[1] != stem:
         key, own_name = method
@@ -157,7 +158,7 @@ def _suggest_config(stem: str, config_names: set[str]) -> str:
 def _config_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     if not path.is_dir() and path.name == SHIPPED_CONFIGS.name:
-        path = SHIPPED_CONFIGS  # `-d configs` from anywhere
+        path = SHIPPED_CONFIGS  # `-d configs` from any directory
     if not path.is_dir():
         raise UserError(f"{path}: no such folder of configurations")
     return path
@@ -170,15 +171,15 @@ def _list_config_folders() -> list[Path]:
 
 
 def _has_name(path: Path, text: str) -> bool:
-    """Does a file in a subfolder answer to this name? `125M`, `125M.yml` and `model/125M` all mean model/125M.yml."""
+    """Return True if a file matches a name: `125M`, `125M.yml` and `model/125M` all match model/125M.yml."""
     *folders, name = Path(text).parts
     return any(path.parts[-len(folders) - 1 :] == (*folders, name + suffix) for suffix in CONFIG_SUFFIXES)
 
 
 def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None:
-    """Who set last what contradicts other values: of the key to blame and those that the sentence names before it
-    gives advice."""
-    if key == "stages":  # whose sentences have values of a stage
+    """Return where the latest of the conflicting values was set. Candidates are the key to blame and the keys that the
+    message names before its advice."""
+    if key == "stages":  # its messages contain values of a stage
         return layers.locate((key,))
     named = [tuple(word.split(".")) for word in re.findall(r"[\w.]+\w", message.partition(";")[0])]
     paths = [path for path in named if path in layers.values and layers.values[path].where != _DEFAULT]
@@ -188,7 +189,7 @@ def _locate_conflict(layers: ConfigLayers, key: str, message: str) -> str | None
 
 
 def _build_config(layers: ConfigLayers, sources: str) -> Config:
-    """The checked configuration; `sources` are where a key that is missing was looked for."""
+    """Build the validated configuration. `sources` is the location reported for missing keys."""
     layers.drop_alternatives()
     layers.resolve_deferred()
     _resolve_stages(layers)
@@ -218,13 +219,13 @@ def _build_config(layers: ConfigLayers, sources: str) -> Config:
 
 
 def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
-    """Say how `linear` differs from GPT-NeoX's, to who brings a file with keys of its own."""
+    """Note how `linear` differs from GPT-NeoX's, if a file has keys of another project."""
     optimizer = config.optimizer
     if layers.has_foreign_keys and optimizer.lr_decay_style == "linear" and optimizer.min_lr > 0:
         where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
         layers.notes.append(
-            f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at its last step, as Megatron-LM's; "
-            "GPT-NeoX's falls towards 0 and stays at min_lr once it is there"
+            f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at the last step, as in "
+            "Megatron-LM; GPT-NeoX decays towards 0 and stops at min_lr"
         )
 
 
@@ -245,22 +246,22 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
         for key, style in SCHEDULE_KEYS.items()
     },
 }
-"""Keys, with all that they hold, that are read with some values of another key alone: that key, and whether a value is
-one of those."""
+"""Keys that are read only with some values of another key: that key, and a function that is true for such a value.
+Nested keys are included."""
 
 
 def _note_unread(config: Config, layers: ConfigLayers) -> None:
-    """Keys that say nothing beside the others of a configuration, unless they say no more than their default. Those of
-    one layer that a key holds are told together."""
+    """Note keys that have no effect with the other keys, unless they have their default. Keys of one layer share a
+    note."""
     values = config.to_flat()
     for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
         if is_read_with(values[other_key]):
             continue
         unread: dict[int, list[KeyPath]] = {}
         for path, setting in layers.values.items():
-            if path[0] != key or path in PRECISION_SWITCHES:  # `precision` says what a switch does
+            if path[0] != key or path in PRECISION_SWITCHES:  # `precision` reports the switches
                 continue
-            key_info = list_config_keys().get(path)  # none inside a mapping whose names are the user's
+            key_info = list_config_keys().get(path)  # None inside a mapping whose names are the user's
             if key_info is None or setting.value != key_info.field.get_default(call_default_factory=True):
                 unread.setdefault(setting.layer, []).append(path)
         for paths in unread.values():
@@ -272,18 +273,18 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
 
 
 def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:
-    """The width of a gated layer follows from its key by a rule that not everybody has in mind."""
+    """Note the width of a gated feed-forward layer, which follows from its key by a little-known rule."""
     if model.activation in GATED_ACTIVATIONS:
         size = "4 × hidden_size" if model.intermediate_size is None else f"intermediate_size {model.intermediate_size}"
         where = layers.locate(("intermediate_size",)) or layers.locate(("activation",))
         layers.notes.append(
-            f"{where}: with activation {model.activation}, {size} is a feed-forward width of "
-            f"{ffn_hidden_size(model)}, as in GPT-NeoX (a third)"
+            f"{where}: with activation {model.activation}, {size} gives a feed-forward width of "
+            f"{ffn_hidden_size(model)} (a third), as in GPT-NeoX"
         )
 
 
 def _find_unknown_methods(layers: ConfigLayers) -> Iterator[str]:
-    """The problems of the methods' names: pydantic knows them as text, and `validate_config` needs a whole
+    """Yield problems with the names of methods. pydantic accepts any text, and `validate_config` needs a whole
     configuration."""
     for key, methods in (
         ("pos_emb", list_encodings()),
@@ -307,7 +308,7 @@ def _group_by_section(layers: ConfigLayers) -> dict[str, dict[str, Any]]:
 
 
 def _resolve_stages(layers: ConfigLayers) -> None:
-    """Each stage is a layer on top of all others: what it sets, under our names, is what remains in the list."""
+    """Resolve each stage as a layer on top of all others; the list keeps what it sets, under our names."""
     setting = layers.values.get(("stages",))
     if setting is None:
         return
@@ -333,30 +334,31 @@ def _resolve_stages(layers: ConfigLayers) -> None:
 
 
 def _resolve_vocabulary_rows(layers: ConfigLayers) -> None:
-    """Rows of the embedding that the tensor-parallel ranks can divide.
+    """Round the rows of the embedding up to a multiple of the tensor-parallel ranks.
 
-    GPT-NeoX multiplies make_vocab_size_divisible_by by the number of these ranks. Here it counts for all of them, so
-    that every layout has the same rows, and only what they cannot divide is raised.
+    GPT-NeoX multiplies make_vocab_size_divisible_by by the number of these ranks. Here it applies to all ranks
+    together,
+    so that every layout has the same rows, and it is raised only if the ranks do not divide it.
     """
     path: KeyPath = ("make_vocab_size_divisible_by",)
     ranks, multiple = layers.get_value("model_parallel_size"), layers.get_value(path[0])
     if type(ranks) is not int or type(multiple) is not int or ranks < 1 or multiple < 1 or multiple % ranks == 0:
         return
     if lcm(multiple, ranks) > MAX_SIZE:
-        return  # one of them is refused for its size
+        return  # one of them is rejected for its size
     where = layers.locate(path) or layers.locate(("model_parallel_size",)) or COMMAND_LINE
     layers.values[path] = SourcedValue(lcm(multiple, ranks), where)
     layers.notes.append(
-        f"{where}: {path[0]} {multiple} becomes {lcm(multiple, ranks)}, which model_parallel_size {ranks} divides"
+        f"{where}: {path[0]} {multiple} becomes {lcm(multiple, ranks)}, a multiple of model_parallel_size {ranks}"
     )
 
 
 def _resolve_task(layers: ConfigLayers) -> None:
-    """seq_length of a task: the longest sequence of its training."""
+    """Set seq_length for a task: the longest sequence of its training."""
     task = layers.values.get(("task",))
     if task is None or task.value is None or ("seq_length",) in layers.values:
         return
-    from megatron.tasks.task_config import read_task_config  # needs numpy, and most configurations have no task
+    from megatron.tasks.task_config import read_task_config  # imports numpy, and most configurations have no task
 
     paths = [path for path in layers.values if path[0].startswith("task")]
     flat: dict[str, Any] = {"task_options": {path[1]: layers.values[path].value for path in paths if path[1:]}}
@@ -365,19 +367,19 @@ def _resolve_task(layers: ConfigLayers) -> None:
         task_config = read_task_config(DataOptions(**flat))
         longest, limit = max(task_config.sequence_lengths), task_config.task.position_limit
     except (UserError, ValidationError, ValueError):
-        layers.values[("seq_length",)] = SourcedValue(2, task.where)  # what is wrong is told with the other problems
+        layers.values[("seq_length",)] = SourcedValue(2, task.where)  # reported with the other problems
         return
     layers.values[("seq_length",)] = SourcedValue(longest, task.where)
-    layers.notes.append(f"{task.where}: task {task.value} makes seq_length {longest}")
+    layers.notes.append(f"{task.where}: task {task.value} sets seq_length to {longest}")
     if limit is not None and ("max_position_embeddings",) not in layers.values:
         layers.values[("max_position_embeddings",)] = SourcedValue(max(longest, limit), task.where)
 
 
 def _resolve_tokenizer(layers: ConfigLayers) -> None:
-    """GPT-NeoX's default: a vocabulary and merges without a tokenizer_type are GPT-2's."""
+    """Infer GPT-NeoX's default: a vocabulary and merges without a tokenizer_type are GPT-2's."""
     keys = ("tokenizer_type", "vocab_file", "merge_file")
     set_keys = {key for key in keys if (key,) in layers.values and layers.values[(key,)].value is not None}
     if set_keys == {"vocab_file", "merge_file"}:
         where = layers.values[("merge_file",)].where
         layers.values[("tokenizer_type",)] = SourcedValue("GPT2BPETokenizer", where)
-        layers.notes.append(f"{where}: vocab_file and merge_file mean tokenizer_type GPT2BPETokenizer")
+        layers.notes.append(f"{where}: vocab_file and merge_file imply tokenizer_type GPT2BPETokenizer")

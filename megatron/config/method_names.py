@@ -1,9 +1,8 @@
-"""The names that people give position encodings, score processors and temperatures, as values of `pos_emb`,
-`score_processor` and `attention_temperature`.
+"""Names of position encodings, score processors and temperatures, as values of `pos_emb`, `score_processor` and
+`attention_temperature`.
 
-The names that GPT-NeoX, KERPLE and DAPE write in configurations are understood (`neox_keys.POSITION_ALIASES`). Other
-names, which each method's file declares, are refused with ours. Nothing here imports torch
-(`megatron/position/catalog.py`).
+Names that GPT-NeoX, KERPLE and DAPE use in configurations are accepted (`neox_keys.POSITION_ALIASES`). Other names that
+a method's file declares are rejected with a hint to ours. Nothing here imports torch (`megatron/position/catalog.py`).
 """
 
 import itertools
@@ -27,17 +26,18 @@ from megatron.utils.suggestions import suggest_names
 
 
 def list_processor_values() -> list[str]:
-    """Valid values of `score_processor`; `none` is always among them."""
+    """List the valid values of `score_processor`, including `none`."""
     return ["none", *list_processors()]
 
 
 def list_temperature_values() -> list[str]:
-    """Valid values of `attention_temperature`; `none` is always among them."""
+    """List the valid values of `attention_temperature`, including `none`."""
     return ["none", *list_temperatures()]
 
 
 def find_method(text: str) -> tuple[str, str] | None:
-    """Key and name of the method that somebody calls `text`: ("pos_emb", "rotary") for RoPE; None if there is none."""
+    """Return key and name of the method with a given name or other name: ("pos_emb", "rotary") for RoPE; None if
+    unknown."""
     normalized = normalize_name(text)
     for key, methods in (
         ("pos_emb", list_encodings()),
@@ -51,12 +51,12 @@ def find_method(text: str) -> tuple[str, str] | None:
 
 
 def normalize_name(name: str) -> str:
-    """Lower case, without dashes, underscores and blanks."""
+    """Return a name in lower case, without dashes, underscores and spaces."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def list_other_names(method: str) -> tuple[str, ...]:
-    """What people call one of our methods besides; nothing for a file that cannot be read."""
+    """List the other names of one of our methods; empty if its file cannot be read."""
     try:
         return _read_facts(method).other_names
     except MethodFileError:
@@ -64,13 +64,13 @@ def list_other_names(method: str) -> tuple[str, ...]:
 
 
 def list_encoding_options(name: str) -> tuple[str, ...] | None:
-    """Names of `pos_emb_options` for an encoding; None if only the code itself can tell."""
+    """List the names of `pos_emb_options` for an encoding; None if its file does not declare them."""
     defaults = read_encoding_facts(name).defaults
     return None if defaults is None else tuple(defaults)
 
 
 def list_processor_options(name: str) -> tuple[str, ...] | None:
-    """Names of `score_processor_options` for a processor; None if only the code itself can tell."""
+    """List the names of `score_processor_options` for a processor; None if its file does not declare them."""
     if name == "none":
         return ()
     defaults = read_processor_facts(name).defaults
@@ -78,7 +78,7 @@ def list_processor_options(name: str) -> tuple[str, ...] | None:
 
 
 def list_temperature_options(name: str) -> tuple[str, ...] | None:
-    """Names of `attention_temperature_options` for a temperature; None if only the code itself can tell."""
+    """List the names of `attention_temperature_options` for a temperature; None if its file does not declare them."""
     if name == "none":
         return ()
     defaults = read_temperature_facts(name).defaults
@@ -86,7 +86,7 @@ def list_temperature_options(name: str) -> tuple[str, ...] | None:
 
 
 def list_readable_options(method: str) -> tuple[str, ...]:
-    """Names of the options of one of our methods, as far as its file can be read."""
+    """List the option names of one of our methods; empty if its file cannot be read."""
     try:
         return tuple(_read_facts(method).defaults or ())
     except MethodFileError:
@@ -94,17 +94,17 @@ def list_readable_options(method: str) -> tuple[str, ...]:
 
 
 def changes_scores(encoding: str) -> bool:
-    """May an encoding add to the scores of attention, or multiply them? Not if it answers none of those hooks."""
+    """Return False if an encoding implements none of the hooks that add to attention scores or multiply them."""
     return encoding not in list_encodings() or read_encoding_facts(encoding).changes_scores
 
 
 def list_overlays() -> list[str]:
-    """Names of the files of configs/position: of methods, and of keys that make one of another."""
+    """List the overlays in configs/position, named after methods or combinations of keys."""
     return sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
 
 
 def describe_compositions() -> dict[str, str]:
-    """The overlays of configs/position that are no single method, with the first sentence of their comments."""
+    """Map each overlay in configs/position that is not a single method to the first sentence of its comment."""
     methods = {*list_encodings(), *list_processors(), *list_temperatures()}
     found = {}
     for name in list_overlays():
@@ -117,9 +117,9 @@ def describe_compositions() -> dict[str, str]:
 
 
 def compute_own_method_digests(position: PositionOptions) -> dict[str, str]:
-    """Digests of the code of a model's methods that lie outside the project, by file.
+    """Compute digests of a model's methods that are defined outside the project, by file.
 
-    Raises UserError: a method's file is not there.
+    Raises UserError if a method's file is missing.
     """
     names = {
         "encodings": position.encodings,
@@ -133,10 +133,10 @@ def compute_own_method_digests(position: PositionOptions) -> dict[str, str]:
 
 
 def find_methods(text: str) -> list[str]:
-    """Methods of any kind one of whose names contains a text, in any case: `rope` finds rotary.
+    """Find the methods of any kind with a name that contains a text, ignoring case: `rope` finds rotary.
 
     Raises:
-        UserError: there is none, with the nearest.
+        UserError: no method matches; the message suggests similar names.
     """
     pattern = text.replace("-", "_").lower()
     all_names = {
@@ -146,7 +146,7 @@ def find_methods(text: str) -> list[str]:
     methods = [method for method, names in all_names.items() if any(pattern in name for name in names)]
     if not methods and (overlays := [name for name in list_overlays() if pattern in name]):
         files = ", ".join(f"configs/position/{name}.yml" for name in overlays)
-        raise UserError(f"no method's name contains {text!r}, but names of overlays do, which set keys: {files}")
+        raise UserError(f"no method's name contains {text!r}, but these overlays match: {files}")
     if not methods:
         owners = {name: method for method, names in all_names.items() for name in names}
         hint = suggest_names(pattern, owners, max_suggestions=3, shown=owners)

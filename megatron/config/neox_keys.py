@@ -1,9 +1,9 @@
-"""The vocabulary of GPT-NeoX, KERPLE and DAPE, as data.
+"""Keys of GPT-NeoX, KERPLE and DAPE, as data.
 
-Most of Farfield's keys are GPT-NeoX's own. This table holds the rest: every key of theirs is *understood* (perhaps
-under our name), *without effect* here, with the reason, or *refused*, with what to use instead. Nothing is dropped in
-silence: what is without effect is said in one line at the start of a run. `docs/configuration.md` prints these tables.
-What each kind of rule does is in `neox_rules.py`.
+Most of Farfield's keys are GPT-NeoX's own. These tables cover the rest. Each key is either *understood* (perhaps under
+our name), *without effect* here for a stated reason, or *not supported*, with an alternative. Nothing is ignored
+silently: a note at the start of a run lists keys without effect. `docs/configuration.md` shows these tables.
+`neox_rules.py` defines the kinds of rules.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ALIASES = (
     Alias("clip_grad", "gradient_clipping"),
     Alias("lr", "optimizer.params.lr"),
     Alias("lr_warmup_fraction", "warmup"),
-    # Of GPT-NeoX's pull request 1375, which decays by a cosine.
+    # GPT-NeoX's pull request 1375, which decays along a cosine
     Alias("wsd_decay_ratio", "lr_wsd_decay_fraction", implied={"lr_wsd_decay_style": "cosine"}),
     Alias("optimizer_type", "optimizer.type"),
     Alias("optimizer.params.weight_decay", "weight_decay"),
@@ -61,13 +61,13 @@ ALIASES = (
     Alias("hysteresis", "fp16.hysteresis"),
     Alias("min_scale", "fp16.min_loss_scale"),
     Alias("account", "slurm.account"),
-    # Megatron-LM's.
+    # Megatron-LM's
     Alias("recompute_granularity", "checkpoint_activations", null_value=False),
     Alias("recompute_activations", "checkpoint_activations", ("selective", False)),
     Alias("recompute_num_layers", "checkpoint_num_layers", null_value=1),
-    # Theirs counts the keys before a token, ours the token too (`get_attn_mask` in GPT-NeoX's utils.py).
+    # Theirs counts the keys before a token; ours also counts the token (`get_attn_mask` in GPT-NeoX's utils.py).
     Alias("sliding_window_width", "attention_window", offset=1),
-    # GPT-NeoX's pull request 1416, and what Megatron calls it in its dataset's configuration and on its command line.
+    # GPT-NeoX's pull request 1416, and Megatron's names in its dataset configuration and on its command line.
     Alias("inter_document_attention_masking", "attention_mask", ("document", "causal")),
     Alias("inter_document_masking", "attention_mask", ("document", "causal")),
     Alias("dataloader_inter_document_masking", "attention_mask", ("document", "causal")),
@@ -80,11 +80,11 @@ JOINT_SWITCHES = (
         "attention_mask",
         "document",
         "causal",
-        "a document is read as if it were alone, or not",
+        "documents are either fully separate or not",
     ),
 )
 
-# megatron-core's, of layers that differ (its `TransformerConfig` and `is_layer_window_attention`).
+# Patterns of layers in megatron-core (`TransformerConfig`, `is_layer_window_attention`).
 LAYER_PATTERNS = (
     WindowSize(),
     LayerFrequency("window_attn_skip_freq", "attention_window", None, 0),
@@ -99,8 +99,8 @@ METHOD_OPTION_ALIASES = (
     MethodOptionAlias("rotary_emb_base", (MethodOption("pos_emb", ("rotary",), "base"),)),
     MethodOptionAlias("rpe_num_buckets", (MethodOption("pos_emb", ("t5",), "num_buckets"),)),
     MethodOptionAlias("rpe_max_distance", (MethodOption("pos_emb", ("t5",), "max_distance"),)),
-    # DAPE's FIRE has a network of this width too, a threshold of noise_seq_length / 2 where ours is half of seq_length
-    # times the multiplier, and parameters in each layer, which GPT-NeoX decays.
+    # Also sets the width of DAPE's FIRE network. Its FIRE has a threshold of noise_seq_length / 2, where ours is half
+    # of seq_length times the multiplier, and parameters in each layer, to which GPT-NeoX applies weight decay.
     MethodOptionAlias("mlp_width", (_PROCESSOR_WIDTH, MethodOption("pos_emb", ("fire",), "width"))),
     MethodOptionAlias(
         "noise_seq_length",
@@ -123,7 +123,7 @@ FRACTIONS = (
     FractionOf("lr_decay_fraction", "train_iters", "lr_decay_iters"),
 )
 
-# Their fused kernel of bias and gelu computes the tanh approximation, and no other activation has it.
+# Their fused kernel of bias and gelu computes the tanh approximation. No other activation has one.
 VALUE_SWITCHES = (ValueSwitch("bias_gelu_fusion", "activation", {"gelu": "gelu_tanh"}),)
 
 # For `pos_emb` see POSITION_ALIASES.
@@ -153,7 +153,7 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
     "data_impl": dict.fromkeys(("cached", "lazy"), "only memory-mapped .bin/.idx is read; prepare the data again"),
     "tokenizer_type": {
         "HFGPT2Tokenizer": "use GPT2BPETokenizer with vocab_file and merge_file, or HFTokenizer with a tokenizer.json",
-        "CharLevelTokenizer": "use bytes, which is the same idea with an end-of-document token of its own",
+        "CharLevelTokenizer": "use bytes, which is similar and has an end-of-document token",
         "TiktokenTokenizer": "use HFTokenizer with a tokenizer.json",
     },
     "pos_emb": {
@@ -162,7 +162,7 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
             name: f"use rotary with pos_emb_options.scaling: {name}"
             for name in ("yarn", "ntk", "hope", "p_rope", "longrope", "selfextend", "rerope")
         },
-        "kerple_power_original": "it is ALiBi whose slopes are at least 0.01; use alibi, which has no such bound",
+        "kerple_power_original": "it is ALiBi with slopes of at least 0.01; use alibi, which has no such bound",
     },
     "lr_decay_style": {
         "exponential": "use cosine, linear, constant or inverse_sqrt",
@@ -175,16 +175,16 @@ UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
 }
 
 
-# Inside its processors DAPE gives FIRE's network another activation than the plain method's.
+# With its processors, DAPE uses another activation in FIRE's network than without.
 _FIRE_IN_DAPE = {"activation": "leaky_relu"}
 
-# GPT-NeoX multiplies the table by √d where the model is built and starts it from Xavier's normal distribution.
+# GPT-NeoX multiplies the table by √d and initializes it with Xavier's normal distribution.
 _T5_OF_NEOX = {"root_scale": True, "xavier_init": True}
 
-# DAPE starts the projection of sinusoids as torch.nn.Linear does, and GPT-NeoX does not initialize modules again.
+# DAPE initializes the projection of sinusoids as torch.nn.Linear does; GPT-NeoX does not initialize it again.
 _XL_OF_DAPE = {"linear_init": True}
 
-# DAPE's modules sit inside each layer and so have parameters of their own there; KERPLE's are shared by all layers.
+# DAPE has separate parameters in each layer; KERPLE shares them between layers.
 POSITION_ALIASES: dict[str, PositionAlias] = {
     "rpe": PositionAlias("t5", None, None, _T5_OF_NEOX, decays=True),
     "kerple_power_ap_": PositionAlias("kerple_power", decays=True),
@@ -195,7 +195,9 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
     "kerple_dapev1": PositionAlias("kerple_log", "dape", True, decays=True),
     "kerple_dapev2": PositionAlias("kerple_log", "cdape", True, decays=True),
     "kerple_capev2": PositionAlias("kerple_log", "cdape", True, decays=True),
-    "capev2": PositionAlias("kerple_log", "cdape", True, decays=True),  # so written in DAPE's 125M_kerple_capev2.yml
+    "capev2": PositionAlias(
+        "kerple_log", "cdape", True, decays=True
+    ),  # spelled this way in DAPE's 125M_kerple_capev2.yml
     "alibi_c": PositionAlias("alibi", "dape"),
     "alibi_dapev2": PositionAlias("alibi", "cdape"),
     "alibi_capev2": PositionAlias("alibi", "cdape"),
@@ -211,7 +213,7 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
     "xl_bias_c": PositionAlias("transformer_xl", "dape", True, _XL_OF_DAPE, decays=True),
 }
 
-# Theirs profiles what follows on step profile_step_start, and takes snapshots of the memory at the same steps.
+# Theirs profiles the step after profile_step_start, and takes memory snapshots at the same steps.
 _FIRST_STEP = StepKey("profile_step_start", 10, offset=1)
 _LAST_STEP = StepKey("profile_step_stop", 12)
 STEP_SWITCHES = (
@@ -221,12 +223,12 @@ STEP_SWITCHES = (
     StepKeyRule(_LAST_STEP, ("profile", "memory_profiling")),
 )
 
-_KERNELS = "a choice between kernels that compute the same; `attention_backend` chooses how attention is computed"
-_RECOMPUTE = "activations are recomputed by torch's own utility (`checkpoint_activations`)"
-_FLOAT32 = "the softmax is always computed in float32, which is what this protects"
-_RUNTIME = "GPT-NeoX sets it itself while running"
-_REPORT = "`log_interval` decides when losses, times and speeds are reported"
-_ELSEWHERE = "belongs to a feature that is refused when it is switched on"
+_KERNELS = "selects between equivalent kernels; `attention_backend` selects the implementation of attention"
+_RECOMPUTE = "torch's own utility recomputes activations (`checkpoint_activations`)"
+_FLOAT32 = "the softmax is always computed in float32"
+_RUNTIME = "GPT-NeoX sets it at run time"
+_REPORT = "`log_interval` sets when losses, times and throughput are reported"
+_ELSEWHERE = "belongs to a feature that is not supported"
 _GENERATION = "belongs to text generation, not to training"
 
 _FEATURE_KEYS = (
@@ -266,11 +268,11 @@ IGNORED = (
     ),
     Ignored(("attention_softmax_in_fp32",), _FLOAT32),
     Ignored(
-        ("use_bias_in_norms",), "GPT-NeoX reads it nowhere: its layernorm has a bias and its rmsnorm has none, as here"
+        ("use_bias_in_norms",), "GPT-NeoX never reads it: its layernorm has a bias and its rmsnorm has none, as here"
     ),
-    Ignored(("fp16.auto_cast",), "a model's inputs are numbers of tokens, which no precision rounds"),
+    Ignored(("fp16.auto_cast",), "a model's inputs are token ids, which are never rounded"),
     Ignored(("comms_logger",), "collectives are not logged"),
-    Ignored(("slurm_comment",), "a job's comment is one of slurm.options: --comment=TEXT"),
+    Ignored(("slurm_comment",), "set a job's comment in slurm.options: --comment=TEXT"),
     Ignored(
         (
             "te_fp8_format",
@@ -282,9 +284,9 @@ IGNORED = (
         _ELSEWHERE,
     ),
     Ignored(("fp16_lm_cross_entropy",), "the loss is always computed in float32"),
-    Ignored(("use_cpu_initialization", "lazy_mpu_init"), "weights start the same on every device"),
+    Ignored(("use_cpu_initialization", "lazy_mpu_init"), "initial weights are the same on every device"),
     Ignored(("output_layer_parallelism",), "the output layer is always divided along the vocabulary"),
-    Ignored(("pipe_partition_method",), "layers are divided evenly, the first stages having one more if need be"),
+    Ignored(("pipe_partition_method",), "layers are divided evenly; the first stages have one more if needed"),
     Ignored(
         (
             "partition_activations",
@@ -298,17 +300,17 @@ IGNORED = (
     ),
     Ignored(("steps_per_print", "wall_clock_breakdown", "dump_state"), _REPORT),
     Ignored(("log_grad_norm",), "the gradient norm is always logged"),
-    Ignored(("memory_profiling_path",), "snapshots of the memory lie in the run's folder (`save`)"),
+    Ignored(("memory_profiling_path",), "memory snapshots are written to the run's folder (`save`)"),
     Ignored(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
     Ignored(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
-    Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written whole or not at all"),
-    Ignored(("load_universal",), "a run goes on from its checkpoint in any layout"),
+    Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written atomically"),
+    Ignored(("load_universal",), "a run can resume from its checkpoint in any layout"),
     Ignored(("seq_length_val",), "`eval_lengths` names further lengths to validate at"),
     Ignored(("use_shared_fs", "mmap_warmup", "short_seq_prob", "allow_chopped"), "datasets are megatron-core's"),
     Ignored(("override_lr_scheduler",), "the schedule always follows the configuration of the run"),
     Ignored(("optimizer.params.max_grad_norm",), "`gradient_clipping` limits the gradient norm"),
-    Ignored(("fp16.fp16",), "`fp16.enabled` says it"),
-    Ignored(("bf16.bf16",), "`bf16.enabled` says it"),
+    Ignored(("fp16.fp16",), "use `fp16.enabled`"),
+    Ignored(("bf16.bf16",), "use `bf16.enabled`"),
     Ignored(
         ("fp32_allreduce", "communication_data_type", "data_types"),
         "gradients are accumulated and reduced as DeepSpeed does for the precision of the run",
@@ -316,18 +318,18 @@ IGNORED = (
     Ignored(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), "the optimizer is fixed"),
     Ignored(
         ("zero_optimization.load_from_fp32_weights", "zero_optimization.elastic_checkpoint"),
-        "checkpoints hold the float32 masters, and a run goes on from them",
+        "checkpoints contain the float32 masters, and a run resumes from them",
     ),
     Ignored(
         (
             "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         ),
-        "weights are always saved whole, gathered",
+        "weights are always gathered before saving",
     ),
     Ignored(
         ("zero_optimization.memory_efficient_linear", "zero_optimization.override_module_apply"),
-        "they belong to deepspeed.zero.Init, which is not used",
+        "belong to deepspeed.zero.Init, which is not used",
     ),
     Ignored(("zero_optimization.ignore_unused_parameters",), "every parameter is used"),
     Ignored(
@@ -343,11 +345,11 @@ IGNORED = (
             "zero_optimization.offload_param.buffer_size",
             "zero_optimization.offload_param.max_in_cpu",
         ),
-        "belongs to a way of offloading that is not offered",
+        "belongs to a kind of offloading that is not supported",
     ),
     Ignored(
         ("master_addr", "no_ssh_check", "detect_nvlink_pairs", "deepspeed_slurm", "deepspeed_mpi", "force_multi"),
-        "launcher, srun or mpirun say how processes are started and where they meet",
+        "the launcher, srun or mpirun decides how processes start and connect",
     ),
     Ignored(("comment",), "use slurm.options: [--comment=…]"),
     Ignored(("adlr_autoresume_interval", "onnx_safe", "deepscale", "deepscale_config", "deepspeed"), "obsolete"),
@@ -356,26 +358,26 @@ IGNORED = (
     Ignored(_FEATURE_KEYS, _ELSEWHERE),
     Ignored(
         ("base_shapes_file", "mup_width_scale"),
-        "mup_base_hidden_size, mup_base_num_attention_heads and mup_base_num_layers say the base model's shapes",
+        "mup_base_hidden_size, mup_base_num_attention_heads and mup_base_num_layers define the base model",
     ),
     Ignored(_GENERATION_KEYS, _GENERATION),
     Ignored(("eval_results_prefix", "eval_tasks"), "`./deepy.py evaluate` evaluates a run"),
 )
 
-_QUANTIZED = "gradients and parameters are exchanged as they are, not rounded to a few bits"
+_QUANTIZED = "gradients and parameters are communicated without quantization"
 _MOE = "mixtures of experts are not supported"
-_SPARSE = "sparse attention is not supported; attention_window, one value or a pattern of layers, is of its kind"
+_SPARSE = "sparse attention; use attention_window, as one value or a pattern of layers"
 _GLOBAL = 'write [[["global"], LAYERS]], or leave attention_config out'
 _RING = f"context_parallel_size divides a sequence among GPUs here; with it, {_GLOBAL}"
-_RECURRENT = "a recurrent layer, which is no attention and has no scores to which positions could be added"
-_GATED_MLP = "a gated MLP over tokens in place of attention, whose weights end at the trained length"
+_RECURRENT = "a recurrent layer has no attention scores for position encodings"
+_GATED_MLP = "a gated MLP over tokens, whose weights end at the training length"
 _ATTENTION_REASONS = {
     **dict.fromkeys(("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"), _SPARSE),
     **dict.fromkeys(("mamba", "rwkv"), _RECURRENT),
     **dict.fromkeys(("gmlp", "amlp"), _GATED_MLP),
 }
-"""Types of GPT-NeoX's attention that are refused, each with its reason."""
-_NODES = "give a hostfile with the machines that are meant, and num_gpus"
+"""Unsupported attention types of GPT-NeoX, with reasons."""
+_NODES = "set a hostfile with the machines to use, and num_gpus"
 _COMPILE = (
     "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
     "and falls apart under tensor parallelism and ZeRO 3; attention_backend: flex compiles attention"
@@ -398,7 +400,7 @@ UNSUPPORTED = (
     Unsupported(("sparsity_config", "sparse_attention"), _SPARSE, (None, False, {})),
     Unsupported(
         ("te_columnparallel", "te_rowparallel", "te_layernorm_mlp", "te_mha", "te_fp8_mha"),
-        "Transformer Engine's layers compute in 8 bits; use precision: bf16",
+        "Transformer Engine's FP8 layers; use precision: bf16",
     ),
     Unsupported(("num_unique_layers",), "layers do not share weights"),
     Unsupported(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
@@ -407,15 +409,17 @@ UNSUPPORTED = (
     Unsupported(("use_tutel",), _MOE),
     Unsupported(
         ("coord_check", "save_base_shapes"),
-        "mup_base_hidden_size and its like say the base shapes; tools/mup/coordinate_check.py draws the check",
+        "use mup_base_hidden_size and the other mup_base keys; tools/mup/coordinate_check.py plots the check",
     ),
     Unsupported(("use_bnb_optimizer",), "moments are float32"),
     Unsupported(
         ("zero_optimization.round_robin_gradients",),
-        "DeepSpeed would give each parameter another one's float32 master, and checkpoints would hold those",
+        "DeepSpeed would mix up the float32 masters of parameters, also in checkpoints",
     ),
     Unsupported(
-        ("zero_optimization.offload_optimizer.ratio",), "the optimizer is offloaded whole or not", (None, 1, 1.0)
+        ("zero_optimization.offload_optimizer.ratio",),
+        "the optimizer is offloaded completely or not at all",
+        (None, 1, 1.0),
     ),
     Unsupported(("zero_optimization.offload_optimizer.super_offload",), "use offload_optimizer without it"),
     Unsupported(
@@ -436,13 +440,13 @@ UNSUPPORTED = (
     ),
     Unsupported(
         ("recompute_modules",),
-        "attention is recomputed alone (checkpoint_activations: selective), or whole layers (true)",
+        "checkpoint_activations: selective recomputes attention, and true whole layers",
         (None, ["core_attn"]),
     ),
     # torchtitan's and transformers'.
     Unsupported(("compile", "torch_compile"), _COMPILE, (None, False, {}, {"enable": False})),
     Unsupported(("checkpoint_in_cpu",), "activations are recomputed, not moved to the CPU"),
-    Unsupported(("fp16.consecutive_hysteresis",), "not offered", (None, False)),
+    Unsupported(("fp16.consecutive_hysteresis",), "use hysteresis without it", (None, False)),
     Unsupported(("amp",), "use precision: bf16 or fp16", (None, {}, {"enabled": False})),
     Unsupported(("scheduler",), "use lr_decay_style, lr_decay_iters, min_lr and warmup"),
     Unsupported(("use_checkpoint_lr_scheduler",), "the schedule follows the configuration of the run"),
@@ -452,23 +456,23 @@ UNSUPPORTED = (
     Unsupported(
         ("checkpoint_scale",), "name the steps in extra_save_iters, or use checkpoint_factor", (None, "linear")
     ),
-    Unsupported(("no_save_optim", "no_save_rng"), "a checkpoint is always whole, so that resuming is exact"),
+    Unsupported(("no_save_optim", "no_save_rng"), "checkpoints are always complete, so that resuming is exact"),
     Unsupported(("no_load_optim", "no_load_rng"), "use finetune: true to load weights only"),
     Unsupported(("s3_path",), "checkpoints are written to a folder; copy them from there"),
     Unsupported(
         _LABEL_DATA_KEYS,
-        "only language modelling on plain tokens is offered",
+        "only language modeling on plain tokens is supported",
         (None, []),
     ),
-    Unsupported(("train_impl",), "only language modelling is offered", (None, "normal")),
-    Unsupported(("dataset_impl",), "only language modelling is offered", (None, "gpt2")),
+    Unsupported(("train_impl",), "only language modeling is supported", (None, "normal")),
+    Unsupported(("dataset_impl",), "only language modeling is supported", (None, "gpt2")),
     Unsupported(("pack_impl",), "documents are always packed", (None, "packed")),
     Unsupported(("char_level_ppl",), "`./deepy.py evaluate` reports perplexities"),
     Unsupported(("log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"), "not logged"),
     Unsupported(("wandb_host",), "set the environment variable WANDB_BASE_URL", (None, "https://api.wandb.ai")),
     Unsupported(("use_comet",), "use TensorBoard or Weights & Biases"),
     Unsupported(("adlr_autoresume",), "resume with load"),
-    Unsupported(("sequence_parallel",), "use context_parallel_size, which divides all of a sequence's activations"),
+    Unsupported(("sequence_parallel",), "use context_parallel_size, which shards all activations of a sequence"),
     Unsupported(("use_axonn_model_parallelism", "optimize_axonn_communication"), "use ZeRO"),
     Unsupported(
         ("depth_model_parallel_size", "row_model_parallel_size", "column_model_parallel_size"), "use ZeRO", (None, 1)
@@ -485,7 +489,7 @@ UNSUPPORTED = (
 
 
 def check_attention_config(value: Any, methods: ChosenMethods) -> str | None:
-    """`[[["global"], 12]]`: what is wrong with it, or None. Flash attention is a way to compute global attention."""
+    """Return what is wrong with `[[["global"], 12]]`, or None. Flash attention counts as global attention."""
     if value is None:
         return None
     is_nested_list = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
@@ -494,22 +498,22 @@ def check_attention_config(value: Any, methods: ChosenMethods) -> str | None:
     reasons: dict[str, list[str]] = {}
     for name in others:
         reasons.setdefault(_explain_attention(name), []).append(name)
-    refused = [f"attention {', '.join(names)} is refused: {reason}" for reason, names in reasons.items()]
+    refused = [f"attention {', '.join(names)} is not supported: {reason}" for reason, names in reasons.items()]
     return "; ".join(refused) or None
 
 
 def _explain_attention(name: str) -> str:
-    """Return why a type of GPT-NeoX's attention is refused, and what to do instead."""
-    if name.startswith("ring"):  # ring, ringX1 and so on: global attention, computed by several GPUs
+    """Return why an attention type of GPT-NeoX is not supported, and the alternative."""
+    if name.startswith("ring"):  # ring, ringX1 etc.: global attention on several GPUs
         return _RING
-    return _ATTENTION_REASONS.get(name, f"it is no type of attention that GPT-NeoX has; {_GLOBAL}")
+    return _ATTENTION_REASONS.get(name, f"GPT-NeoX has no such attention type; {_GLOBAL}")
 
 
 def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:
-    """`apply_query_key_layer_scaling`: what is wrong with it, or None.
+    """Return what is wrong with `apply_query_key_layer_scaling`, or None.
 
-    GPT-NeoX divides q·k of layer n by n and multiplies by n after everything that is added to the scores (`coeff` in
-    its ParallelSelfAttention). That changes nothing where nothing is added.
+    GPT-NeoX divides q·k of layer n by n, and multiplies by n after all terms are added to the scores (`coeff` in its
+    ParallelSelfAttention). That has no effect if nothing is added.
     """
     if value not in (None, True, False):
         return f"is {value!r}; it must be true or false"
@@ -522,13 +526,13 @@ def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:
     if not changed:
         return None
     return (
-        f"true is refused with {' and '.join(changed)}: GPT-NeoX multiplies by n what layer n adds to its scores, and "
-        "nothing here does; false trains the method as its paper defines it"
+        f"true is not supported with {' and '.join(changed)}: GPT-NeoX multiplies by n what layer n adds to its "
+        "scores, and Farfield does not; false trains the method as in its paper"
     )
 
 
 def check_deepspeed_extra_args(value: Any, methods: ChosenMethods) -> str | None:
-    """Sections of DeepSpeed's configuration: what is wrong with the first that would do something, or None."""
+    """Return what is wrong with the first section of DeepSpeed's configuration that would have an effect, or None."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -536,14 +540,14 @@ def check_deepspeed_extra_args(value: Any, methods: ChosenMethods) -> str | None
     for key, section in value.items():
         rule = RULES.get(key)
         if rule is None or not rule.has_no_effect(section):
-            return f"{key} is refused: {(rule.advice if rule else '') or _DEEPSPEED}"
+            return f"{key} is not supported: {(rule.advice if rule else '') or _DEEPSPEED}"
     return None
 
 
 VALIDATED_NOOPS = (
     ValidatedNoop("attention_config", check_attention_config, "every layer attends to all earlier tokens (global)"),
     ValidatedNoop("apply_query_key_layer_scaling", check_layer_scaling, _FLOAT32),
-    ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "what it holds has none here"),
+    ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "its sections have no effect here"),
 )
 
 UNDERSTOOD: tuple[NeoxRule, ...] = (
@@ -553,7 +557,7 @@ UNDERSTOOD: tuple[NeoxRule, ...] = (
 RULES: dict[str, NeoxRule] = {
     key: rule for rules in (UNDERSTOOD, VALIDATED_NOOPS, IGNORED, UNSUPPORTED) for rule in rules for key in rule.keys
 }
-"""The rule for each of their keys, nested keys dotted."""
+"""Rule for each key of these projects; nested keys are dotted."""
 
 _VALUE_RULE_TABLES: tuple[dict[str, dict[Any, ValueRule]], ...] = (
     {
@@ -571,4 +575,4 @@ VALUE_RULES: dict[str, dict[Any, ValueRule]] = {
     for table in _VALUE_RULE_TABLES
     for key in table
 }
-"""The rule for each of their values of our keys."""
+"""Rule for each of their values of our keys."""

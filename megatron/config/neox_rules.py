@@ -1,8 +1,8 @@
-"""The kinds of rules that GPT-NeoX's keys follow, and what each kind does.
+"""Kinds of rules for the keys of GPT-NeoX and its relatives.
 
-Some rules give our key as soon as theirs is read (`translate`). Others look at keys that a later file may still change;
-they are put off (`ConfigLayers.defer`) until all layers are merged (`resolve`). A new kind is a class here, and a table
-of its keys in `neox_keys.py`.
+Some rules yield our key as soon as the layer is read (`translate`). Others depend on keys that a later file may change;
+they are deferred (`ConfigLayers.defer`) until all layers are merged (`resolve`). To add a kind, add a class here and a
+table of its keys in `neox_keys.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.config.yaml_files import format_value
 from megatron.options.position import find_period
 
 MODEL_SECTIONS = ("model", "position")
-"""The sections whose keys say what a model computes."""
+"""Sections whose keys decide what a model computes."""
 
 
 def format_code(names: Iterable[str]) -> str:
-    """Names as Markdown shows code."""
+    """Format names as code in Markdown."""
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -31,31 +31,31 @@ def _is_model_key(own_key: str) -> bool:
 
 
 class NeoxRule(KeyRule):
-    """A rule for some of their keys, and how the documentation tells it."""
+    """Rule for keys of another project, with its description for the documentation."""
 
     keys: tuple[str, ...]
     advice: str = ""
-    """What to do instead, if the rule refuses its keys whatever their value means elsewhere."""
+    """Advice for keys that the rule rejects whatever their value."""
 
     def has_no_effect(self, value: Any) -> bool:
-        """Would a value do nothing here, whatever the other keys are?"""
+        """Return True if a value has no effect here, whatever the other keys are."""
         return False
 
     def describes_model(self) -> bool:
-        """Do the keys say what a model computes, rather than how it is trained?"""
+        """Return True if the keys decide what a model computes rather than how it is trained."""
         return False
 
     def describe(self, name: str) -> str:
-        """What becomes of the key of this name, in one line."""
+        """Describe the handling of a key in one line."""
         raise NotImplementedError
 
     def reference_rows(self) -> list[list[str]]:
-        """The rows of the rule in the tables of `docs/configuration.md`."""
+        """Return the rows of the rule in the tables of `docs/configuration.md`."""
         raise NotImplementedError
 
 
 class OneKeyRule(NeoxRule):
-    """A rule for one key."""
+    """Rule for one key."""
 
     key: str
 
@@ -65,7 +65,7 @@ class OneKeyRule(NeoxRule):
 
 
 class DeferredRule(OneKeyRule):
-    """A rule that needs the other keys as they are in the end."""
+    """Rule that depends on the final values of other keys."""
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         layers.defer(name, setting)
@@ -74,18 +74,18 @@ class DeferredRule(OneKeyRule):
 
 @dataclass(frozen=True)
 class Alias(OneKeyRule):
-    """The same meaning under another name."""
+    """Key with the same meaning under another name."""
 
     key: str
     own_key: str
     switch_values: tuple[Any, Any] | None = None
-    """What on and off are here, for a key that is a switch there."""
+    """Our values for true and false, if the key is a switch there."""
     offset: int = 0
-    """Added to a number."""
+    """Number added to the value."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of ours that theirs decides, with their values."""
+    """Further keys of ours that the key implies, with their values."""
     null_value: Any = None
-    """What null is here."""
+    """Our value for null."""
     is_suggested: ClassVar[bool] = True
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
@@ -126,19 +126,19 @@ class Alias(OneKeyRule):
 
 
 class MethodOption(NamedTuple):
-    """An option of some methods: `method_key` is the key that names the method (`pos_emb` or `score_processor`),
-    `option` the name in its options."""
+    """Option of some methods. `method_key` is the key that names the method (`pos_emb` or `score_processor`), `option`
+    the name among its options."""
 
     method_key: str
     methods: tuple[str, ...]
     option: str
     divisor_key: str | None = None
-    """A key that the value is divided by."""
+    """Key whose value divides the option's, or None."""
     implied: Mapping[str, Any] = MappingProxyType({})
-    """Keys that are so in the code that has the key, set unless a file gives them."""
+    """Keys implied by the project that has the key, set unless a file sets them."""
 
     def describe(self, code: str = "") -> str:
-        """The option and its methods. code: what stands around a key's name."""
+        """Describe the option and its methods. code: delimiter around the names of keys."""
         scale = f" × {code}{self.divisor_key}{code}" if self.divisor_key else ""
         implied = "".join(f", with {code}{key}: {format_value(value)}{code}" for key, value in self.implied.items())
         return f"{code}{self.method_key}_options.{self.option}{code}{scale} of {' and '.join(self.methods)}{implied}"
@@ -146,7 +146,7 @@ class MethodOption(NamedTuple):
 
 @dataclass(frozen=True)
 class MethodOptionAlias(DeferredRule):
-    """A key that means options of some methods: without effect when others are chosen."""
+    """Key that sets options of some methods, and has no effect with others."""
 
     key: str
     options: tuple[MethodOption, ...]
@@ -154,7 +154,7 @@ class MethodOptionAlias(DeferredRule):
     resolve_order: ClassVar[int] = 1
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
-        """Hand the value to the methods that were chosen in the end, if they take it."""
+        """Set the options of the chosen methods that have them."""
         if setting.value is None:
             return
         chosen_methods = [_list_values(layers, option.method_key) for option in self.options]
@@ -209,7 +209,7 @@ class MethodOptionAlias(DeferredRule):
 
 @dataclass(frozen=True)
 class FractionOf(DeferredRule):
-    """A share of another key, which another file may hold: `own_key` becomes `key × base_key`, rounded down."""
+    """Fraction of another key, which may be in another file: `own_key` becomes `key × base_key`, rounded down."""
 
     key: str
     base_key: str
@@ -227,18 +227,18 @@ class FractionOf(DeferredRule):
             return
         elif base is not None and isinstance(base.value, int):
             try:
-                value = int(float(fraction) * base.value)  # as GPT-NeoX has it
+                value = int(float(fraction) * base.value)  # as in GPT-NeoX
             except OverflowError:
                 layers.problems.append(f"{where}: {name} × {self.base_key} is too large for {self.own_key}")
                 return
             layers.values[(self.own_key,)] = replace(setting, value=value)
-            layers.notes.append(f"{where}: {name} {format_value(fraction)} makes {self.own_key} {value}")
+            layers.notes.append(f"{where}: {name} {format_value(fraction)} sets {self.own_key} to {value}")
 
     def describes_model(self) -> bool:
         return _is_model_key(self.own_key)
 
     def describe(self, name: str) -> str:
-        return f"makes {self.own_key} = {name} × {self.base_key}"
+        return f"sets {self.own_key} = {name} × {self.base_key}"
 
     def reference_rows(self) -> list[list[str]]:
         return [[f"`{self.key}`", f"`{self.own_key}` = {self.key} × `{self.base_key}`"]]
@@ -246,7 +246,7 @@ class FractionOf(DeferredRule):
 
 @dataclass(frozen=True)
 class ValueSwitch(DeferredRule):
-    """A switch that, where it is on, makes some values of one of our keys mean others."""
+    """Switch that, if true, replaces some values of one of our keys."""
 
     key: str
     own_key: str
@@ -260,16 +260,16 @@ class ValueSwitch(DeferredRule):
             layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
         elif is_on and value in self.values:
             layers.values[(self.own_key,)] = replace(setting, value=self.values[value])
-            layers.notes.append(f"{where}: {name} makes {self.own_key} {value} {self.values[value]}")
+            layers.notes.append(f"{where}: {name} changes {self.own_key} {value} to {self.values[value]}")
         else:
-            layers.notes.append(f"{where}: {name} {format_value(is_on)} leaves {self.own_key} {value}")
+            layers.notes.append(f"{where}: {name} {format_value(is_on)} keeps {self.own_key} {value}")
 
     def describes_model(self) -> bool:
         return True
 
     def describe(self, name: str) -> str:
-        meanings = " and ".join(f"{old} into {new}" for old, new in self.values.items())
-        return f"true turns {self.own_key} {meanings} here"
+        meanings = " and ".join(f"{old} to {new}" for old, new in self.values.items())
+        return f"true changes {self.own_key} from {meanings} here"
 
     def reference_rows(self) -> list[list[str]]:
         return [
@@ -279,12 +279,12 @@ class ValueSwitch(DeferredRule):
 
 
 class StepKey(NamedTuple):
-    """A key that says a step, which means something where a switch is on."""
+    """Key with a step number, read if a switch is true."""
 
     key: str
     default: int
     offset: int = 0
-    """Added to it."""
+    """Number added to the step."""
 
     def describe(self) -> str:
         return f"{self.key}{f' + {self.offset}' if self.offset else ''}"
@@ -292,11 +292,11 @@ class StepKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSwitch(DeferredRule):
-    """A switch for something that happens at the steps that other keys of theirs say, and here at those of our own."""
+    """Switch for an event whose steps come from other keys there, and from keys of ours here."""
 
     key: str
     steps: Mapping[str, StepKey]
-    """By our key."""
+    """Step keys by our key."""
     is_suggested: ClassVar[bool] = True
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
@@ -318,9 +318,11 @@ class StepSwitch(DeferredRule):
             return
         if type(value) is int:
             layers.values[path] = replace(setting, value=value + step.offset)
-            layers.notes.append(f"{where}: {name} makes {own_key} {value + step.offset}")
+            layers.notes.append(f"{where}: {name} sets {own_key} to {value + step.offset}")
         else:
-            layers.problems.append(f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}, no step")
+            layers.problems.append(
+                f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}; expected a step"
+            )
 
     def describe(self, name: str) -> str:
         meanings = (f"{own_key} = {step.describe()} ({step.default})" for own_key, step in self.steps.items())
@@ -333,7 +335,7 @@ class StepSwitch(DeferredRule):
 
 @dataclass(frozen=True)
 class StepKeyRule(DeferredRule):
-    """The step of a `StepSwitch`, which reads it; without effect where none of its switches is on."""
+    """Step key of a `StepSwitch`; without effect if all its switches are off."""
 
     step: StepKey
     switches: tuple[str, ...]
@@ -344,7 +346,7 @@ class StepKeyRule(DeferredRule):
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
         if not any(switch in layers.deferred and layers.deferred[switch].value for switch in self.switches):
-            layers.notes.append(f"{setting.where}: {name} has no effect: {' and '.join(self.switches)} are not on")
+            layers.notes.append(f"{setting.where}: {name} has no effect: {' and '.join(self.switches)} are off")
 
     def describe(self, name: str) -> str:
         return f"read with {' and '.join(self.switches)}"
@@ -355,8 +357,8 @@ class StepKeyRule(DeferredRule):
 
 @dataclass(frozen=True)
 class WindowSize(DeferredRule):
-    """megatron-core's `[left, right]`: the keys before a token that it sees, and after it, of which causal attention
-    has none; −1 for all."""
+    """megatron-core's `[left, right]`: the keys visible before and after a token, −1 for all. Causal attention requires
+    0 on the right."""
 
     key: str = "window_size"
     own_key: str = "attention_window"
@@ -376,33 +378,33 @@ class WindowSize(DeferredRule):
         elif not layers.is_replaced(name, setting, path):
             window = None if value[0] == -1 else value[0] + 1
             layers.values[path] = replace(setting, value=window)
-            layers.notes.append(f"{where}: {name} {format_value(value)} makes {self.own_key} {format_value(window)}")
+            layers.notes.append(f"{where}: {name} {format_value(value)} sets {self.own_key} to {format_value(window)}")
 
     def describes_model(self) -> bool:
         return True
 
     def describe(self, name: str) -> str:
-        return f"[n, 0] makes {self.own_key} n + 1 here"
+        return f"[n, 0] sets {self.own_key} to n + 1 here"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"`{self.own_key}`: [n, 0] is n + 1, the token itself counted"]]
+        return [[f"`{self.key}`", f"`{self.own_key}`: [n, 0] is n + 1, counting the token itself"]]
 
 
 @dataclass(frozen=True)
 class LayerFrequency(DeferredRule):
-    """A key of megatron-core's that makes a pattern of layers of one of ours: every n-th layer has another value, or
-    those do for which a list of all layers has `marked`."""
+    """Key of megatron-core that turns one of our keys into a pattern of layers. The other value applies to every n-th
+    layer, or to the layers with `marked` in a list."""
 
     key: str
     own_key: str
     other: Any
-    """The value of the n-th layers."""
+    """Value of our key in every n-th layer."""
     marked: int
-    """What says in a list that a layer has it."""
+    """List entry of a layer that has the other value."""
     needed: tuple[Any, ...] = ()
-    """The values of our key that are divided so; all but null if empty."""
+    """Values of our key that the rule accepts; all except null if empty."""
     divides: bool = False
-    """Must n divide the number of layers?"""
+    """True if n must divide the number of layers."""
     resolve_order: ClassVar[int] = 2
 
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
@@ -413,12 +415,12 @@ class LayerFrequency(DeferredRule):
         if problem := self._find_problem(value, own, num_layers):
             layers.problems.append(f"{where}: {name} {problem}")
             return
-        if type(num_layers) is not int or own is None:  # missing, which is said elsewhere; nothing to divide
+        if type(num_layers) is not int or own is None:  # a missing num_layers is reported elsewhere
             layers.notes.append(f"{where}: {name} has no effect: {self.own_key} is null")
             return
         pattern = [self.other if self._is_other(value, layer) else own for layer in range(num_layers)]
         layers.values[path] = replace(setting, value=pattern)
-        layers.notes.append(f"{where}: {name} makes {self.own_key} {format_value(find_period(pattern))} here")
+        layers.notes.append(f"{where}: {name} sets {self.own_key} to {format_value(find_period(pattern))} here")
 
     def _is_other(self, value: Any, layer: int) -> bool:
         return value[layer] == self.marked if isinstance(value, list) else (layer + 1) % value == 0
@@ -426,7 +428,7 @@ class LayerFrequency(DeferredRule):
     def _find_problem(self, value: Any, own: Any, num_layers: Any) -> str | None:
         if isinstance(value, list):
             if any(type(mark) is not int or mark not in (0, 1) for mark in value):
-                return f"is {format_value(value)}; a list must hold 0 or 1 for each layer"
+                return f"is {format_value(value)}; a list must contain 0 or 1 for each layer"
             if type(num_layers) is int and len(value) != num_layers:
                 return f"has {len(value)} entries; num_layers is {num_layers}"
         elif type(value) is not int or value < 1:
@@ -444,30 +446,29 @@ class LayerFrequency(DeferredRule):
         return True
 
     def describe(self, name: str) -> str:
-        return f"n makes {self.own_key} {format_value(self.other)} in every n-th layer here"
+        return f"n sets {self.own_key} to {format_value(self.other)} in every n-th layer here"
 
     def reference_rows(self) -> list[list[str]]:
         other = format_value(self.other)
         return [
             [
                 f"`{self.key}`",
-                f"`{self.own_key}` as a pattern: {other} in every n-th layer; of a list of all layers, where it has "
-                f"{self.marked}",
+                f"`{self.own_key}` as a pattern: {other} in every n-th layer, or in the layers that have "
+                f"{self.marked} in a list",
             ]
         ]
 
 
 @dataclass(frozen=True)
 class JointSwitches(NeoxRule):
-    """Switches that mean a value of one of our keys if all are on, another if all are off, and nothing sensible if they
-    differ."""
+    """Group of switches that must agree: all true mean one value of our key, all false another."""
 
     keys: tuple[str, ...]
     own_key: str
     on_value: Any
     off_value: Any
     why: str
-    """What is wrong where they differ."""
+    """Reason why different values are rejected."""
     is_suggested: ClassVar[bool] = True
     resolve_order: ClassVar[int] = 1
 
@@ -478,7 +479,7 @@ class JointSwitches(NeoxRule):
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
         given = {key: layers.deferred[key] for key in self.keys if key in layers.deferred}
         if name != next(iter(given)):
-            return  # the first speaks for all
+            return  # handled once, for the first key
         for key, switch in given.items():
             if switch.value not in (None, True, False):
                 layers.problems.append(
@@ -490,7 +491,7 @@ class JointSwitches(NeoxRule):
         if len(set(is_on.values())) > 1:
             on, off = (next(key for key in self.keys if is_on[key] is state) for state in (True, False))
             layers.problems.append(
-                f"{given[on].where}: {on}: true is refused without {off}: true: {self.why}; give both, or "
+                f"{given[on].where}: {on}: true needs {off}: true: {self.why}; set both, or "
                 f"{self.own_key}: {format_value(self.on_value)}"
             )
             return
@@ -527,7 +528,7 @@ class JointSwitches(NeoxRule):
 
 @dataclass(frozen=True)
 class Ignored(NeoxRule):
-    """Accepted, and said to do nothing."""
+    """Key that is accepted, with a note that it has no effect."""
 
     keys: tuple[str, ...]
     reason: str
@@ -548,7 +549,7 @@ class Ignored(NeoxRule):
 
 @dataclass(frozen=True)
 class Unsupported(NeoxRule):
-    """An error, unless the value asks for nothing (`cpu_offload: false`)."""
+    """Key that raises an error, unless its value disables the feature (`cpu_offload: false`)."""
 
     keys: tuple[str, ...]
     advice: str
@@ -556,14 +557,16 @@ class Unsupported(NeoxRule):
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         if not self.has_no_effect(setting.value):
-            layers.problems.append(f"{setting.where}: {name}: {format_value(setting.value)} is refused: {self.advice}")
+            layers.problems.append(
+                f"{setting.where}: {name}: {format_value(setting.value)} is not supported: {self.advice}"
+            )
         return iter(())
 
     def has_no_effect(self, value: Any) -> bool:
         return value in self.accepted_values
 
     def describe(self, name: str) -> str:
-        return f"refused: {self.advice}"
+        return f"not supported: {self.advice}"
 
     def reference_rows(self) -> list[list[str]]:
         accepted = [format_value(value) for value in self.accepted_values if value is not None]
@@ -571,21 +574,21 @@ class Unsupported(NeoxRule):
 
 
 class ChosenMethods(NamedTuple):
-    """The position encodings and the score processors of the layers that are chosen in the end, each once."""
+    """Position encodings and score processors of the final layers, without duplicates."""
 
     encodings: tuple[str, ...]
     processors: tuple[str, ...]
 
 
 def _list_values(layers: ConfigLayers, key: str) -> tuple[str, ...]:
-    """The values of a key that may be a pattern of layers, each once."""
+    """Return the values of a key that may be a pattern of layers, without duplicates."""
     value = layers.get_value(key)
     return tuple(dict.fromkeys(map(str, value if isinstance(value, list) else [value])))
 
 
 @dataclass(frozen=True)
 class ValidatedNoop(DeferredRule):
-    """Accepted without effect if `find_problem(value, methods)` finds nothing wrong, refused otherwise."""
+    """Key that is accepted without effect if `find_problem(value, methods)` returns None, and rejected otherwise."""
 
     key: str
     find_problem: Callable[[Any, ChosenMethods], str | None]
@@ -606,7 +609,7 @@ class ValidatedNoop(DeferredRule):
         return f"no effect: {self.reason}"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"{self.reason}; checked, and refused where it asks for more"]]
+        return [[f"`{self.key}`", f"{self.reason}; other values are rejected"]]
 
 
 # Values
@@ -614,7 +617,7 @@ class ValidatedNoop(DeferredRule):
 
 @dataclass(frozen=True)
 class ValueAlias(ValueRule):
-    """Another name of one of our values."""
+    """Other name for one of our values."""
 
     own_value: Any
 
@@ -624,29 +627,29 @@ class ValueAlias(ValueRule):
 
 @dataclass(frozen=True)
 class UnsupportedValue(ValueRule):
-    """A value that is refused, with advice that the list of valid values does not give."""
+    """Value that is rejected, with advice beyond the list of valid values."""
 
     advice: str
 
     def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
-        layers.problems.append(f"{setting.where}: {'.'.join(path)}: {setting.value} is not offered; {self.advice}")
+        layers.problems.append(f"{setting.where}: {'.'.join(path)}: {setting.value} is not supported; {self.advice}")
         return iter(())
 
 
 @dataclass(frozen=True)
 class PositionAlias(ValueRule):
-    """What a name of theirs for a position encoding means in our keys; None: it says nothing."""
+    """Our keys for another project's name of a position encoding. None leaves a key unset."""
 
     encoding: str
     processor: str | None = None
     per_layer: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`pos_emb_options`."""
+    """Values of `pos_emb_options`."""
     decays: bool = False
-    """True if the encoding has parameters, which GPT-NeoX decays like all others."""
+    """True if the encoding has parameters, to which GPT-NeoX applies weight decay."""
 
     def own_keys(self) -> dict[KeyPath, Any]:
-        """Our keys, as paths, with their values."""
+        """Return our keys as paths, with their values."""
         values = {
             "pos_emb": self.encoding,
             "score_processor": self.processor,
@@ -667,6 +670,6 @@ class PositionAlias(ValueRule):
         yield from self.own_keys().items()
 
     def describe(self, code: str = "") -> str:
-        """Our keys and values in one line. code: what stands around each."""
+        """Describe our keys and values in one line. code: delimiter around each."""
         values = {".".join(path): value for path, value in self.own_keys().items() if value is not False}
         return ", ".join(f"{code}{key}: {format_value(value)}{code}" for key, value in values.items())

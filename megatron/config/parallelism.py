@@ -1,9 +1,9 @@
-"""What follows from the number of processes: the mesh, what it can divide, and the three batch sizes.
+"""Values that depend on the number of processes: the mesh, and the three batch sizes.
 
     train_batch_size = train_micro_batch_size_per_gpu × gradient_accumulation_steps × data-parallel ranks
 
-The number of processes is known for certain only when they are about to start: `megatron.training.resolve_run` settles
-the batch then, once. Where the configuration alone decides it, `load` refuses sizes that do not fit, with their line.
+The number of processes is final only when a run starts. `megatron.training.resolve_run` then resolves the batch sizes
+once. If the configuration alone determines the number, `load` rejects sizes that do not fit, with file and line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.utils.errors import UserError
 
 
 def get_known_world_size(config: Config) -> int | None:
-    """The number of processes, if the configuration alone decides it."""
+    """Return the number of processes if the configuration alone determines it, or None."""
     launch = config.launch
     if launch.num_gpus is not None:
         return launch.num_gpus * (launch.nodes or 1)
@@ -32,16 +32,16 @@ def get_known_world_size(config: Config) -> int | None:
 
 
 def ranks_per_replica(config: Config) -> int:
-    """Processes that hold one model and one sequence together: a run has a multiple of them."""
+    """Return the number of processes per model replica and sequence; a run uses a multiple of it."""
     launch = config.launch
     return launch.model_parallel_size * launch.context_parallel_size * max(1, launch.pipe_parallel_size)
 
 
 def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
-    """How so many processes divide the work.
+    """Return the mesh for a number of processes.
 
     Raises:
-        UserError: the sizes of the configuration do not divide them.
+        UserError: the parallel sizes of the configuration do not divide the number.
     """
     launch, replica_size = config.launch, ranks_per_replica(config)
     tensor, context, pipeline = (
@@ -57,12 +57,12 @@ def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:
         raise UserError(
             f"model_parallel_size {tensor} × context_parallel_size {context} × pipe_parallel_size {pipeline} = "
             f"{replica_size} "
-            f"does not divide the {world_size} processes (num_gpus); {nearest} would do"
+            f"does not divide the {world_size} processes (num_gpus); use {nearest}"
         ) from None
 
 
 def check_divisible(config: Config) -> Iterator[tuple[str, str]]:
-    """What the mesh of a run cannot divide, whatever its number of processes: the key to blame, and a sentence."""
+    """Yield sizes that no mesh of the run can divide: the key to blame, and a sentence."""
     launch = config.launch
     pipeline = max(1, launch.pipe_parallel_size)
     yield from find_indivisible_sizes(
@@ -73,7 +73,7 @@ def check_divisible(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _find_pipeline_conflicts(training: TrainingOptions, pipeline: int) -> Iterator[tuple[str, str]]:
-    """Options that cannot serve where the layers are divided into pipeline stages."""
+    """Yield options that do not work with pipeline stages."""
     zero, prefix = training.zero_optimization, f"with pipe_parallel_size {pipeline}"
     if training.compute_dtype == "fp16":
         yield "precision", f"precision fp16: {prefix} losses are not scaled; use bf16 or fp32"
@@ -83,32 +83,32 @@ def _find_pipeline_conflicts(training: TrainingOptions, pipeline: int) -> Iterat
         yield name, f"{name} true: {prefix} {why}; set it to false"
     if zero.offload_optimizer.device != "none":
         name = "zero_optimization.offload_optimizer.device"
-        why = "gradients would leave the device before those that stages share are summed"
+        why = "gradients would leave the device before the stages sum shared ones"
         yield name, f"{name} {zero.offload_optimizer.device}: {prefix} {why}; use model_parallel_size, or more stages"
     if zero.stage > 1:
         name = "zero_optimization.stage"
-        why = "gradients would be divided before those that stages share are summed"
-        yield name, f"{name} {zero.stage}: {prefix} {why}; 0 or 1 would do"
+        why = "gradients would be sharded before the stages sum shared ones"
+        yield name, f"{name} {zero.stage}: {prefix} {why}; use 0 or 1"
 
 
 def resolve_zero(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with the stage of ZeRO that it can have, and a line if that is another than it says."""
+    """Return the configuration with the ZeRO stage that it needs, and a note if that differs from the given one."""
     zero, precision, launch = config.training.zero_optimization, config.training.compute_dtype, config.launch
     is_divided = launch.model_parallel_size > 1 or launch.pipe_parallel_size > 1
     if zero.stage or precision == "fp32" or not is_divided:
         return config, []
-    # DeepSpeed's half-precision optimizer without ZeRO counts what these ranks hold twice in the gradient's norm.
-    note = f"zero_optimization.stage 1 instead of 0: without ZeRO, {precision} cannot divide a model"
+    # Without ZeRO, DeepSpeed's half-precision optimizer counts parameters on these ranks twice in the gradient norm.
+    note = f"zero_optimization.stage 1 instead of 0: {precision} with a sharded model needs ZeRO"
     return config.replace(zero_optimization=zero.replace(stage=1).model_dump(exclude_unset=True)), [note]
 
 
 def resolve_batch_size(config: Config, data_ranks: int) -> Config:
-    """The configuration with all three batch sizes consistent; of two that are given the third follows.
+    """Return the configuration with all three batch sizes resolved; any two determine the third.
 
-    data_ranks: how many ranks read different sequences (`resolve_mesh_shape(…).data`).
+    data_ranks: number of ranks that read different sequences (`resolve_mesh_shape(…).data`).
 
     Raises:
-        UserError: if no third fits, or the batch is too large, naming all numbers.
+        UserError: the batch sizes are inconsistent or the batch is too large; the message lists all numbers.
     """
     training, set_keys = config.training, config.training.model_fields_set
     stages = max(1, config.launch.pipe_parallel_size)
@@ -128,11 +128,11 @@ def resolve_batch_size(config: Config, data_ranks: int) -> Config:
         raise UserError(f"{GLOBAL_BATCH_KEY} {batch} is not {factors}; change one of them")
     if steps < stages:
         raise UserError(
-            f"{ACCUMULATION_KEY} {steps} is less than pipe_parallel_size {stages}: each stage works on a micro-batch "
-            f"of its own; {stages} would do, and 4 × {stages} or more leave few of them waiting"
+            f"{ACCUMULATION_KEY} {steps} is less than pipe_parallel_size {stages}: each stage works on a different "
+            f"micro-batch; use at least {stages}, or 4 × {stages} for a small pipeline bubble"
         )
     if product > MAX_BATCH_SIZE:
         raise UserError(f"{factors}; {GLOBAL_BATCH_KEY} must be at most {MAX_BATCH_SIZE}")
     if batch is not None and {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= set_keys:
-        return config  # all three were given, and agree
+        return config  # all three were given and agree
     return config.replace(**{MICRO_BATCH_KEY: micro, ACCUMULATION_KEY: steps, GLOBAL_BATCH_KEY: product})

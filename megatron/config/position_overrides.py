@@ -1,7 +1,7 @@
-"""What reading a trained model may change of its positions: its window, which documents it keeps
-apart, a temperature without learned parameters, and rotary's frequencies or far distances.
+"""Overrides of a trained model's positions for reading it: its window, its document mask, a temperature without learned
+parameters, and rotary's frequencies or far distances.
 
-Nothing here depends on torch, so that a mistake in an option of a command is reported at once.
+This module does not import torch, so that an error in a command's options is reported at once.
 """
 
 import hashlib
@@ -21,35 +21,36 @@ from megatron.position.catalog import read_encoding_facts, read_temperature_fact
 from megatron.utils.errors import UserError
 
 OVERRIDES = ("window", "attention_mask", "attention_temperature", "rope")
-"""The options of commands that override something of a run's positions: the arguments of `override_position`."""
+"""Command options that override a run's positions: the keyword arguments of `override_position`."""
 
 ROPE_KINDS = {
     "pi": "linear", "linear": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "yarn", "longrope": "longrope",
     "selfextend": "selfextend", "rerope": "rerope",
 }  # fmt: skip
-"""What `rope` may name, and rotary's scaling (`position/rotary_scaling.py`); the first name of one is the usual."""
+"""Names accepted by `rope`, with rotary's scaling (`position/rotary_scaling.py`). The first name of a scaling is
+canonical."""
 ROPE_OPTIONS = {
     "linear": ("factor",), "ntk": ("factor",), "dynamic": ("factor",),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor"),
     "selfextend": ("group", "neighbors"), "rerope": ("neighbors",),
 }  # fmt: skip
-"""The options that each may be given, of which those in `ROPE_FORMS` may come without their names."""
+"""Options of each scaling. Those in `ROPE_FORMS` may be given without their names."""
 ROPE_FORMS = {
     "pi": "FACTOR", "ntk": "FACTOR", "dynamic": "", "yarn": "FACTOR", "longrope": "FILE",
     "selfextend": "GROUP,NEIGHBORS", "rerope": "NEIGHBORS",
 }  # fmt: skip
 ROPE_EXAMPLES = {"selfextend": "selfextend:8,256", "rerope": "rerope:256"}
 LONGROPE_SECTIONS = ("rope_scaling", "rope_parameters")
-"""Where the config.json of a model of transformers has what a longrope file holds."""
+"""Sections of a transformers config.json that contain the keys of a longrope file."""
 LONGROPE_KEYS = {
     "short_factor": "short_factor", "long_factor": "long_factor", "factor": "factor",
     "attention_factor": "attention_factor", "original_max_position_embeddings": "original_length",
 }  # fmt: skip
-"""transformers' names, and rotary's options."""
+"""transformers' names, with those of rotary's options."""
 
 
 def list_overrides(options: ConfigSection) -> dict[str, Any]:
-    """Those of a command's options that do, as arguments."""
+    """Return the overrides among a command's options, as keyword arguments."""
     return {name: getattr(options, name) for name in OVERRIDES if name in type(options).model_fields}
 
 
@@ -62,17 +63,18 @@ def override_position(
     attention_temperature: str | None = None,
     rope: str | None = None,
 ) -> PositionOptions:
-    """The positions of a run as it is read.
+    """Return the positions of a run with overrides for reading it.
 
     Args:
-        model, position: the run's.
-        window, attention_mask: instead of its attention_window and attention_mask; None keeps that.
-        attention_temperature: instead of its own, as `NAME` or `NAME:OPTION=VALUE,…`; None keeps that.
-        rope: scaling of rotary's frequencies or of far distances, as `parse_rope` reads it; None keeps them.
+        model, position: options of the run.
+        window, attention_mask: replace attention_window and attention_mask; None keeps the run's.
+        attention_temperature: replaces the run's temperature, as `NAME` or `NAME:OPTION=VALUE,…`; None keeps the run's.
+        rope: scaling of rotary's frequencies or far distances, as `parse_rope` reads it; None keeps the run's.
 
     Raises:
-        UserError: a value that makes no sense, a temperature with learned parameters, the run's or the other, or rope
-            for a run that is not rotary, or has a scaling already.
+        UserError: invalid value; learned parameters in the run's or the new temperature; or rope for a run that does
+            not
+            use rotary or already has a scaling.
     """
     if rope is not None:
         position = _scale_rotary(model, position, rope)
@@ -91,12 +93,12 @@ def override_position(
     if learned := list_learned_temperatures(model, position):
         raise UserError(
             f"attention_temperature {attention_temperature}: the run was trained with {', '.join(learned)}, whose "
-            "parameters are learned; no other can take its place"
+            "learned parameters cannot be replaced"
         )
     if list_learned_temperatures(model, chosen):
         raise UserError(
-            f"attention_temperature {attention_temperature}: its parameters are learned, so it cannot be put on when a "
-            f"model is read; train with attention_temperature={name}"
+            f"attention_temperature {attention_temperature}: it has learned parameters, so it cannot be added to a "
+            f"trained model; train with attention_temperature={name}"
         )
     return chosen
 
@@ -104,14 +106,14 @@ def override_position(
 def _scale_rotary(model: ModelOptions, position: PositionOptions, rope: str) -> PositionOptions:
     options = parse_rope(rope)
     if "rotary" not in position.encodings:
-        raise UserError(f"rope {rope}: the run's pos_emb is {', '.join(position.encodings)}; it scales rotary alone")
+        raise UserError(f"rope {rope}: the run's pos_emb is {', '.join(position.encodings)}; scaling needs rotary")
     trained = position.pos_emb_options
     if (scaling := trained.get("scaling", "none")) != "none":
-        raise UserError(f"rope {rope}: the run was trained with scaling {scaling}; no other can take its place")
+        raise UserError(f"rope {rope}: the run was trained with scaling {scaling}, which cannot be replaced")
     if position.randomized_positions is not None:
         raise UserError(
             f"rope {rope}: the run's positions are drawn from {position.randomized_positions} "
-            "(randomized_positions), so that it has learned the long distances"
+            "(randomized_positions), so it has already learned long distances"
         )
     if options["scaling"] in ("dynamic", "yarn", "longrope"):
         options.setdefault("original_length", model.seq_length)
@@ -130,12 +132,12 @@ def locate_rope_errors(rope: str | None) -> Iterator[None]:
 
 
 def parse_rope(text: str) -> dict[str, Any]:
-    """Rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64`, `selfextend:8,256` or `dynamic`, without the length
-    of the training, which a longrope file alone may say. Raises UserError for what is none."""
+    """Return rotary's options for `yarn:8`, `yarn:factor=8,beta_fast=64`, `selfextend:8,256` or `dynamic`. The training
+    length is not included unless a longrope file sets it. Raises UserError for an invalid text."""
     name, _, rest = text.partition(":")
     if name not in ROPE_KINDS:
         forms = (":".join(filter(None, form)) for form in ROPE_FORMS.items())
-        raise UserError(f"rope {text}: there is no {name!r}; choose from {', '.join(forms)}")
+        raise UserError(f"rope {text}: unknown scaling {name!r}; choose from {', '.join(forms)}")
     scaling = ROPE_KINDS[name]
     if scaling == "longrope":
         return {"scaling": scaling, **_read_longrope(text, rest)}
@@ -167,8 +169,8 @@ def _check_number(text: str, option: str, value: object) -> None:
 
 
 def _read_longrope(text: str, path: str) -> dict[str, Any]:
-    """Rotary's options of a file of factors, in the words of transformers: JSON or YAML, a mapping of `LONGROPE_KEYS`
-    or a whole config.json."""
+    """Read rotary's options from a file of factors with transformers' names: JSON or YAML, a mapping of `LONGROPE_KEYS`
+    or a complete config.json."""
     if not path:
         raise UserError(f"rope {text}: the file of factors is missing, as in longrope:factors.json")
     values = dict(read_yaml(Path(path)).values)
@@ -188,7 +190,7 @@ def _read_longrope(text: str, path: str) -> dict[str, Any]:
     original = values.get("original_max_position_embeddings")
     if values.get("factor") is None and values.get("attention_factor") is None:
         if original is None or longest is None:
-            raise UserError(f"{path}: factor or attention_factor is missing: by what are cosines and sines multiplied?")
+            raise UserError(f"{path}: factor or attention_factor is missing; it scales cosines and sines")
         values["factor"] = longest / original
     options = {ours: values[key] for key, ours in LONGROPE_KEYS.items() if values.get(key) is not None}
     for name in ("factor", "attention_factor", "original_length"):
@@ -198,8 +200,8 @@ def _read_longrope(text: str, path: str) -> dict[str, Any]:
 
 
 def format_rope(options: Mapping[str, Any]) -> str:
-    """What `parse_rope` reads, of rotary's options; of longrope's factors, whose file is not known, what tells them
-    apart."""
+    """Return the text from which `parse_rope` reads these options. For longrope, whose file is unknown, it contains a
+    hash of the factors."""
     scaling = options["scaling"]
     name = next(name for name, kind in ROPE_KINDS.items() if kind == scaling)
     if scaling == "longrope":
@@ -216,7 +218,7 @@ def format_rope(options: Mapping[str, Any]) -> str:
 
 
 def has_two_rotations(position: PositionOptions) -> bool:
-    """Does a layer rotate queries and keys once more for far keys?"""
+    """Return True if a layer rotates queries and keys a second time for far keys."""
     return any(
         read_encoding_facts(name).count_rotations(select_encoding_options(name, position.pos_emb_options)) > 1
         for name in position.encodings
@@ -224,7 +226,7 @@ def has_two_rotations(position: PositionOptions) -> bool:
 
 
 def _split_override(key: str, text: str, *, max_unnamed: int = 0) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name and options of `NAME:OPTION=VALUE,…`, and the values at the beginning that have no names."""
+    """Split `NAME:OPTION=VALUE,…` into name and options, and the leading values without names."""
     name, _, rest = text.partition(":")
     unnamed: list[Any] = []
     options: dict[str, Any] = {}
@@ -241,7 +243,7 @@ def _split_override(key: str, text: str, *, max_unnamed: int = 0) -> tuple[str, 
 
 
 def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of `logn` or `logn:length=512`. Raises UserError for what is no temperature."""
+    """Return name and options of `logn` or `logn:length=512`. Raises UserError for an unknown temperature."""
     name, _, options = _split_override("attention_temperature", text)
     known, list_options = method_names.list_temperature_values(), method_names.list_temperature_options
     for _, problem in validate_methods("attention_temperature", [name], known, options, list_options):
@@ -250,7 +252,7 @@ def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def list_learned_temperatures(model: ModelOptions, position: PositionOptions) -> list[str]:
-    """Those of a configuration's temperatures that have parameters, as far as their files say."""
+    """List the temperatures of a configuration that have learned parameters, as declared in their files."""
     options, sizes = position.attention_temperature_options, get_attention_sizes(model)
     names = (name for name in position.temperatures if name != "none")
     return [name for name in names if read_temperature_facts(name).has_parameters(options, **sizes)]

@@ -1,8 +1,7 @@
-"""All sections in one frozen `Config`.
+"""Frozen `Config` of all sections.
 
-The keys of a YAML file are flat, `num_layers: 12`; which section a key belongs to follows from its name, so every key
-has exactly one owner. Only optimizer, zero_optimization, fp16, bf16, slurm and the two `…_options` hold keys of their
-own.
+The keys of a YAML file are flat: `num_layers: 12`. Every key belongs to exactly one section, which follows from its
+name. Only optimizer, zero_optimization, fp16, bf16, slurm and the `…_options` of methods contain keys of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ABSENT = object()
 
 
 class Config(BaseModel):
-    """Everything a run needs to know. Sections are attributes; `to_flat()` is the YAML file's view."""
+    """Complete configuration of a run. Sections are attributes; `to_flat()` returns the flat keys of a YAML file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -50,7 +49,7 @@ class Config(BaseModel):
 
     @staticmethod
     def from_flat(flat: Mapping[str, Any]) -> Config:
-        """The configuration of some keys and values as in a YAML file; what is absent has its default.
+        """Build a configuration from flat keys and values; absent keys have their defaults.
 
         Raises:
             pydantic.ValidationError: for a value of the wrong type; KeyError for an unknown key.
@@ -61,11 +60,11 @@ class Config(BaseModel):
         return Config.model_validate(sections)
 
     def to_flat(self) -> dict[str, Any]:
-        """All keys and values as in a YAML file, section after section."""
+        """Return all keys and values as in a YAML file, in the order of the sections."""
         return {key: value for section in self.model_dump().values() for key, value in section.items()}
 
     def replace(self, **keys: Any) -> Config:
-        """A copy with some flat keys changed, validated again; sections without any of them are the same objects.
+        """Return a validated copy with some flat keys changed. Unchanged sections are the same objects.
 
         Raises:
             pydantic.ValidationError: for a value of the wrong type; KeyError for an unknown key.
@@ -79,9 +78,9 @@ class Config(BaseModel):
         return Config.model_validate(sections)
 
     def keys_by_policy(self, *policies: ChangePolicy, defaults: bool = True) -> dict[str, Any]:
-        """The keys of some policies with their values, nested keys by their dotted names.
+        """Return the keys of some policies with their values; nested keys have dotted names.
 
-        defaults: with those that have their default.
+        defaults: include keys that have their default.
         """
         sections = self.model_dump(exclude_defaults=not defaults)
         values = {}
@@ -95,13 +94,14 @@ class Config(BaseModel):
         return values
 
     def architecture_keys(self) -> dict[str, Any]:
-        """The keys that decide which function the trained weights compute; a resumed run must agree in all of them."""
+        """Return the keys that decide which function the trained weights compute; a resumed run must agree in all of
+        them."""
         return self.keys_by_policy("architecture", "context")
 
     def training_fingerprint(self, *, defaults: bool = True) -> dict[str, Any]:
-        """The keys that decide what is trained, on what and how: runs that agree in them differ by rounding alone.
+        """Return the keys that decide the training; runs that agree in them differ by rounding only.
 
-        defaults: with those that have their default.
+        defaults: include keys that have their default.
         """
         policies: tuple[ChangePolicy, ...] = (
             "architecture", "context", "initialization", "data", "numerics", "schedule"
@@ -109,22 +109,22 @@ class Config(BaseModel):
         return self.keys_by_policy(*policies, defaults=defaults)
 
     def compute_training_digest(self, **circumstances: Any) -> str:
-        """Return a hash of what is trained, the seed left out: runs with equal digests are seeds of one another.
+        """Return a hash of the training without its seed. Runs with equal digests differ only in their seeds.
 
-        Defaults are left out, so that a key added tomorrow changes no digest of today.
+        Defaults are left out, so that adding a key changes no existing digest.
 
-        circumstances: facts that decide what is trained and are no keys of the configuration; None is left out.
+        circumstances: facts outside the configuration that decide the training; None is left out.
         """
         keys = {key: value for key, value in self.training_fingerprint(defaults=False).items() if key != "seed"}
         decisive = keys | {name: fact for name, fact in circumstances.items() if fact is not None}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
     def to_yaml(self, *, only_set: bool = False) -> str:
-        """The configuration as YAML with a heading for each section.
+        """Return the configuration as YAML with a heading for each section.
 
-        Batch sizes that nobody gave and nothing settled yet are left out: a default would contradict the others.
+        Batch sizes that are neither given nor resolved are left out: a default would contradict the others.
 
-        only_set: leave out all that nobody gave, so that whoever reads it knows what was asked for.
+        only_set: leave out keys that were not given.
         """
         parts = []
         for name, values in self.model_dump(exclude_unset=only_set).items():
@@ -138,10 +138,10 @@ class Config(BaseModel):
         return "\n".join(parts)
 
     def save(self, path: str | Path) -> None:
-        """Write the configuration, whole or not at all.
+        """Write the configuration atomically.
 
         Raises:
-            UserError: it may not be written there; RunError if the disk refuses.
+            UserError: no permission to write; RunError if writing fails.
         """
         write_text_atomically(path, self.to_yaml())
 
@@ -154,13 +154,13 @@ SECTIONS: dict[str, type[ConfigSection]] = {
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """What is known about one key of the YAML file, nested keys by their path."""
+    """One key of the YAML file; a nested key has a path."""
 
     path: KeyPath
     section: str
     field: FieldInfo
     opens: type[ConfigSection] | None
-    """The nested section that the key holds, if it holds one."""
+    """Nested section that the key opens, or None."""
 
     @property
     def name(self) -> str:
@@ -172,18 +172,18 @@ class ConfigKey:
 
     @property
     def policy(self) -> ChangePolicy | None:
-        """What the key decides; None if it opens a nested section."""
+        """Policy of the key; None if it opens a nested section."""
         extra = self.field.json_schema_extra
         return extra.get("policy") if isinstance(extra, dict) else None  # type: ignore[return-value]
 
     @property
     def allows_free_values(self) -> bool:
-        """Does the key hold a mapping with names of its own (`pos_emb_options`)?"""
+        """True if the key contains a mapping with names of its own (`pos_emb_options`)."""
         return get_origin(self.field.annotation) is dict
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values that the key takes, where they can be listed."""
+        """Valid values of the key; empty if they cannot be listed."""
         annotations = (self.field.annotation, *get_args(self.field.annotation))
         return tuple(value for a in annotations if str(get_origin(a)) == "typing.Literal" for value in get_args(a))
 
@@ -199,7 +199,7 @@ def _iter_keys(section: str, model: type[ConfigSection], prefix: KeyPath = ()) -
 
 @cache
 def list_config_keys() -> dict[KeyPath, ConfigKey]:
-    """Every key by its path, in the order of the documentation."""
+    """Return every key by its path, in the order of the documentation."""
     keys: dict[KeyPath, ConfigKey] = {}
     for section, model in SECTIONS.items():
         for key in _iter_keys(section, model):
@@ -213,10 +213,10 @@ def list_config_keys() -> dict[KeyPath, ConfigKey]:
 
 @cache
 def map_key_owners() -> dict[str, str]:
-    """The section that owns each flat key."""
+    """Map each flat key to its section."""
     return {path[0]: key.section for path, key in list_config_keys().items()}
 
 
 def get_default_value(key: str) -> Any:
-    """The default of a flat key."""
+    """Return the default of a flat key."""
     return SECTIONS[map_key_owners()[key]].model_fields[key].default

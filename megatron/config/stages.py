@@ -1,4 +1,4 @@
-"""Stages of a training: from which step on some keys have other values, as one file lists it.
+"""Stages of a training run: a file can change some keys from a given step on.
 
     seq_length: 512
     train_batch_size: 64
@@ -7,15 +7,15 @@
       - {until_tokens: 2e9, seq_length: 2048, pos_emb_options.base: 500000}
       - {seq_length: 8192, train_data_weights: [1, 3], lr_decay_style: linear}
 
-A stage changes the keys that it names, and they stay changed in the stages after it. It lasts until the step `until`,
-or the first step after which `until_tokens` tokens are read, counted over the whole run; the last one ends with the
-run. A run without `stages` is one stage.
+A stage changes the keys that it sets, and they stay changed in later stages. It ends at the step `until`, or at the
+first step after which the run has read `until_tokens` tokens in total. The last stage ends with the run. A run without
+`stages` has one stage.
 
-The batch in tokens stays: where a stage names a seq_length and no batch, its batch is as many sequences less as they
-are longer. A stage that names lr_decay_style begins a schedule of its own (`Stage.schedule_first`).
+The number of tokens per batch stays the same: a stage that sets seq_length but no batch size reduces the sequences per
+batch in proportion. A stage that sets lr_decay_style starts a new schedule (`Stage.schedule_first`).
 
-A stage is a configuration, `Stage.config`: whatever a run is built from, it is built from its stage's. The list itself
-is in all of them, so that each says the stages after it too.
+Each stage has a complete configuration, `Stage.config`, from which everything in it is built. All of them contain the
+list itself, and thus the later stages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.utils.errors import UserError
 
 UNTIL, UNTIL_TOKENS = "until", "until_tokens"
 ENDS = (UNTIL, UNTIL_TOKENS)
-"""Keys of a stage that no configuration has."""
+"""Keys of a stage that are not configuration keys."""
 
 _STAGE_POLICIES: tuple[ChangePolicy, ...] = ("context", "numerics", "schedule")
 _STAGE_DATA_KEYS = (
@@ -51,11 +51,11 @@ _STAGE_MACHINE_KEYS = (
 )
 _RUN_KEYS: dict[str, str] = {
     **dict.fromkeys(("train_iters", "train_epochs", "stages"), "is the run's, not a stage's"),
-    "seed": "decides the order of the data, which goes on from stage to stage",
-    "optimizer.type": "has states of its own, which do not go over",
-    **dict.fromkeys(("precision", "fp16", "bf16"), "is the run's: masters and loss scale go over as they are"),
+    "seed": "decides the order of the data, which continues across stages",
+    "optimizer.type": "has its own states, which do not carry over",
+    **dict.fromkeys(("precision", "fp16", "bf16"), "is the run's: masters and loss scale carry over unchanged"),
 }
-"""Keys that no stage changes although their policy would let it, and why."""
+"""Keys that no stage may change although their policy allows it, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -63,46 +63,46 @@ class Stage:
     """Consecutive steps of a run under one configuration."""
 
     index: int
-    """From 0."""
+    """Index of the stage, from 0."""
     first_step: int
     end_step: int
-    """The first step that is no longer its."""
+    """First step after the stage."""
     config: Config
-    """With the values that hold in it, batch sizes settled if the run's are."""
+    """Configuration of the stage; batch sizes are resolved if the run's are."""
     schedule_first: int
-    """Where the learning rate's schedule began, maybe in an earlier stage."""
+    """First step of the learning-rate schedule, possibly in an earlier stage."""
     schedule_end: int
-    """Where it ends, maybe in a later one."""
+    """End of the learning-rate schedule, possibly in a later stage."""
     changes: tuple[str, ...] = ()
-    """`key: old → new`, what is another than in the stage before."""
+    """Changes from the previous stage, as `key: old → new`."""
 
     def describe(self, num_stages: int, step: int | None = None, rate: float | None = None) -> str:
-        """Which of how many stages it is, its steps and batch, and what changes with it.
+        """Describe the stage: its number, its steps and batch, and its changes.
 
         Args:
-            num_stages: of the run.
+            num_stages: number of stages of the run.
             step: steps that the run has taken, if it is running.
-            rate: the learning rate of the next.
+            rate: learning rate of the next step.
         """
         batch, length = self.config.training.train_batch_size or 0, self.config.model.seq_length
         verb = f", from step {self.first_step:,}"
         if step is not None:
-            verb = " begins," if step == self.first_step else f" goes on at step {step:,},"
+            verb = " begins," if step == self.first_step else f" continues at step {step:,},"
         changes = f"; {', '.join(self.changes)}" if self.changes else ""
         rates = "" if rate is None else f", learning rate {rate:.2e}"
         return (
             f"stage {self.index + 1} of {num_stages}{verb} until step {self.end_step:,}: "
-            f"{batch:,} × {length:,} tokens a step{rates}{changes}"
+            f"{batch:,} × {length:,} tokens per step{rates}{changes}"
         )
 
     @property
     def tokens_per_step(self) -> int:
-        """Once its batch is settled."""
+        """Tokens per step, once the batch is resolved."""
         return (self.config.training.train_batch_size or 0) * self.config.model.seq_length
 
 
 def list_stage_keys() -> list[str]:
-    """The keys that a stage may change."""
+    """List the keys that a stage may change."""
     return [
         key.name
         for key in list_config_keys().values()
@@ -111,7 +111,7 @@ def list_stage_keys() -> list[str]:
 
 
 def flatten_changes(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that a stage changes, nested ones dotted; without its end."""
+    """Return the keys that a stage changes, without its end; nested keys are dotted."""
     flat: dict[str, Any] = {}
 
     def add(prefix: KeyPath, values: Mapping[str, Any]) -> None:
@@ -128,12 +128,12 @@ def flatten_changes(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_stage_problems(config: Config) -> Iterator[str]:
-    """What is wrong with the list of stages, before the batch is settled: sentences that begin with the stage."""
+    """Yield problems with the list of stages before the batch is resolved, as sentences that begin with the stage."""
     entries = config.training.stages
     if not entries:
         return
     if len(entries) == 1:
-        yield "stages: there is one stage alone; write its keys beside the others, or add a second"
+        yield "stages: there is only one stage; move its keys out of the list, or add a second"
         return
     last_end: dict[str, float] = dict.fromkeys(ENDS, 0)
     current = config
@@ -157,7 +157,7 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
     if len(given) > 1:
         yield f"{UNTIL} and {UNTIL_TOKENS} exclude each other; give one"
     elif not given and not is_last:
-        yield f"it does not say where it ends; give {UNTIL} (a step) or {UNTIL_TOKENS}"
+        yield f"its end is missing; set {UNTIL} (a step) or {UNTIL_TOKENS}"
     for key in given:
         value = entry[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
@@ -165,7 +165,7 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
         elif key == UNTIL and value > MAX_STEPS:
             yield f"{key} is {format_value(value)}; it must be at most {MAX_STEPS}"
         elif value <= last_end[key]:
-            yield f"{key} {format_value(value)} is not after the end of a stage before it, {last_end[key]:g}"
+            yield f"{key} {format_value(value)} is not after the end of an earlier stage, {last_end[key]:g}"
         else:
             last_end[key] = value
 
@@ -181,7 +181,7 @@ def _is_stage_key(path: KeyPath) -> bool:
 
 
 def is_stage_key(name: str) -> bool:
-    """May a stage change a key, nested ones dotted?"""
+    """Return True if a stage may change a key; nested keys are dotted."""
     return _is_stage_key(tuple(name.split(".")))
 
 
@@ -195,33 +195,33 @@ def _find_key_problems(config: Config, entry: Mapping[str, Any]) -> Iterator[str
         elif not _is_stage_key(path):
             yield f"{name}: a stage cannot change it; it can change {', '.join(list_stage_keys())}"
         elif config.data.task is not None and (path[0] in ("seq_length", *_STAGE_DATA_KEYS)):
-            yield f"{name}: the lengths and the data of a task stay (task {config.data.task})"
+            yield f"{name}: a stage cannot change the lengths and the data of a task (task {config.data.task})"
     if config.data.data_path is not None and {"train_data_paths", "train_data_weights"} & changes.keys():
         yield "train_data_paths: a run with data_path has one dataset; give train_data_paths instead"
     for encoding in config.position.encodings if any(name.startswith("pos_emb_options.") for name in changes) else ():
         if _has_parameters(config, encoding):
             yield (
-                f"pos_emb_options: {encoding} has parameters that are trained with its options; a stage can change "
-                "those of an encoding without parameters, such as rotary's base"
+                f"pos_emb_options: {encoding} has parameters that depend on its options; a stage can only change "
+                "options of an encoding without parameters, such as rotary's base"
             )
 
 
 def _has_parameters(config: Config, name: str) -> bool:
-    """Has an encoding parameters, as far as its file says?"""
+    """Return True if an encoding has parameters, as declared in its file."""
     sizes = get_attention_sizes(config.model)
     try:
         facts = read_encoding_facts(name) if name in list_encodings() else None
     except MethodFileError:
-        return False  # refused elsewhere
+        return False  # rejected elsewhere
     return facts is not None and facts.has_parameters(config.position.pos_emb_options, **sizes)
 
 
 def _find_length_problems(config: Config, current: Config, entries: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is wrong with the length of a stage whose configuration is `current`."""
+    """Yield problems with the length of a stage whose configuration is `current`."""
     length, longest = current.model.seq_length, find_longest_length(config)
     if longest % length:
         yield (
-            f"seq_length {length} does not divide {longest}, the longest of the stages; the text is cut into pieces of "
+            f"seq_length {length} does not divide {longest}, the longest of the stages; texts are cut into samples of "
             f"{longest} tokens, which shorter stages divide further"
         )
     table = config.model.max_position_embeddings
@@ -239,13 +239,13 @@ def _find_length_problems(config: Config, current: Config, entries: Sequence[Map
 
 
 def find_longest_length(config: Config) -> int:
-    """The longest seq_length of a configuration and its stages: texts are cut into pieces of so many tokens."""
+    """Return the longest seq_length of a configuration and its stages. Texts are cut into samples of this length."""
     lengths = [entry["seq_length"] for entry in config.training.stages if isinstance(entry.get("seq_length"), int)]
     return max([config.model.seq_length, *lengths])
 
 
 def list_stage_configs(config: Config) -> list[Config]:
-    """The configuration of every stage, batches as they are given. The list of stages has no problem."""
+    """List the configuration of every stage, with batch sizes as given. The list of stages must be valid."""
     configs, current = [], config
     for entry in config.training.stages:
         current = _apply_changes(current, flatten_changes(entry))
@@ -254,7 +254,7 @@ def list_stage_configs(config: Config) -> list[Config]:
 
 
 def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with some dotted keys changed."""
+    """Return the configuration with some dotted keys changed."""
     values: dict[str, Any] = {}
     for name, value in changes.items():
         key, *inner = name.split(".")
@@ -272,16 +272,16 @@ def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def build_stages(config: Config) -> tuple[Stage, ...]:
-    """The stages of a run whose batch and whose `stages` are settled (`resolve_stages`); one without a list.
+    """Build the stages of a run with resolved batch sizes and `stages` (`resolve_stages`); one stage without a list.
 
-    Raises UserError: a batch that does not divide.
+    Raises UserError if a batch is not divisible.
     """
     training = config.training
     if not training.stages:
         return (Stage(0, 0, training.train_iters, config, 0, training.train_iters),)
     stages: list[Stage] = []
     current, first = config, 0
-    begins = [0]  # of schedules
+    begins = [0]  # first steps of schedules
     for index, entry in enumerate(training.stages):
         changes = flatten_changes(entry)
         before, current = current, _enter_stage(current, changes, is_first=index == 0, name=f"stage {index + 1}")
@@ -301,7 +301,7 @@ def build_stages(config: Config) -> tuple[Stage, ...]:
 
 
 def _enter_stage(config: Config, changes: dict[str, Any], *, is_first: bool, name: str) -> Config:
-    """The configuration of a stage, from that of the stage before."""
+    """Return the configuration of a stage from that of the previous one."""
     if "lr_decay_style" in changes and not is_first:
         fresh: dict[str, Any] = {"lr_decay_iters": None, "lr_warmup_iters": None if "warmup" in changes else 0}
         changes = fresh | changes
@@ -316,7 +316,7 @@ def _enter_stage(config: Config, changes: dict[str, Any], *, is_first: bool, nam
 
 
 def _settle_batch(before: Config, after: Config, changes: Mapping[str, Any]) -> Config:
-    """The batch sizes of a stage: in tokens that of the stage before, unless the stage says otherwise."""
+    """Resolve the batch sizes of a stage. It keeps the previous number of tokens unless it sets other sizes."""
     training, old_length, length = before.training, before.model.seq_length, after.model.seq_length
     old_batch, micro = training.train_batch_size or 0, training.train_micro_batch_size_per_gpu
     ranks = old_batch // (micro * training.gradient_accumulation_steps)
@@ -325,8 +325,8 @@ def _settle_batch(before: Config, after: Config, changes: Mapping[str, Any]) -> 
         tokens = old_batch * old_length
         if tokens % length or tokens // length % ranks:
             raise UserError(
-                f"seq_length {length}: a batch of {old_batch} × {old_length} = {tokens:,} tokens is no whole number of "
-                f"such sequences on each of {ranks} ranks; give {GLOBAL_BATCH_KEY} (sequences), a multiple of {ranks}"
+                f"seq_length {length}: a batch of {old_batch} × {old_length} = {tokens:,} tokens is not a whole "
+                f"number of such sequences on each of {ranks} ranks; set {GLOBAL_BATCH_KEY} to a multiple of {ranks}"
             )
         settled[GLOBAL_BATCH_KEY] = tokens // length
     if not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & settled.keys():
@@ -359,13 +359,13 @@ def _describe_changes(before: Config, after: Config) -> tuple[str, ...]:
 
 
 def resolve_stages(config: Config) -> Config:
-    """The configuration with every stage's end as a step, and `train_iters` if the last stage decides it.
+    """Return the configuration with the end of every stage as a step, and `train_iters` if the last stage defines it.
 
     Args:
-        config: its batch settled. Resolving it again changes nothing.
+        config: configuration with resolved batch sizes. Resolving it again changes nothing.
 
     Raises:
-        UserError: stages that do not follow each other, or a batch that does not divide.
+        UserError: stages do not follow each other, or a batch is not divisible.
     """
     training = config.training
     if not training.stages:
@@ -380,11 +380,11 @@ def resolve_stages(config: Config) -> Config:
             end = first + -(-(int(entry[UNTIL_TOKENS]) - tokens) // per_step)
         if end is not None and end <= first:
             raise UserError(
-                f"stages: stage {index + 1} would end at step {end}, and the one before it ends at step {first}",
+                f"stages: stage {index + 1} would end at step {end}, but the previous one ends at step {first}",
                 "stages",
             )
         ends = {} if end is None else {UNTIL: end}
-        if not index:  # said, so that every stage's configuration knows all lengths
+        if not index:  # stated explicitly, so that every stage's configuration contains all lengths
             changes = {"seq_length": current.model.seq_length} | changes
         entries.append(ends | changes)
         if end is not None:
@@ -397,21 +397,21 @@ def resolve_stages(config: Config) -> Config:
         )
     config = config.replace(stages=entries, train_iters=training.train_iters or last or 0)
     if config.training.train_iters:
-        build_stages(config)  # refuses a batch that does not divide
+        build_stages(config)  # rejects batches that are not divisible
     return config
 
 
 def count_unreached_stages(config: Config) -> int:
-    """Stages that a run is too short for; its `stages` are settled."""
+    """Count the stages that a run is too short to reach; its `stages` are resolved."""
     training = config.training
     return len(training.stages) - len(build_stages(config)) if training.stages and training.train_iters else 0
 
 
 def find_stage(stages: Sequence[Stage], step: int) -> Stage:
-    """The stage that a run is in which has taken `step` steps: the one of its next step."""
+    """Return the stage of the next step of a run that has taken `step` steps."""
     return next((stage for stage in stages if step < stage.end_step), stages[-1])
 
 
 def find_writing_stage(stages: Sequence[Stage], step: int) -> Stage:
-    """The stage that a checkpoint of this step was written in: the one of its last step."""
+    """Return the stage that wrote the checkpoint of a step: the stage of its last step."""
     return find_stage(stages, max(0, step - 1))

@@ -1,4 +1,4 @@
-"""Validators that look at more than one key. Each yields the key to blame and one sentence with the values."""
+"""Validators that compare several keys. Each yields the key to blame and one sentence with the values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ConfigProblem = tuple[str, str]
 
 
 def validate_config(config: Config) -> Iterator[ConfigProblem]:
-    """Everything that can be known to be wrong before torch is imported."""
+    """Yield every problem that can be found before torch is imported."""
     for validator in VALIDATORS:
         yield from validator(config)
 
@@ -43,20 +43,21 @@ def _validate_model(config: Config) -> Iterator[ConfigProblem]:
 
 
 def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator[ConfigProblem]:
-    """What is wrong with the name of a method, `key` being `pos_emb`, `score_processor` or `attention_temperature`."""
+    """Yield the problem with an unknown method name. `key` is `pos_emb`, `score_processor` or
+    `attention_temperature`."""
     if name in methods:
         return
     match method_names.find_method(name):
         case (other_key, own_name) if other_key == key:
             yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
         case (other_key, own_name):
-            yield key, f"{key}: {name!r} is no choice of it but of {other_key}: {other_key}={own_name}"
+            yield key, f"{key}: {name!r} is not a value of it but of {other_key}: {other_key}={own_name}"
         case None if (overlay := name.replace("-", "_")) in method_names.list_overlays():
-            reason = f"is no method but an overlay of keys, configs/position/{overlay}.yml"
-            yield key, f"{key} {name} {reason}; name it beside the other files: ./deepy.py train CONFIG {overlay}"
+            reason = f"is not a method but an overlay, configs/position/{overlay}.yml"
+            yield key, f"{key} {name} {reason}; pass it with the other files: ./deepy.py train CONFIG {overlay}"
         case None:
             choices = format_choices(name, methods)
-            yield key, f"{key} {name} is not available; {choices}; {METHODS_VARIABLE} names folders of your own"
+            yield key, f"{key} {name} is not available; {choices}; list folders of your own in {METHODS_VARIABLE}"
 
 
 def validate_methods(
@@ -66,7 +67,7 @@ def validate_methods(
     options: dict[str, object],
     list_options: Callable[[str], tuple[str, ...] | None],
 ) -> Iterator[ConfigProblem]:
-    """The names of all layers' methods, and options that none of them has."""
+    """Yield unknown method names of all layers, and options that none of the methods has."""
     valid: list[str] = []
     is_known = True
     for name in names:
@@ -117,7 +118,7 @@ def _validate_position(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_option_types(position: PositionOptions) -> Iterator[ConfigProblem]:
-    """Values of options whose types are not those that a method's file names, before anything computes with them."""
+    """Yield option values of a type that the method's file does not allow, before anything computes with them."""
     for key, names, methods, read_facts in (
         ("pos_emb", position.encodings, list_encodings(), read_encoding_facts),
         ("score_processor", position.processors, list_processors(), read_processor_facts),
@@ -127,21 +128,21 @@ def _validate_option_types(position: PositionOptions) -> Iterator[ConfigProblem]
             try:
                 facts = read_facts(name)
             except MethodFileError:
-                continue  # told with the names
+                continue  # reported with the names
             for option, value in getattr(position, f"{key}_options").items():
                 if reason := facts.describe_wrong_type(option, value):
                     yield f"{key}_options.{option}", f"{key}: option {option} of {name} {reason}"
 
 
 def _validate_embeddings(position: PositionOptions) -> Iterator[ConfigProblem]:
-    """Of several encodings none may add to the token embeddings, which are not per layer."""
+    """Reject encodings that add to the token embeddings if layers have different encodings."""
     for name in position.encodings if len(position.encodings) > 1 else ():
         if "embed" in _read_hooks(name):
-            yield "pos_emb", f"pos_emb: {name} adds to the token embeddings and can be no layer's alone"
+            yield "pos_emb", f"pos_emb: {name} adds to the token embeddings and cannot be used in a pattern of layers"
 
 
 def _read_hooks(name: str) -> frozenset[str]:
-    """The hooks of an encoding; none of one that cannot be read, which is refused elsewhere."""
+    """Return the hooks of an encoding; empty for an unreadable file, which is rejected elsewhere."""
     try:
         return read_encoding_facts(name).hooks if name in list_encodings() else frozenset()
     except MethodFileError:
@@ -149,7 +150,7 @@ def _read_hooks(name: str) -> frozenset[str]:
 
 
 def _has_position_table(name: str) -> bool:
-    """Does an encoding know no position beyond a table? One that cannot be read is refused elsewhere."""
+    """Return True if an encoding has a table of positions. Unreadable files are rejected elsewhere."""
     try:
         return name in list_encodings() and read_encoding_facts(name).has_position_table
     except MethodFileError:
@@ -157,7 +158,7 @@ def _has_position_table(name: str) -> bool:
 
 
 def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
-    """A backend that is named and cannot compute the method, as far as the method's file says so."""
+    """Reject an explicit backend that does not support the method, as declared in the method's file."""
     backend, found = config.model.attention_backend, set()
     for layer in range(min(config.position.period, config.model.num_layers)):
         own = config.position.for_layer(layer)
@@ -169,7 +170,7 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
         try:
             facts = read_encoding_facts(own.encoding)
             processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)
-        except MethodFileError:  # refused elsewhere
+        except MethodFileError:  # rejected elsewhere
             continue
         reason = find_unsupported_method(
             backend,
@@ -215,7 +216,7 @@ def _validate_schedule(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
-    """An optimizer that a way to divide its states would make wrong, and constants that it does not read."""
+    """Reject optimizers that do not work with ZeRO's sharding or offloading, and constants that they do not read."""
     choice, zero = config.optimizer.optimizer, config.training.zero_optimization
     for name, types in (("eps", ("Adam", "AdamW", "Muon")), ("momentum", ("Muon",)), ("ns_steps", ("Muon",))):
         default = type(choice.params).model_fields[name].default
@@ -229,14 +230,14 @@ def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
     if zero.stage == 3:
         yield (
             "zero_optimization.stage",
-            "zero_optimization.stage 3: Muon orthogonalises whole matrices, and at this stage no rank has one whole "
+            "zero_optimization.stage 3: Muon orthogonalizes whole matrices, which no rank has at this stage "
             "when the optimizer steps; use stage 0, 1 or 2",
         )
     elif zero.offload_optimizer.device != "none":
         yield (
             "zero_optimization.offload_optimizer.device",
-            f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device}: Muon's products of matrices "
-            "would be the CPU's, which takes longer than the rest of the step; use none",
+            f"zero_optimization.offload_optimizer.device {zero.offload_optimizer.device}: Muon's matrix products "
+            "would run on the CPU, which takes longer than the rest of the step; use none",
         )
 
 
@@ -244,15 +245,15 @@ def _validate_data(config: Config) -> Iterator[ConfigProblem]:
     problems = list(find_data_conflicts(config.data))
     yield from problems
     if not any(key == "split" for key, _ in problems) and parse_split_fractions(config.data.split)[0] == 0:
-        yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use one such as 969,30,1"
+        yield "split", f"split is {config.data.split!r}, which leaves nothing to train on; use for example 969,30,1"
 
 
 def _validate_task(config: Config) -> Iterator[ConfigProblem]:
-    """A task that cannot be learned as the other keys say."""
+    """Yield conflicts between a task and other keys."""
     data, launch = config.data, config.launch
     if data.task is None:
         return
-    from megatron.tasks import task_config as tasks  # needs numpy, and most configurations have none
+    from megatron.tasks import task_config as tasks  # imports numpy, and most configurations have no task
 
     task_problems = list(tasks.find_task_problems(data))
     yield from task_problems
@@ -274,12 +275,12 @@ def _validate_task(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_task_positions(config: Config, limit: int | None) -> Iterator[ConfigProblem]:
-    """What does not go with position ids that a task gives, all of them smaller than `limit`."""
+    """Yield conflicts with position ids that a task provides, all of them smaller than `limit`."""
     if limit is None:
         return
     position, table = config.position, config.model.max_position_embeddings or config.model.seq_length
     if not set(position.encodings) <= set(list_encodings()):
-        return  # told with the encodings
+        return  # reported with the encodings
     facts = {name: read_encoding_facts(name) for name in position.encodings}
     if not any(each.takes_positions for each in facts.values()) or not all(
         each.takes_any_positions for each in facts.values()
@@ -288,8 +289,8 @@ def _validate_task_positions(config: Config, limit: int | None) -> Iterator[Conf
         able = [name for name, each in every.items() if each.takes_positions and each.takes_any_positions]
         yield (
             "pos_emb",
-            f"pos_emb {', '.join(facts)}: {config.data.task} says positions of its own, several tokens at one; only "
-            f"encodings that add to embeddings or turn queries and keys take such: {', '.join(able)}",
+            f"pos_emb {', '.join(facts)}: {config.data.task} provides its own positions, several tokens at one; "
+            f"use an encoding that adds to embeddings or rotates queries and keys: {', '.join(able)}",
         )
     for name in (name for name, each in facts.items() if each.has_position_table and table < limit):
         yield (
@@ -298,7 +299,7 @@ def _validate_task_positions(config: Config, limit: int | None) -> Iterator[Conf
         )
     for key, value in (("randomized_positions", None), ("attention_mask", "causal")):
         if (given := getattr(position, key)) != value:
-            yield key, f"{key} is {given}, but {config.data.task} says positions of its own"
+            yield key, f"{key} is {given}, but {config.data.task} provides its own positions"
 
 
 def _validate_training(config: Config) -> Iterator[ConfigProblem]:
@@ -317,28 +318,28 @@ def _validate_run(config: Config) -> Iterator[ConfigProblem]:
     options = config.checkpoint
     for key, folder in (("save", options.save), ("load", options.load)):
         if folder is not None and any(unicodedata.category(character) == "Cc" for character in folder):
-            problem = "the name of a folder cannot hold a line break or another control character"
+            problem = "folder names cannot contain line breaks or other control characters"
             yield key, f"{key} is {folder!r}; {problem}"
     if options.finetune and options.load is None:
-        yield "finetune", "finetune: true needs load, the run to take the weights from"
+        yield "finetune", "finetune: true needs load, the run to load the weights from"
     if options.rollback and options.load is None:
-        yield "rollback", "rollback: true needs load, the checkpoint of this run to go back to"
+        yield "rollback", "rollback: true needs load, the checkpoint of this run to roll back to"
     if options.rollback and options.finetune:
         yield (
             "rollback",
-            "rollback: true goes back in a run, and finetune: true begins another one; leave one of them out",
+            "rollback: true rolls a run back, but finetune: true starts a new one; remove one of them",
         )
 
 
 def _validate_stages(config: Config) -> Iterator[ConfigProblem]:
-    """The list of stages, and what is wrong in one of them that is not wrong in the run already."""
+    """Yield problems with the list of stages, and problems in one of them that the run does not have."""
     if config.training.train_epochs is not None:
         if config.data.task is not None:
-            yield "train_epochs", f"train_epochs: the data of task {config.data.task} have no end; give train_iters"
+            yield "train_epochs", f"train_epochs: task {config.data.task} has unlimited data; set train_iters"
         if any("train_data_paths" in stage for stage in config.training.stages):
             yield (
                 "train_epochs",
-                "train_epochs: a stage changes train_data_paths, so there is no one text; give train_iters",
+                "train_epochs: not supported if a stage changes train_data_paths; set train_iters",
             )
     if not config.training.stages:
         return

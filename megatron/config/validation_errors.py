@@ -1,4 +1,5 @@
-"""pydantic's validation errors as one line each: where the key was set, its name, its value, and what is valid."""
+"""Formatting of pydantic's validation errors: one line with the origin of the key, its name, its value and valid
+values."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ BOUND_MESSAGES = {
 
 
 UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|dict)\[.*\]|function-.*")
-"""What pydantic appends to the location of a problem with one of several types that a value may have."""
+"""Suffix that pydantic appends to an error's location if a value may have several types."""
 
 
 def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
@@ -56,9 +57,9 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         return text
     if error_type in BOUND_MESSAGES:
         words, bound_name = BOUND_MESSAGES[error_type]
-        return f"it must be {words} {context[bound_name]:.15g}"  # whole: 4294967295, not 4.29497e+09
+        return f"it must be {words} {context[bound_name]:.15g}"  # all digits: 4294967295, not 4.29497e+09
     if error_type == "literal_error":
-        # pydantic's words are 'a', 'b' or 'c'.
+        # pydantic formats them as 'a', 'b' or 'c'
         expected = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
         choices = [format_value(choice) for choice in key.choices] if key else expected.split(", ")
         text = format_choices(format_value(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
@@ -69,12 +70,12 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
 def describe_validation_error(
     error: ValidationError, locate: Callable[[KeyPath], str | None], keys: Mapping[KeyPath, ConfigKey] | None = None
 ) -> Iterator[str]:
-    """One line for each problem that pydantic found.
+    """Yield one line for each problem that pydantic found.
 
     Args:
-        error: what was found.
-        locate: tells who set a key, or, of one that is missing, where it was looked for.
-        keys: the keys, for their choices and meanings; those of a configuration if None.
+        error: pydantic's error.
+        locate: function that returns where a key was set, or where a missing one was expected.
+        keys: keys with their choices and descriptions; those of a configuration if None.
     """
     keys = list_config_keys() if keys is None else keys
     alternatives: dict[tuple[str, ...], list[str]] = {}
@@ -117,18 +118,18 @@ def describe_validation_error(
 
 
 def describe_option_error(error: ValidationError, name: str) -> str:
-    """What is wrong with the value of an option that the command line's library refused, in our words."""
+    """Describe an option value that the command-line library rejected, in our wording."""
     item = error.errors(include_url=False)[0]
     return f"{name} is {format_value(item['input'])}; {_list_valid_values(dict(item), None)}"
 
 
 def parse_section(section: type[SectionT], values: Mapping[str, Any], source: str | None = "command line") -> SectionT:
-    """A section by the names and values of its keys.
+    """Build a section from the names and values of its keys.
 
     Args:
-        section: its class.
-        values: by the names of its keys.
-        source: where they were given, as messages name it.
+        section: class of the section.
+        values: values by key name.
+        source: where they were given, for messages.
 
     Raises:
         UserError: one line per problem.

@@ -1,9 +1,9 @@
-"""YAML 1.2 with line numbers, for files that people write.
+"""YAML 1.2 with line numbers, for files written by people.
 
-YAML 1.2 reads 6e-4 as a number, which YAML 1.1 (and so PyYAML) takes for text. JSON-like files with True, False and
-trailing commas load as they are. A repeated key is an error: one of the two values would be ignored. Only plain data
-is constructed, whatever tags a file has. What no person writes is refused while it is read: a large file, many or
-deeply nested values, and anchors that stand for many values (ten lines can stand for billions).
+YAML 1.2 reads 6e-4 as a number; YAML 1.1 (and so PyYAML) reads it as text. JSON-like files with True, False and
+trailing commas load unchanged. A repeated key is an error, since one of its values would be ignored. Only plain data
+is constructed, whatever tags a file has. Large files, too many or too deeply nested values, and anchors that expand to
+many values (ten lines can expand to billions) are rejected during parsing.
 """
 
 import io
@@ -37,17 +37,18 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 TEXT_TAG = "tag:yaml.org,2002:str"
 
 SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-"""The files that come with the project."""
+"""Configuration files shipped with the project."""
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Keys, values, lists and mappings, with those that an alias stands for. The zoo, the largest file here, has 500."""
+"""Largest number of keys, values, lists and mappings, including expanded aliases. The largest file here, the zoo, has
+500."""
 MAX_NESTING = 50
-"""Lists and mappings inside each other."""
+"""Largest depth of nested lists and mappings."""
 
 
 def format_value(value: Any) -> str:
-    """A value as it would be written in YAML, short."""
+    """Format a value briefly, as in YAML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
@@ -57,14 +58,14 @@ def format_value(value: Any) -> str:
 
 @dataclass(frozen=True)
 class YamlDocument:
-    """One file: its mapping, and the line (counted from 1) on which each key stands, by path of keys."""
+    """Parsed file: its mapping, and the line of each key (counted from 1) by its path."""
 
     source: str
     values: dict[str, Any]
     lines: dict[tuple[str, ...], int]
 
     def locate(self, path: tuple[str, ...]) -> str:
-        """`file:line` of a key."""
+        """Return `file:line` of a key."""
         return f"{self.source}:{self.lines[path]}" if path in self.lines else self.source
 
 
@@ -73,7 +74,7 @@ def _build_loader() -> YAML:
 
 
 class _TextDates(VersionedResolver):
-    """YAML 1.2 has no dates, which ruamel takes from YAML 1.1: what looks like one is text."""
+    """Resolver without dates. YAML 1.2 has none, but ruamel keeps those of YAML 1.1; they are read as text."""
 
     def add_version_implicit_resolver(self, version: Any, tag: Any, regexp: Any, first: Any) -> None:
         if not tag.endswith(":timestamp"):
@@ -81,7 +82,7 @@ class _TextDates(VersionedResolver):
 
 
 def _create_loader(source: str) -> YAML:
-    """Reads what has no more values, and no deeper ones, than a person writes; `source` is how messages name it."""
+    """Create a loader that rejects too many or too deeply nested values; `source` names the file in messages."""
     loader = _build_loader()
     loader.Resolver = _TextDates
     loader.Parser = partial(_BoundedParser, source=source)
@@ -89,13 +90,13 @@ def _create_loader(source: str) -> YAML:
 
 
 class _BoundedParser(Parser):
-    """Refuses what has too many values, or too deep ones, before they are built."""
+    """Parser that rejects too many or too deeply nested values before they are constructed."""
 
     def __init__(self, loader: YAML, source: str) -> None:
         super().__init__(loader)
         self.source = source
         self.num_nodes = 0
-        self.anchors: dict[str, int] = {}  # how many nodes an anchor stands for; while it is open, none
+        self.anchors: dict[str, int] = {}  # number of nodes that each closed anchor expands to
         self.opened: list[tuple[str | None, int]] = []
 
     def get_event(self) -> Any:
@@ -113,9 +114,9 @@ class _BoundedParser(Parser):
             anchor, num_nodes_before = self.opened.pop()
             self.anchors |= {anchor: self.num_nodes - num_nodes_before} if anchor else {}
         if self.num_nodes > MAX_NODES:
-            raise self._build_error(event, f"more than {MAX_NODES:,} values, aliases counted as what they stand for")
+            raise self._build_error(event, f"more than {MAX_NODES:,} values, counting expanded aliases")
         if len(self.opened) > MAX_NESTING:
-            raise self._build_error(event, f"nested too deeply to be a configuration: more than {MAX_NESTING} times")
+            raise self._build_error(event, f"nested too deeply for a configuration: more than {MAX_NESTING} levels")
         return event
 
     def _build_error(self, event: Event, reason: str) -> UserError:
@@ -123,7 +124,7 @@ class _BoundedParser(Parser):
 
 
 def _format_yaml_error(source: str, error: YAMLError) -> UserError:
-    """ruamel's several lines with carets as one line with file and line."""
+    """Convert a multi-line error of ruamel to one line with file and line."""
     if not isinstance(error, MarkedYAMLError) or error.problem is None:
         return UserError(f"{source}: not valid YAML: {' '.join(str(error).split())}")
     mark = error.problem_mark or error.context_mark
@@ -133,18 +134,18 @@ def _format_yaml_error(source: str, error: YAMLError) -> UserError:
         name = problem.split('"')[1]
         return UserError(f"{where}: key {name!r} is given twice; remove one of the two")
     if "'\\t'" in problem:
-        problem = "a tab stands where YAML wants spaces"
+        problem = "a tab is used instead of spaces"
     elif "determine a constructor for the tag" in problem:
         problem = f"tag {problem.split(chr(39))[1]!r} is not allowed; only plain values are read"
     elif "expected a single document" in f"{error.context} {problem}":
         problem = "a second document starts here ('---'); a configuration is one document"
     elif error.context_mark and error.context_mark.line != mark.line:
-        problem += f", in what begins on line {error.context_mark.line + 1}"
+        problem += f", in the block that begins on line {error.context_mark.line + 1}"
     return UserError(f"{where}: not valid YAML: {problem}")
 
 
 def _locate_bad_scalar(node: Node | None, source: str) -> str:
-    """`file:line` of the first scalar that cannot be made a value."""
+    """Return `file:line` of the first scalar that cannot be converted to a value."""
     if isinstance(node, ScalarNode):
         try:
             _build_loader().constructor.construct_document(node)
@@ -159,12 +160,12 @@ def _locate_bad_scalar(node: Node | None, source: str) -> str:
 
 
 def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
-    """Note the line of every key. Raises UserError for a key that is no text, of which the values no longer say how it
-    was written."""
+    """Collect the line of every key. Raises UserError for a key that is not text, whose spelling the values have
+    lost."""
     if not isinstance(node, MappingNode):
         return
     for key_node, value_node in node.value:
-        if key_node.tag == MERGE_TAG:  # `<<: *anchor`: its keys stand where the anchor was written
+        if key_node.tag == MERGE_TAG:  # `<<: *anchor`: keys keep the lines of the anchor
             mappings = [value_node] if isinstance(value_node, MappingNode) else value_node.value
             for mapping in mappings:
                 _collect_lines(mapping, path, lines, source)
@@ -180,9 +181,8 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
 def _check_plain_value(
     value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
 ) -> None:
-    """Refuse what a configuration cannot hold and JSON could not write: what tags make dates, sets or binary, keys that
-    are no text, and null characters, which no path and no variable of the environment can hold. `line` is 0 on the
-    command line."""
+    """Reject values that JSON cannot represent (dates, sets and binary data from tags, keys that are not text) and null
+    characters, which paths and environment variables cannot contain. `line` is 0 on the command line."""
     line = lines.get(path, line)
     where = f"{source}:{line}" if line else source
     name = ".".join(path) or "value"
@@ -191,47 +191,47 @@ def _check_plain_value(
             if not isinstance(key, str):
                 raise UserError(f"{where}: key {key!r} is not text; put it in quotes")
             if "\0" in key:
-                raise UserError(f"{where}: key {key!r} holds a null character; leave it out")
+                raise UserError(f"{where}: key {key!r} contains a null character; remove it")
             _check_plain_value(item, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
             _check_plain_value(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
-        raise UserError(f"{where}: {name} is {value!r}; text cannot hold a null character")
+        raise UserError(f"{where}: {name} is {value!r}; text cannot contain a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
         raise UserError(f"{where}: {name} is {value}; put it in quotes if it is meant as text")
 
 
 def read_text(path: Path) -> str:
-    """A small text file. Raises UserError if it is large or cannot be read as UTF-8."""
+    """Read a small text file. Raises UserError if it is too large or not valid UTF-8."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes, which no configuration is")
+            raise UserError(f"{path}: file is larger than {MAX_BYTES:,} bytes; not a configuration file")
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def parse_yaml(text: str, source: str) -> YamlDocument:
-    """The mapping written in `text`; `source` is how messages name it. An empty text is an empty mapping."""
+    """Parse the mapping in `text`; `source` names it in messages. Empty text is an empty mapping."""
     return deepcopy(_parse_with_lines(text, source))
 
 
 @lru_cache(maxsize=512)
 def _parse_with_lines(text: str, source: str) -> YamlDocument:
-    """A sweep and its runs read the same configurations again and again, each for a fiftieth of a second."""
+    """Parse and cache a text. A sweep and its runs read the same files many times, at 20 ms each."""
     try:
         loader = _create_loader(source)
         node = loader.compose(io.StringIO(text))
         values = None if node is None else loader.constructor.construct_document(node)
     except YAMLError as error:
         raise _format_yaml_error(source, error) from error
-    except ValueError as error:  # a scalar that looks like a date but is none, for example
-        # Python advises programmers in the same breath.
+    except ValueError as error:  # for example a scalar that looks like a date but is not valid
+        # Cut off Python's advice to programmers.
         raise UserError(f"{_locate_bad_scalar(node, source)}: not valid YAML: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise UserError(f"{source}: nested too deeply to be a configuration") from error
@@ -239,7 +239,7 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
         return YamlDocument(source, {}, {})
     if not isinstance(values, dict):
         kind = {list: "a list"}.get(type(values), "a single value")
-        raise UserError(f"{source}: holds {kind}; a configuration is a mapping of keys to values")
+        raise UserError(f"{source}: contains {kind}; expected a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
     try:
         _collect_lines(node, (), lines, source)
@@ -250,16 +250,17 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
 
 
 def read_yaml(path: Path) -> YamlDocument:
-    """Read one configuration file. Raises UserError with file and line for whatever is wrong with it."""
+    """Read one configuration file. Raises UserError with file and line for any problem."""
     return parse_yaml(read_text(path), str(path))
 
 
 def parse_scalar(text: str, source: str) -> Any:
-    """A single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; nothing is null."""
+    """Parse a single value as on the right of `key=value`: `1e-3`, `true`, `[0.9, 0.95]`, `rotary`; empty text is
+    null."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{source}: {text!r} is not UTF-8, as configuration files are; choose another name") from None
+        raise UserError(f"{source}: {text!r} is not valid UTF-8; choose another name") from None
     try:
         value = _create_loader(source).load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
@@ -269,13 +270,13 @@ def parse_scalar(text: str, source: str) -> Any:
 
 
 class _Representer(SafeRepresenter):
-    """Lists on one line, mappings one key a line."""
+    """Representer that writes a list on one line, and each key of a mapping on its own line."""
 
     def represent_list(self, data: list[Any]) -> SequenceNode:
         return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
 
     def represent_str(self, data: str) -> ScalarNode:
-        # Double quotes escape whatever means something to YAML: line breaks of all scripts, `? `, `: `, `#` …
+        # Double quotes escape everything special to YAML: line breaks of all scripts, `? `, `: `, `#` …
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if ALLOWED_TAGS.fullmatch(data) else '"')
 
 
@@ -284,8 +285,8 @@ _Representer.add_representer(str, _Representer.represent_str)
 
 
 def dump_yaml(values: dict[str, Any]) -> str:
-    """A mapping as plain YAML 1.2, in its order. It may hold only what JSON can: keys are text, and a tuple is written
-    as a list."""
+    """Write a mapping as plain YAML 1.2, in its order. It may contain only JSON values with text keys; tuples become
+    lists."""
     return _convert_json_to_yaml(json.dumps(values))
 
 
@@ -298,7 +299,7 @@ def _convert_json_to_yaml(text: str) -> str:
     writer.Representer = _Representer
     writer.default_flow_style = False
     writer.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    writer.width = 10_000  # a value stays on its line
+    writer.width = 10_000  # keep a value on one line
     stream = io.StringIO()
     writer.dump(values, stream)
     return stream.getvalue()
