@@ -1,5 +1,5 @@
-"""The keys of every configuration file and command, one section a file.
+"""Keys of every configuration file and command, one section per file.
 
-They are the ground floor of the house: they import pydantic and each other, never torch, so that the command line can
-check a configuration at once, and every part reads its own section from here.
+This is the lowest layer: it imports pydantic and its own modules, never torch. The command line can therefore validate
+a configuration at once, and every part of the project reads its section from here.
 """

@@ -8,33 +8,34 @@ from megatron.options.section import MAX_STEPS, ConfigSection, config_field
 
 
 class CheckpointOptions(ConfigSection):
-    """A run's folder and its checkpoints."""
+    """Folder and checkpoints of a run."""
 
     save: str | None = config_field(
-        None, "the run's folder: configuration, logs, checkpoints; nothing is written if absent", policy="output"
+        None,
+        "folder of the run for its configuration, logs and checkpoints; if absent, nothing is written",
+        policy="output",
     )
     load: str | None = config_field(
-        None, "what to resume from: a run's folder (its newest whole checkpoint) or one checkpoint", policy="output"
+        None, "checkpoint to resume from, or the folder of a run (its newest complete checkpoint)", policy="output"
     )
     checkpoint_factor: int | None = config_field(
         None, "steps between checkpoints; the last step is always saved", ge=1, le=MAX_STEPS, policy="output"
     )
     extra_save_iters: list[Annotated[int, Field(ge=0, le=MAX_STEPS)]] = config_field(
         list,
-        "further steps after which a checkpoint is saved, 0 for the weights that training begins with; these are never "
-        "deleted",
+        "additional steps to save a checkpoint at, which are never deleted; 0 saves the initial weights",
         policy="output",
     )
     keep_last_n_checkpoints: int | None = config_field(
-        None, "delete older checkpoints; all are kept if absent", ge=1, le=MAX_STEPS, policy="output"
+        None, "number of newest checkpoints to keep; all if absent", ge=1, le=MAX_STEPS, policy="output"
     )
     rollback: bool = config_field(
         False,
-        "go back to the checkpoint that `load` names in this run's folder; later ones are moved aside",
+        "roll back to the checkpoint `load` in this run's folder; later checkpoints are moved aside",
         policy="output",
     )
     finetune: bool = config_field(
         False,
-        "load weights only: step 0, fresh optimizer; pos_emb may be another one, and a score processor may be added",
+        "load only weights and start at step 0 with a new optimizer; pos_emb may change and a score processor be added",
         policy="output",
     )

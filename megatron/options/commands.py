@@ -1,5 +1,4 @@
-"""What commands are asked beside a configuration: the options of analyze, export, generate, import, plan, rehearse and
-report."""
+"""Command options outside the configuration: analyze, export, generate, import, plan, rehearse and report."""
 
 from typing import Annotated, Literal
 
@@ -9,93 +8,92 @@ from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
 class AnalysisOptions(LengthOptions):
-    """How models are looked at, declared once for the command line and Python callers."""
+    """Options of the analysis of trained models, shared by the command line and Python."""
 
     lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
-        "window lengths in tokens; on the command line also in training lengths, and 1x and 4x if absent",
+        "window lengths in tokens, or on the command line in training lengths; 1x and 4x if absent",
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
     multiples: list[float] | None = config_field(
-        None, "window lengths in training lengths; 1 and 4 if neither these nor lengths are given", min_length=1
+        None, "window lengths in training lengths; 1 and 4 if both these and lengths are absent", min_length=1
     )
     only: Annotated[list[str] | None, CommaSeparated] = config_field(
-        None, "analyses to make; all if absent", min_length=1, metavar="NAME,…"
+        None, "analyses to run; all if absent", min_length=1, metavar="NAME,…"
     )
     layers: Annotated[list[int] | None, CommaSeparated] = config_field(
         None,
-        "layers whose maps are drawn, counted from 0; the first, the middle and the last if absent",
+        "layers whose attention maps are plotted, counted from 0; first, middle and last if absent",
         min_length=1,
         metavar="0,5,…",
     )
     heads: Annotated[list[int] | None, CommaSeparated] = config_field(
         None,
-        "heads whose maps are drawn, counted from 0; the first and the last if absent",
+        "heads whose attention maps are plotted, counted from 0; first and last if absent",
         min_length=1,
         metavar="0,3,…",
     )
     data: str | None = config_field(
         None,
-        "text to read: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent, and of runs "
-        "that learned a task, sequences of that task",
+        "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
+        "sequences of the task that a run learned",
     )
-    windows: int = config_field(4, "windows that attention is averaged over, at each length", ge=1)
+    windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
     window: int | None = config_field(
-        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
     )
     attention_temperature: str | None = config_field(
         None,
-        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
         "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
-    device: str = config_field("auto", "where models read, auto, cpu or cuda")
+    device: str = config_field("auto", "device of the models: auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
     )
 
 
 MAX_NEW_TOKENS = 10**9
-"""Tokens. Memory ends long before, but is taken as it is needed."""
+"""Limit in tokens. Memory runs out long before, but is allocated on demand."""
 
 
 class GenerationOptions(ConfigSection):
-    """How a trained model goes on with a text."""
+    """Options of text generation with a trained model."""
 
-    maximum_tokens: int = config_field(
-        64, "tokens that are written after a prompt, unless the text ends before", ge=1, le=MAX_NEW_TOKENS
-    )
+    maximum_tokens: int = config_field(64, "most tokens to generate after a prompt", ge=1, le=MAX_NEW_TOKENS)
     temperature: float = config_field(
-        1.0, "logits are divided by it; 0 takes the likeliest token always (greedy)", ge=0
+        1.0, "divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
     )
-    top_k: int = config_field(0, "draw from the k likeliest tokens alone; 0 from all", ge=0)
+    top_k: int = config_field(0, "sample from the k most likely tokens only; 0 samples from all", ge=0)
     top_p: float = config_field(
-        1.0, "draw from the fewest likeliest tokens whose probabilities reach this sum; 1 from all", gt=0, le=1
+        1.0,
+        "sample from the smallest set of most likely tokens with this total probability; 1 samples from all",
+        gt=0,
+        le=1,
     )
-    seed: int = config_field(1234, "of the draws: the same seed, prompt and options give the same text", ge=0)
-    stop: list[str] = config_field(
-        list, "a text that ends what is written where it occurs, and is left out; as many as you like"
-    )
-    batch_size: int = config_field(8, "prompts that are read together, at most", ge=1)
+    seed: int = config_field(1234, "seed of sampling; the same seed, prompt and options give the same text", ge=0)
+    stop: list[str] = config_field(list, "stop string: generation ends before it; may be repeated")
+    batch_size: int = config_field(8, "most prompts per batch", ge=1)
     window: int | None = config_field(
-        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
     )
     attention_temperature: str | None = config_field(
         None,
-        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
         "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
-    device: str = config_field("auto", "where the model computes: auto, cpu or cuda")
+    device: str = config_field("auto", "device of the model: auto, cpu or cuda")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
     )
@@ -103,72 +101,76 @@ class GenerationOptions(ConfigSection):
 
 
 class ImportOptions(ConfigSection):
-    """What a foreign checkpoint does not say of itself."""
+    """Information that a foreign checkpoint lacks."""
 
     config: list[str] = config_field(list, "GPT-NeoX's configuration files, if SOURCE has none", metavar="FILE")
     tokenizer: str | None = config_field(
-        None, "one of bytes, HFTokenizer, GPT2BPETokenizer and SPMTokenizer; the one in SOURCE if absent"
+        None, "bytes, HFTokenizer, GPT2BPETokenizer or SPMTokenizer; the one in SOURCE if absent"
     )
     vocab_file: str | None = config_field(None, "tokenizer.json, vocab.json or .model file")
     merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer")
-    end_token: str | None = config_field(None, "the token that ends a document, if it has none of the usual names")
+    end_token: str | None = config_field(None, "end-of-document token, if its name is not one of the usual ones")
     add_bos: bool | None = config_field(
-        None, "put the tokenizer's token for the beginning of a text before each; as its file says if absent"
+        None, "prepend the tokenizer's beginning-of-text token to each text; as in its file if absent"
     )
 
 
 class ExportOptions(ConfigSection):
-    """What an exported folder holds."""
+    """Options of an exported folder."""
 
-    native: bool = config_field(False, "as a model of transformers' own, where one computes the same")
-    dtype: str = config_field("float32", "of the weights: float32 (exact), bfloat16 or float16")
-    shard: str = config_field("2GB", "the largest file of weights, which is also what memory holds")
-    license: str | None = config_field(None, "of the weights, for the model card: apache-2.0, …")
-    overwrite: bool = config_field(False, "replace an export that is there; with --refresh, also code that was edited")
+    native: bool = config_field(False, "export as a model class of transformers, if one computes the same function")
+    dtype: str = config_field("float32", "data type of the weights: float32 (exact), bfloat16 or float16")
+    shard: str = config_field("2GB", "largest weight file; also the memory that exporting takes")
+    license: str | None = config_field(None, "license of the weights for the model card: apache-2.0, …")
+    overwrite: bool = config_field(False, "replace an existing export; with --refresh, also edited code")
     refresh: bool = config_field(
-        False, "renew the code of an existing export, given instead of RUN and DIR; its weights do not change"
+        False, "update the code of an existing export, given instead of RUN and DIR; its weights do not change"
     )
 
 
 class PlanOptions(ConfigSection):
-    """A cluster, and how much of the plan is shown."""
+    """Cluster to plan for, and the length of the plan."""
 
-    gpus: int = config_field(8, "GPUs in all", ge=1, le=8192)
-    gpu: str = config_field("a100-40gb", "which: a100-40gb, a100-80gb, h100, …")
-    gpus_per_node: int = config_field(8, "GPUs of one machine", ge=1, le=1024)
-    network: float = config_field(25.0, "GB/s of one node to the others; 25 is one 200 Gbit/s adapter", ge=0.001)
-    mfu: float = config_field(0.45, "share of its peak that a GPU reaches while it computes", ge=0.001, le=1)
+    gpus: int = config_field(8, "total number of GPUs", ge=1, le=8192)
+    gpu: str = config_field("a100-40gb", "GPU model: a100-40gb, a100-80gb, h100, …")
+    gpus_per_node: int = config_field(8, "GPUs per machine", ge=1, le=1024)
+    network: float = config_field(25.0, "network bandwidth of a node in GB/s; 25 is one 200 Gbit/s adapter", ge=0.001)
+    mfu: float = config_field(0.45, "fraction of its peak that a GPU reaches while computing", ge=0.001, le=1)
     gib: float | None = config_field(None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1)
-    vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=1)
-    layouts: int = config_field(10, "layouts to list", ge=1)
+    vocabulary: int | None = config_field(
+        None, "vocabulary size; if absent, that of the data if present, else 50257", ge=1
+    )
+    layouts: int = config_field(10, "number of layouts to list", ge=1)
 
 
 class RehearseOptions(ConfigSection):
-    """Whose GPUs are played, and which ranks of the run are executed."""
+    """Simulated GPUs, and the ranks of the run to execute."""
 
-    gpus: int | None = config_field(None, "GPUs in all; as the configuration says if absent", ge=1, le=8192)
+    gpus: int | None = config_field(None, "total number of GPUs; as in the configuration if absent", ge=1, le=8192)
     gpu: str = config_field(
-        "a100-40gb", "which: a100-40gb, a100-80gb, h100, … (of those that `plan` knows, compute capability 8.0 and 9.0)"
+        "a100-40gb", "GPU model: a100-40gb, a100-80gb, h100, … (those of `plan` with compute capability 8.0 or 9.0)"
     )
     gpus_per_node: int | None = config_field(
-        None, "GPUs of one machine; the configuration's num_gpus, or 8, if absent", ge=1, le=1024
+        None, "GPUs per machine; the configuration's num_gpus, or 8, if absent", ge=1, le=1024
     )
     ranks: str = config_field(
         "roles",
-        "which to execute: roles (two of each pipeline stage, which stand for the others), all, or numbers",
+        "ranks to execute: roles (two of each pipeline stage, representing the others), all, or rank numbers",
         metavar="roles|all|0,5,60-63",
     )
     gib: float | None = config_field(
         None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1, le=8192
     )
-    vocabulary: int | None = config_field(None, "tokens; the data's if they are here, else 50257", ge=2, le=1 << 24)
-    network: float = config_field(25.0, "GB/s of one node to the others, for the estimate of time", ge=0.001)
-    mfu: float = config_field(0.45, "share of its peak that a GPU reaches, for the estimate of time", ge=0.001, le=1)
+    vocabulary: int | None = config_field(
+        None, "vocabulary size; if absent, that of the data if present, else 50257", ge=2, le=1 << 24
+    )
+    network: float = config_field(25.0, "network bandwidth of a node in GB/s, for the time estimate", ge=0.001)
+    mfu: float = config_field(0.45, "fraction of its peak that a GPU reaches, for the time estimate", ge=0.001, le=1)
 
 
 class ReportOptions(ConfigSection):
-    """What is compared, and what counts as extrapolating."""
+    """Comparison of methods, and the threshold for extrapolation."""
 
-    against: str | None = config_field(None, "compare all others with this method", metavar="METHOD")
+    against: str | None = config_field(None, "baseline method for all comparisons", metavar="METHOD")
     delta: float = config_field(0.1, "a method extrapolates if its perplexity changes by less than this fraction", ge=0)
-    title: str | None = config_field(None, "of the page")
+    title: str | None = config_field(None, "title of the page")

@@ -1,4 +1,4 @@
-"""Keys that decide what text is read, in which order, and how it was turned into tokens."""
+"""Keys that decide which text is read, in which order, and how it was tokenized."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,11 @@ Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 MAX_INPUT_LENGTH = 10**6
-"""Of a task in training: the sequences of each length up to it are counted one by one."""
+"""Longest input of a task in training. The sequences of each length up to it are counted one by one."""
 
 MAX_VOCAB_SIZE = 1 << 24
-"""Tokens. The largest vocabularies in use have about a million; what a damaged file says beyond fits no memory."""
+"""Largest vocabulary size. The largest in use have about a million tokens; a larger number in a damaged file would not
+fit into memory."""
 
 SET_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
 """Names of validation sets."""
@@ -27,18 +28,18 @@ TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenize
 
 
 def _check_corpus_name(value: Any) -> Any:
-    """As pydantic would, but in one line."""
+    """Check the type of a corpus name, as pydantic would but with a one-line error."""
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
         raise PydanticCustomError("corpus_name", "it must be text or a list of texts")
     return value
 
 
 CorpusName = Annotated[str | list[str], BeforeValidator(_check_corpus_name)]
-"""What an entry of `train_data_paths` names: a dataset, a folder of datasets, or a list of either."""
+"""Entry of `train_data_paths`: a dataset, a folder of datasets, or a list of either."""
 
 
 def _parse_corpus_split(value: Any) -> Any:
-    """Shares as the command line has them: 0.9,0.05,0.05, or none."""
+    """Parse the split fractions of the command line: 0.9,0.05,0.05, or none."""
     if not isinstance(value, str):
         return value
     if value == "none":
@@ -46,96 +47,100 @@ def _parse_corpus_split(value: Any) -> Any:
     try:
         train, valid, test = (float(part) for part in value.split(","))
     except ValueError as error:
-        raise UserError(f"--split is {value!r}; write three shares such as 0.9,0.05,0.05, or none") from error
+        raise UserError(f"--split is {value!r}; expected three fractions such as 0.9,0.05,0.05, or none") from error
     return [train, valid, test]
 
 
 class CorpusOptions(ConfigSection):
-    """What a corpus is made from, and how (`megatron.data.corpus.prepare.prepare_corpus`)."""
+    """Sources and processing of a corpus (`megatron.data.corpus.prepare.prepare_corpus`)."""
 
     sources: list[str] = config_field(
         ...,
-        "files, folders, datasets that Hugging Face's library saved, python (the standard library), shakespeare (1.1 "
+        "files, folders, datasets saved by Hugging Face's library, python (the standard library), shakespeare (1.1 "
         "MB, the same on every machine), or hf:NAME (a dataset on the hub)",
         min_length=1,
     )
     tokenizer: str = config_field(
-        "bytes", "one of bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe: trained here"
+        "bytes", "bytes, HFTokenizer, GPT2BPETokenizer, SPMTokenizer, or bpe (trained on the corpus)"
     )
     vocab_file: str | None = config_field(None, "file of the tokenizer: tokenizer.json, vocab.json or .model")
     merge_file: str | None = config_field(None, "file of GPT2BPETokenizer: merges.txt")
-    end_token: str | None = config_field(None, "the token that ends a document, if it has none of the usual names")
+    end_token: str | None = config_field(None, "end-of-document token, if its name is not one of the usual ones")
     add_bos: bool | None = config_field(
-        None, "put the tokenizer's token for the beginning of a text before each document; as its file says if absent"
+        None, "prepend the tokenizer's beginning-of-text token to each document; as in its file if absent"
     )
     vocab_size: int | None = config_field(
-        None, "tokens of bpe: 256 byte values, <|endoftext|>, and what is learned", ge=257, le=MAX_VOCAB_SIZE
+        None, "vocabulary size of bpe: 256 byte values, <|endoftext|>, and learned tokens", ge=257, le=MAX_VOCAB_SIZE
     )
     split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = config_field(
         lambda: [0.9, 0.05, 0.05],
-        "train, valid and test shares; null (on the command line none): no division",
+        "train, valid and test fractions; null (none on the command line) does not split",
         min_length=3,
         max_length=3,
         metavar="SHARES|none",
     )
-    packages: bool = config_field(False, "with python: all installed packages too")
+    packages: bool = config_field(False, "with python: also all installed packages")
     suffixes: Annotated[list[str] | None, CommaSeparated] = config_field(
-        None, "files to take from folders, as .txt; all kinds that are known if absent", metavar=".EXT,…"
+        None, "file types to read from folders, such as .txt; all supported ones if absent", metavar=".EXT,…"
     )
     column: str = config_field(
-        "text", "key of a JSON line, or column of a table, that holds the text", flags=("--column", "--jsonl-key")
+        "text", "key of a JSON line, or column of a table, that contains the text", flags=("--column", "--jsonl-key")
     )
     hf_split: str | None = config_field(
-        None, "which split of a dataset of Hugging Face's, hf:NAME or saved on disk; train if absent"
+        None, "split of a Hugging Face dataset, hf:NAME or saved on disk; train if absent"
     )
-    documents: int | None = config_field(None, "only so many documents, the first ones", ge=1)
-    tokens: int | None = config_field(None, "only the first documents that hold so many tokens with their ends", ge=1)
+    documents: int | None = config_field(None, "use only the first documents, up to this number", ge=1)
+    tokens: int | None = config_field(
+        None, "use only the first documents, up to this many tokens including document ends", ge=1
+    )
     skip_bad: int = config_field(
-        0, "leave out up to so many documents that cannot be decoded (not UTF-8, not JSON, no text in the column)", ge=0
+        0, "skip up to this many documents that cannot be decoded (not UTF-8, not JSON, no text in the column)", ge=0
     )
-    seed: int = config_field(1234, "decides which document goes to which split", ge=0)
-    workers: int | None = config_field(None, "processes; as many as cores and text are worth if absent", ge=1)
+    seed: int = config_field(1234, "seed of the assignment of documents to splits", ge=0)
+    workers: int | None = config_field(
+        None, "number of processes; if absent, chosen by cores and size of the text", ge=1
+    )
 
 
 class DataOptions(ConfigSection):
-    """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and the tokenizer of them; or a task."""
+    """Indexed datasets (megatron-core's .bin/.idx, named by their prefix) and their tokenizer; or a task."""
 
     task: str | None = config_field(
-        None, "what to learn from scratch instead of a text: a task of docs/tasks.md, its data drawn at every step",
+        None, "synthetic task of docs/tasks.md to train on instead of text; its data are sampled at every step",
         policy="data",
     )  # fmt: skip
-    task_options: dict[str, Any] = config_field(dict, "options of that task, see docs/tasks.md", policy="data")
+    task_options: dict[str, Any] = config_field(dict, "options of the task (docs/tasks.md)", policy="data")
     task_length: int | None = config_field(
         None,
-        "longest input of the task in training; seq_length, the whole sequence, follows from it",
+        "longest input of the task in training; it determines seq_length, the length of the whole sequence",
         ge=1,
         le=MAX_INPUT_LENGTH,
         policy="data",
     )
     task_shortest_length: int | None = config_field(
         None,
-        "shortest input of the task in training; the shortest that it has if absent",
+        "shortest input of the task in training; the task's shortest if absent",
         ge=1,
         le=MAX_INPUT_LENGTH,
         policy="data",
     )
     data_path: CorpusName | None = config_field(
         None,
-        "one corpus for everything: an indexed dataset, a folder or a list of them, each divided by `split`",
+        "one corpus for all splits: an indexed dataset, a folder or a list of them, each divided by `split`",
         policy="data",
     )
-    split: str = config_field("969,30,1", "train, valid and test shares of data_path", policy="data")
+    split: str = config_field("969,30,1", "train, valid and test fractions of data_path", policy="data")
     train_data_paths: list[CorpusName] = config_field(
         list, "corpora to train on: each an indexed dataset, a folder of them, or a list of either", policy="data"
     )
-    valid_data_paths: list[CorpusName] = config_field(list, "corpora to validate on, named likewise", policy="data")
+    valid_data_paths: list[CorpusName] = config_field(list, "corpora to validate on, in the same form", policy="data")
     valid_data_sets: dict[Annotated[str, Field(pattern=SET_NAME)], CorpusName] = config_field(
         dict,
-        "further validation sets, each reported by its name: {books: data/books, code: [data/c, data/python]}",
+        "additional validation sets, each reported by name: {books: data/books, code: [data/c, data/python]}",
         policy="data",
     )
     test_data_paths: list[CorpusName] = config_field(
-        list, "corpora to test on, named likewise; `evaluate` reads these", policy="data"
+        list, "corpora to test on, in the same form; used by `evaluate`", policy="data"
     )
     train_data_weights: list[float] = config_field(
         list, "blend weights of train_data_paths; equal if absent", policy="data"
@@ -148,73 +153,73 @@ class DataOptions(ConfigSection):
     )
     weight_by_num_documents: bool = config_field(
         False,
-        "blend weights of all splits from the corpora's numbers of documents, as GPT-NeoX computes them (docs/data.md)",
+        "compute blend weights of all splits from numbers of documents, as GPT-NeoX does (docs/data.md)",
         policy="data",
     )
     weighted_sampler_alpha: float = config_field(
         1.0,
-        "of weight_by_num_documents: exponent of the shares of documents, one over the temperature; small corpora "
-        "gain where it is small",
+        "with weight_by_num_documents: exponent of the document fractions, the inverse temperature; a small exponent "
+        "gives more weight to small corpora",
         ge=0,
         policy="data",
     )
     data_cache: str | None = config_field(
-        None, "folder for the sample indices; in the run's folder if absent", policy="machine"
+        None, "folder of the sample indices; in the run's folder if absent", policy="machine"
     )
     data_impl: Literal["mmap"] = config_field(
-        "mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap mean this one", policy="data"
+        "mmap", "format of the indexed datasets; GPT-NeoX's infer and mmap both mean mmap", policy="data"
     )
     tokenizer_type: TokenizerType | None = config_field(
-        None, "the tokenizer that made the data; read from the data's own corpus.json if absent", policy="data"
+        None, "tokenizer of the data; read from the data's corpus.json if absent", policy="data"
     )
     vocab_file: str | None = config_field(
         None, "tokenizer.json, vocab.json or .model file of the tokenizer", policy="data"
     )
     merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer", policy="data")
     end_token: str | None = config_field(
-        None, "the token of that tokenizer that ends a document, if it has none of the usual names", policy="data"
+        None, "the tokenizer's end-of-document token, if its name is not one of the usual ones", policy="data"
     )
     add_bos: bool | None = config_field(
-        None, "does that tokenizer put a token before each text? As its file says if absent", policy="data"
+        None, "true if the tokenizer prepends a token to each text; as in its file if absent", policy="data"
     )
-    eod_mask_loss: bool = config_field(
-        False, "do not score the token that follows the end of a document", policy="data"
-    )
-    num_workers: int = config_field(0, "processes that load batches", ge=0, le=1024, policy="machine")
+    eod_mask_loss: bool = config_field(False, "do not score the token after the end of a document", policy="data")
+    num_workers: int = config_field(0, "data loading processes", ge=0, le=1024, policy="machine")
 
 
 TASK_KEYS = ("task_options", "task_length", "task_shortest_length")
-"""Keys that say something of a task."""
+"""Keys that apply to a task."""
 
 TEXT_KEYS = (
     *("data_path", "split", *(f"{split}_data_{suffix}" for split in SPLITS for suffix in ("paths", "weights"))),
     *("valid_data_sets", "weight_by_num_documents", "weighted_sampler_alpha"),
     *("tokenizer_type", "vocab_file", "merge_file", "end_token", "add_bos", "eod_mask_loss"),
 )
-"""Keys that say something of a text."""
+"""Keys that apply to text."""
 
 
 def parse_split_fractions(text: str) -> list[float]:
-    """The shares of train, valid and test that `split` gives them, such as 969,30,1; those left out are 0.
+    """Parse `split`, such as 969,30,1, into the fractions of train, valid and test; missing ones are 0.
 
-    Raises UserError if it gives none.
+    Raises UserError if no fraction is positive or one is invalid.
     """
     try:
         fractions = [float(part) for part in re.split(r"[,/]", text)]
     except ValueError:
         fractions = []
     if not (1 <= len(fractions) <= 3 and all(0 <= part < float("inf") for part in fractions) and sum(fractions) > 0):
-        raise UserError(f"split is {text!r}; it must be up to three shares, train, valid and test, such as 969,30,1")
+        raise UserError(
+            f"split is {text!r}; it must be up to three fractions of train, valid and test, such as 969,30,1"
+        )
     return fractions + [0.0] * (3 - len(fractions))
 
 
 def list_corpus_names(corpus: CorpusName) -> list[str]:
-    """The datasets and folders that are named as one corpus."""
+    """Return the datasets and folders that form one corpus."""
     return [corpus] if isinstance(corpus, str) else corpus
 
 
 def is_url(name: str) -> bool:
-    """Is it the address of something on a network, such as s3://bucket/file?"""
+    """Return True if a name is a network address, such as s3://bucket/file."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
@@ -224,13 +229,13 @@ def _find_name_problems(corpora: Sequence[CorpusName]) -> Iterator[str]:
             yield f"has an empty entry, {corpus!r}; name a dataset, a folder, or a list of them"
         for name in filter(is_url, list_corpus_names(corpus)):
             yield (
-                f"names {name}; every rank reads its samples in a shuffled order, a few kilobytes at a time, so data "
-                "are mapped from a disk and not streamed from an object store; copy the .bin and .idx to one"
+                f"names {name}; ranks read shuffled samples of a few kilobytes, so data are memory-mapped from a disk "
+                "and not streamed from an object store; copy the .bin and .idx to a disk"
             )
 
 
 def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
-    """Values that make no sense or contradict each other: the key to blame, and one sentence with the values."""
+    """Yield invalid or conflicting values: the key to blame, and one sentence with the values."""
     for name in TASK_KEYS if data.task is None else TEXT_KEYS:
         if getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True):
             if data.task is None:
@@ -256,13 +261,13 @@ def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
         if weights and data.weight_by_num_documents:
             yield (
                 f"{split}_data_weights",
-                f"{split}_data_weights and weight_by_num_documents exclude each other (GPT-NeoX passes over the "
-                "weights); leave one out",
+                f"{split}_data_weights and weight_by_num_documents exclude each other (GPT-NeoX ignores the "
+                "weights); remove one",
             )
         if not all(isfinite(weight) and weight > 0 for weight in weights):
             yield (
                 f"{split}_data_weights",
-                f"{split}_data_weights are {weights}; each must be greater than 0; leave a dataset out instead",
+                f"{split}_data_weights are {weights}; each must be greater than 0; remove a dataset instead",
             )
     yield from (
         ("valid_data_sets", f"valid_data_sets {problem}")

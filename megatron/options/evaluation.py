@@ -1,4 +1,4 @@
-"""How trained models are scored: the options of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
+"""Options of evaluation: of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
@@ -12,24 +12,24 @@ from megatron.utils.errors import UserError
 
 Protocol = Literal["last", "nonoverlapping", "overlapping", "strided", "repeated", "passkey"]
 PROBE_PROTOCOLS = ("repeated", "passkey")
-"""Protocols that make up what they score."""
+"""Protocols that generate the text they score."""
 
 Measure = Literal["perplexity", "delta_perplexity", "position", "long_perplexity", "token_loss"]
 
 
 MAX_EVALUATION_LENGTH = 2**40
 Length = Annotated[int, Field(ge=1, lt=MAX_EVALUATION_LENGTH)]
-"""A length of windows, in tokens."""
+"""Window length, in tokens."""
 
 
 def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
-    """Lengths as the command line has them: `128,256` in tokens, `1x,1.5x` in training lengths, or both.
+    """Parse lengths of the command line: `128,256` in tokens, `1x,1.5x` in training lengths, or both.
 
     Returns:
-        `lengths` and `multiples`, those that are given.
+        `lengths` and `multiples`, if given.
 
     Raises:
-        UserError: a part is no length.
+        UserError: a value is not a length.
     """
     tokens: list[int] = []
     multiples: list[float] = []
@@ -39,7 +39,7 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
         try:
             value = float(number) if number != bare else int(number)
         except ValueError:
-            value = 0  # refused below
+            value = 0  # rejected below
         if not 0 < value < MAX_EVALUATION_LENGTH:
             raise build_length_error(part)
         if isinstance(value, int):
@@ -50,7 +50,7 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
 
 
 def build_length_error(part: str) -> UserError:
-    """The error of what is no length."""
+    """Build the error for an invalid length."""
     return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
 
 
@@ -69,22 +69,24 @@ LENGTHS_METAVAR = "128,256,… | 1x,2x,…"
 
 
 class TaskOptions(ConfigSection):
-    """Which tasks of lm-evaluation-harness a model is given, and how much of them."""
+    """Tasks of lm-evaluation-harness to evaluate, and how much of them."""
 
     tasks: Annotated[list[str], CommaSeparated] = config_field(
         ...,
-        "tasks of lm-evaluation-harness instead of perplexity: names of tasks, groups or tags; * stands for anything",
+        "tasks of lm-evaluation-harness instead of perplexity: names of tasks, groups or tags, with * as a wildcard",
         min_length=1,
         metavar="TASK,…",
     )
     include_path: str | None = config_field(None, "with --tasks: folder with tasks of your own (YAML files)")
-    limit: int | None = config_field(None, "with --tasks: documents of each task, the first ones; all if absent", ge=1)
+    limit: int | None = config_field(
+        None, "with --tasks: use only the first documents of each task, up to this number; all if absent", ge=1
+    )
     num_fewshot: int | None = config_field(
         None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
     )
     metadata: str | None = config_field(
         None,
-        "with --tasks: what tasks that make their texts are told, as the harness's option of this name: "
+        "with --tasks: metadata for tasks that generate their texts, as the harness's option of this name: "
         "'{max_seq_lengths: [4096], tokenizer: FOLDER}'",
         metavar="MAPPING",
     )
@@ -94,7 +96,7 @@ MAX_DEPTHS = 1001
 
 
 def _parse_depths(parts: Any) -> Any:
-    """Depths, ascending: shares, or a single whole number above 1 for so many from 0 to 1 evenly."""
+    """Parse depths in ascending order: fractions, or a whole number above 1 of evenly spaced depths from 0 to 1."""
     if not isinstance(parts, list):
         return parts
     if len(parts) == 1 and isinstance(parts[0], int) and parts[0] > 1:
@@ -108,110 +110,112 @@ def _parse_depths(parts: Any) -> Any:
 
 
 Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_parse_depths)]
-"""Shares of what can stand before an answer, ascending."""
+"""Ascending fractions of the possible positions before an answer."""
 
 
 class EvaluationOptions(LengthOptions):
-    """How models are scored, declared once: the command line, sweep files and Python callers all choose these."""
+    """Options of evaluation, shared by the command line, sweep files and Python."""
 
     lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
-        "context lengths in tokens; on the command line also in training lengths, and 1x to 32x if absent",
+        "context lengths in tokens, or on the command line in training lengths; 1x to 32x if absent",
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
     multiples: list[float] | None = config_field(
-        None, "context lengths in training lengths; 1 to 32 if neither these nor lengths are given", min_length=1
+        None, "context lengths in training lengths; 1 to 32 if both these and lengths are absent", min_length=1
     )
     protocol: Protocol = config_field(
         "last",
-        "which tokens are scored: last (of windows that end at the same places), nonoverlapping (all, KERPLE's way), "
-        "overlapping (all that have min_context tokens before them, LongPPL's way), strided (the last of windows that "
-        "follow each other); or a probe: repeated (random tokens, copied) or passkey",
+        "which tokens are scored: last (the last tokens of windows that end at the same positions), nonoverlapping "
+        "(all, as KERPLE), overlapping (all with at least min_context tokens before them, as LongPPL), strided (the "
+        "last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = config_field(
-        None, "windows per length; if absent 64 (last, probes), 512 (learned tasks) or all (the others)", ge=1
+        None, "windows per length; if absent, 64 (last, probes), 512 (learned tasks) or all (other protocols)", ge=1
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
-        "tokens scored per window of last, one number or several; the training length if absent (repeated: 16 copied)",
+        "with last: tokens scored per window, one or several numbers; the training length if absent (repeated: 16)",
         min_length=1,
     )
     depths: Annotated[Depths | None, CommaSeparated] = config_field(
         None,
-        "depths of a needle map: of the key of passkey, 5 if absent, or of the answer of a learned task that has one; "
-        "so many evenly from 0 to 1, or shares",
+        "depths of a needle map: of the passkey (5 if absent), or of the answer in a learned task that has one; a "
+        "number of evenly spaced depths from 0 to 1, or fractions",
         min_length=1,
         metavar="11 | 0,0.5,1",
     )
     effective_score: float | None = config_field(
         None,
-        "of a needle map: a length is effective whose score is at least this share of the shortest length's; 0.85 if "
-        "absent",
+        "with a needle map: a length is effective if its score is at least this fraction of the shortest length's; "
+        "0.85 if absent",
         gt=0,
         le=1,
     )
-    stride: int | None = config_field(None, "tokens from one window of strided to the next, all of them scored", ge=1)
+    stride: int | None = config_field(
+        None, "with strided: tokens from one window to the next, all of which are scored", ge=1
+    )
     min_context: int | None = config_field(
-        None, "tokens before each scored token of overlapping, at least; its windows overlap by as many", ge=1
+        None, "with overlapping: fewest tokens before each scored token; windows overlap by this many", ge=1
     )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
-        "what is told of the losses: perplexity, delta_perplexity (gained by context beyond the scored tokens), "
+        "measures to report: perplexity, delta_perplexity (gain from context beyond the scored tokens), "
         "position (perplexity by position in the window, in bins), token_loss (loss at every position, smoothed), "
         "long_perplexity (LongPPL, of key tokens); perplexity if absent",
         min_length=1,
     )
     smoothing: int | None = config_field(
         None,
-        "width of the moving average of token_loss, an odd number of positions; 101 if absent, fewer in short windows",
+        "with token_loss: width of the moving average, an odd number; 101 positions if absent, fewer in short windows",
         ge=1,
     )
     key_tokens: str | None = config_field(
-        None, "of long_perplexity: file with the key tokens, which a reference run fixed (find_key_tokens)"
+        None, "with long_perplexity: file with the key tokens of a reference run (find_key_tokens)"
     )
     find_key_tokens: bool = config_field(
-        False, "the first run is the reference of long_perplexity: its key tokens are written to the file key_tokens"
+        False, "use the first run as the reference of long_perplexity, and write its key tokens to the file key_tokens"
     )
     key_alpha: float | None = config_field(
         None,
-        "with find_key_tokens: a key token gains more than this from the long context, in nats of log-probability; 2 "
+        "with find_key_tokens: smallest gain of a key token's log-probability from the long context, in nats; 2 "
         "if absent",
         ge=0,
     )
     key_beta: float | None = config_field(
         None,
-        "with find_key_tokens: a key token has a log-probability above this in the long context, in nats; -2 if absent",
+        "with find_key_tokens: smallest log-probability of a key token in the long context, in nats; -2 if absent",
         le=0,
     )
     data: str | None = config_field(
-        None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's own test split if absent"
+        None, "text to score: .txt or .jsonl file, corpus folder or dataset; each run's test split if absent"
     )
     window: int | None = config_field(
-        None, "attend to the last this many keys only, the own included", ge=1, le=MAX_LENGTH
+        None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH
     )
     attention_mask: Literal["causal", "document"] | None = config_field(
         None,
-        "tokens see all before them (causal), or their own document alone, whose positions begin at 0 (document); as "
+        "attention to all earlier tokens (causal), or only within a document, with positions from 0 (document); as "
         "in training if absent",
     )
     attention_temperature: str | None = config_field(
         None,
-        "temperature of attention to read with, one without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
+        "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
         "llama4:floor_scale=512; the run's own if absent",
     )
     rope: str | None = config_field(
         None,
-        "scaling of rotary to read with, of a run that was trained without: pi:8, ntk:8, dynamic, yarn:8, "
+        "scaling of rotary for a run trained without one: pi:8, ntk:8, dynamic, yarn:8, "
         "longrope:FILE, selfextend:GROUP,NEIGHBORS or rerope:NEIGHBORS",
     )
     task_options: str | None = config_field(
         None,
-        "of runs that learned a task: options to ask it with that are others than in training, ignore=0.98,…",
+        "for runs that learned a task: task options that differ from training, ignore=0.98,…",
         metavar="OPTION=VALUE,…",
     )
     device: str = config_field(
-        "auto", "where models are scored, auto, cpu or cuda; in a sweep that of the training if absent"
+        "auto", "device of the models: auto, cpu or cuda; in a sweep, that of the training if absent"
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = config_field(
         "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
@@ -223,26 +227,26 @@ class EvaluationOptions(LengthOptions):
 
 
 LOSS_OPTIONS = ("smoothing", "key_tokens", "find_key_tokens", "key_alpha", "key_beta")
-"""Options of what is told of a text's losses."""
+"""Options of loss measurements on text."""
 
 
 def refuse_choices_of_text(options: EvaluationOptions, names: Iterable[str], why: str) -> None:
-    """Refuse options that say which tokens of which text are scored, where something else says it.
+    """Reject options that select which tokens of which text are scored, if something else determines that.
 
     Args:
-        options: what was asked for.
-        names: of those that have no meaning.
-        why: what says it, as in "a task is none".
+        options: requested options.
+        names: names of the options that have no meaning.
+        why: what determines them instead, as in "a task is none".
 
     Raises:
-        UserError: one of them is not as it is when nobody names it.
+        UserError: one of the options is not at its default.
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name.replace('_', '-')} is about texts, and {why}: leave it out")
+            raise UserError(f"--{name.replace('_', '-')} is for texts, and {why}: remove it")
 
 
 def refuse_task_options(options: EvaluationOptions) -> None:
-    """Refuse options of a task where none is asked. Raises UserError."""
+    """Reject options of a task if no run learned one. Raises UserError."""
     if options.task_options is not None:
-        raise UserError("--task-options is for runs that learned a task, and none of these did: leave it out")
+        raise UserError("--task-options is for runs that learned a task, and none of these did: remove it")

@@ -9,59 +9,59 @@ from pydantic import Field
 from megatron.options.section import ConfigSection, config_field
 
 MAX_RANKS = 1024
-"""Processes of a run: a mistyped number of them is told at once."""
+"""Largest number of processes in a run, so that a mistyped number is reported at once."""
 
 MAX_CORES = 4096
-"""CPU cores of a process: a mistyped number of them is told at once."""
+"""Largest number of CPU cores of a process, so that a mistyped number is reported at once."""
 
 Word = Annotated[str, Field(pattern=r"^[^\s'\"\\$`]+$")]
-"""What stands in a line of a batch script as it is."""
+"""Word that needs no quoting in a batch script."""
 TIME_LIMIT_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
-"""SLURM's forms of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours(:minutes(:seconds))."""
+"""SLURM's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours(:minutes(:seconds))."""
 
 
 class SlurmOptions(ConfigSection):
-    """A SLURM job, for `launcher: slurm`; what is absent is the cluster's default."""
+    """SLURM job, for `launcher: slurm`. Absent values are the cluster's defaults."""
 
-    partition: Word | None = config_field(None, "the partition, or several with commas", policy="machine")
-    account: Word | None = config_field(None, "the account that pays", policy="machine")
-    qos: Word | None = config_field(None, "the quality of service", policy="machine")
+    partition: Word | None = config_field(None, "partition, or several separated by commas", policy="machine")
+    account: Word | None = config_field(None, "account to charge", policy="machine")
+    qos: Word | None = config_field(None, "quality of service", policy="machine")
     time: str | None = config_field(
-        None, "longest time of one start, as SLURM writes it: 24:00:00, 2-12; a requeued job gets it anew",
+        None, "time limit of one start in SLURM's format: 24:00:00, 2-12; it restarts when a job is requeued",
         pattern=f"^{TIME_LIMIT_PATTERN.pattern}$", policy="machine",
     )  # fmt: skip
     constraint: Word | None = config_field(None, "features that nodes must have", policy="machine")
-    gpu_type: Word | None = config_field(None, "of the GPUs, where a cluster has several: a100", policy="machine")
+    gpu_type: Word | None = config_field(None, "GPU type, if a cluster has several: a100", policy="machine")
     cpus_per_task: int | None = config_field(None, "CPU cores of each process", ge=1, le=MAX_CORES, policy="machine")
-    mem: Word | None = config_field(None, "host memory of a node: 480G", policy="machine")
-    exclusive: bool = config_field(False, "share nodes with nobody", policy="machine")
+    mem: Word | None = config_field(None, "host memory per node: 480G", policy="machine")
+    exclusive: bool = config_field(False, "allocate whole nodes", policy="machine")
     requeue: bool = config_field(
-        True, "begin again after a preemption, a time limit or a failed node", policy="machine"
+        True, "requeue the job after a preemption, a time limit or a failed node", policy="machine"
     )
     signal_seconds: int = config_field(
-        300, "seconds before the time limit at which ranks are told to save; a save must fit into them", ge=10,
+        300, "seconds before the time limit when ranks are told to save; must be enough for a save", ge=10,
         le=65535, policy="machine",
     )  # fmt: skip
-    setup: list[str] = config_field(list, "lines of shell before the start: module load cuda", policy="machine")
+    setup: list[str] = config_field(list, "shell commands before the start: module load cuda", policy="machine")
     container: Word | None = config_field(
-        None, "image to run in: a .sif file, or the runtime's name of one", policy="machine"
+        None, "container image: a .sif file, or an image name of the runtime", policy="machine"
     )
     container_runtime: Literal["apptainer", "pyxis"] = config_field(
-        "apptainer", "apptainer (or singularity's successor) in each task, or srun's own --container-image (pyxis)",
+        "apptainer", "apptainer (or singularity) in each task, or srun's --container-image (pyxis)",
         policy="machine",
     )  # fmt: skip
     container_mounts: list[Word] = config_field(
-        list, "folders to see in the container: /scratch, or FROM:TO", policy="machine"
+        list, "folders to mount in the container: /scratch, or FROM:TO", policy="machine"
     )
     python: Word | None = config_field(
-        None, "interpreter on the nodes; the one that submits, and in a container python3, if absent", policy="machine"
+        None,
+        "Python interpreter on the nodes; if absent, the submitting one, or python3 in a container",
+        policy="machine",
     )
-    options: list[Word] = config_field(
-        list, "further options of sbatch, as they are: --mail-type=END", policy="machine"
-    )
+    options: list[Word] = config_field(list, "additional options passed to sbatch: --mail-type=END", policy="machine")
 
     def time_limit_seconds(self) -> int | None:
-        """`time` in seconds; None where there is none."""
+        """Return `time` in seconds, or None if it is absent."""
         if self.time is None or (match := TIME_LIMIT_PATTERN.fullmatch(self.time)) is None:
             return None
         parts = [int(part) for part in match["parts"].split(":")]
@@ -75,44 +75,44 @@ class SlurmOptions(ConfigSection):
 
 
 class LaunchOptions(ConfigSection):
-    """Machines, processes and devices, and what the processes divide among them."""
+    """Machines, processes and devices, and how processes share the work."""
 
     num_gpus: int | None = config_field(
         None,
-        "processes on each machine; all GPUs, or on CPU as many as hold one model, if absent",
+        "processes per machine; if absent, all GPUs, or on CPU as many as one model replica needs",
         ge=1,
         le=MAX_RANKS,
         policy="machine",
     )
     launcher: Literal["auto", "ssh", "slurm"] = config_field(
         "auto",
-        "auto: as srun, mpirun or torchrun started it, else by ssh if the hostfile is there, else on this machine; "
-        "ssh: on the machines of the hostfile; slurm: as a job",
+        "auto: use the processes of srun, mpirun or torchrun, else ssh if the hostfile exists, else this machine; "
+        "ssh: the machines of the hostfile; slurm: submit a job",
         policy="machine",
     )
     hostfile: str | None = config_field(
-        None, "machines to reach by ssh, a line NAME slots=8 for each", policy="machine"
+        None, "file with a line NAME slots=8 for each machine to reach by ssh", policy="machine"
     )
     nodes: int | None = config_field(
-        None, "machines; 1, or as many as srun, mpirun or torchrun started processes on, if absent", ge=1,
+        None, "number of machines; if absent, those of srun, mpirun or torchrun, else 1", ge=1,
         le=MAX_RANKS, policy="machine",
     )  # fmt: skip
-    device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto is cuda where there is one", policy="machine")
+    device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto is cuda if available", policy="machine")
     check_resources: bool = config_field(
         True,
-        "refuse, before anything is built, what cannot fit the GPUs' memory, this machine's or the disk",
+        "reject configurations that cannot fit into GPU memory, host memory or the disk, before building anything",
         policy="machine",
     )
     hang_timeout: float | None = config_field(
         1500.0,
-        "seconds in which no rank hangs: one that shows no progress for so long ends the run, with the stacks of all "
-        "ranks in the run's folder; null turns it off",
+        "seconds without progress of a rank after which the run ends, with the stacks of all ranks in the run's "
+        "folder; null disables the check",
         ge=1,
         policy="machine",
     )
     master_port: int | None = config_field(
         None,
-        "port where processes meet; if absent a free one, or of processes that srun started one that their job gives",
+        "rendezvous port of the processes; if absent, a free port, or one derived from the SLURM job",
         ge=1,
         le=65535,
         policy="machine",
@@ -121,28 +121,28 @@ class LaunchOptions(ConfigSection):
         "auto", "nccl on GPUs, gloo on CPU", policy="machine"
     )
     model_parallel_size: int = config_field(
-        1, "tensor parallelism: processes that divide each layer's heads and matrices", ge=1, le=MAX_RANKS,
+        1, "tensor parallelism: number of processes that shard each layer's heads and matrices", ge=1, le=MAX_RANKS,
         policy="machine",
     )  # fmt: skip
     context_parallel_size: int = config_field(
         1,
-        "context parallelism: processes that divide the places of each sequence",
+        "context parallelism: number of processes that shard the positions of each sequence",
         ge=1,
         le=MAX_RANKS,
         policy="machine",
     )
     pipe_parallel_size: int = config_field(
-        1, "pipeline parallelism: processes that divide the stack of layers; 0 means 1", ge=0, le=MAX_RANKS,
+        1, "pipeline parallelism: number of stages that the layers are divided into; 0 means 1", ge=0, le=MAX_RANKS,
         policy="machine",
     )  # fmt: skip
-    slurm: SlurmOptions = config_field(SlurmOptions, "the job of launcher slurm")
+    slurm: SlurmOptions = config_field(SlurmOptions, "job options for launcher slurm")
 
 
 def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
-    """What contradicts itself: the key to blame, and a sentence."""
+    """Yield conflicting values: the key to blame, and a sentence."""
     slurm = launch.slurm
     if launch.launcher == "slurm" and launch.num_gpus is None:
-        yield "launcher", "launcher slurm needs num_gpus: the processes, and GPUs, of each node"
+        yield "launcher", "launcher slurm needs num_gpus, the number of processes and GPUs per node"
     if launch.launcher == "ssh" and launch.hostfile is None:
         yield "launcher", "launcher ssh needs hostfile, a file with a line NAME slots=8 for each machine"
     limit = slurm.time_limit_seconds()
@@ -150,7 +150,7 @@ def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
         yield (
             "slurm.signal_seconds",
             f"slurm.signal_seconds {slurm.signal_seconds} is not less than slurm.time {slurm.time} ({limit} s): the "
-            "job would be told to save as soon as it starts",
+            "job would be told to save immediately",
         )
     if slurm.container_mounts and slurm.container is None:
-        yield "slurm.container_mounts", "slurm.container_mounts needs slurm.container, the image to run in"
+        yield "slurm.container_mounts", "slurm.container_mounts needs slurm.container, the container image"

@@ -1,19 +1,19 @@
-"""Keys that decide what the model is: its shape, its initialisation, its attention backend; and sizes made of them."""
+"""Keys that define the model: shape, initialization, attention backend; and sizes derived from them."""
 
 from typing import Literal
 
 from megatron.options.section import ConfigSection, config_field
 
 MAX_SIZE = 10**6
-"""Of every size of the model: no tensor of it has more elements than 64 bits can count."""
+"""Upper bound of every size of the model, so that 64 bits can count the elements of each tensor."""
 
 MAX_LENGTH = 10**9
-"""Tokens of a sequence."""
+"""Upper bound of a sequence length, in tokens."""
 
 DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 
 GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "swiglu")
-"""Activations of which one half of the inner values gates the other."""
+"""Activations in which one half of the inner values gates the other."""
 
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
@@ -28,12 +28,12 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     head_dim: int | None = config_field(
-        None, "numbers of a head; hidden_size / num_attention_heads if absent", ge=1, le=MAX_SIZE,
+        None, "size of a head; hidden_size / num_attention_heads if absent", ge=1, le=MAX_SIZE,
         policy="architecture",
     )  # fmt: skip
     num_kv_heads: int | None = config_field(
         None,
-        "heads of keys and values, each shared by num_attention_heads / num_kv_heads heads of queries (grouped-query "
+        "key and value heads, each shared by num_attention_heads / num_kv_heads query heads (grouped-query "
         "attention); num_attention_heads if absent",
         ge=1,
         le=MAX_SIZE,
@@ -55,37 +55,35 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     norm: Literal["layernorm", "rmsnorm"] = config_field(
-        "layernorm", "normalisation around attention and feed-forward (norm_placement) and after the last layer",
+        "layernorm", "normalization around attention and feed-forward (norm_placement) and after the last layer",
         policy="architecture",
     )  # fmt: skip
     norm_placement: Literal["pre", "post", "sandwich"] = config_field(
         "pre",
-        "where a branch is normalised: pre, x + f(norm(x)); post, x + norm(f(x)) (OLMo 2); sandwich, "
+        "placement of the norms in a branch: pre, x + f(norm(x)); post, x + norm(f(x)) (OLMo 2); sandwich, "
         "x + norm(f(norm(x))) (Gemma 2)",
         policy="architecture",
     )
     layernorm_epsilon: float = config_field(1e-5, "epsilon of layernorm", gt=0, policy="architecture")
     layernorm_bias: bool = config_field(
-        True, "has layernorm a bias beside its weight? Command has none; rmsnorm never has one", policy="architecture"
+        True, "bias in layernorm; false for Command; rmsnorm never has one", policy="architecture"
     )
     rms_norm_epsilon: float = config_field(1e-8, "epsilon of rmsnorm", gt=0, policy="architecture")
     use_qk_layernorm: bool = config_field(
         False,
-        "normalise queries and keys, each head by itself, before they are rotated (Henry et al. 2020, Dehghani et al. "
-        "2023)",
+        "normalize the queries and keys of each head before they are rotated (Henry et al. 2020, Dehghani et al. 2023)",
         policy="architecture",
     )
     qk_norm: Literal["layernorm", "rmsnorm"] | None = config_field(
-        None, "with use_qk_layernorm: the kind of that norm; norm if absent", policy="architecture"
+        None, "with use_qk_layernorm: kind of norm; `norm` if absent", policy="architecture"
     )
     qk_layernorm_over_heads: bool = config_field(
-        False, "with use_qk_layernorm: over all heads together instead of each by itself (OLMo 2)",
+        False, "with use_qk_layernorm: normalize over all heads together instead of each head (OLMo 2)",
         policy="architecture",
     )  # fmt: skip
     attn_logit_softcapping: float | None = config_field(
         None,
-        "c of c·tanh(q·k/(c√d)), which bounds what a query and a key say to each other, before anything of an encoding "
-        "or a processor; no bound if absent",
+        "c of c·tanh(q·k/(c√d)), which bounds attention scores before any encoding or processor; no bound if absent",
         gt=0,
         policy="architecture",
     )
@@ -94,11 +92,11 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     query_pre_attn_scalar: float | None = config_field(
-        None, "q·k is divided by the root of this; the size of a head if absent (Gemma 2's 27B has another)", gt=0,
+        None, "q·k is divided by the square root of this; the size of a head if absent (Gemma 2 27B differs)", gt=0,
         policy="architecture",
     )  # fmt: skip
     embedding_multiplier: float = config_field(
-        1.0, "factor on token embeddings where they enter the first layer (Gemma: √hidden_size)", gt=0,
+        1.0, "factor on token embeddings before the first layer (Gemma: √hidden_size)", gt=0,
         policy="architecture",
     )  # fmt: skip
     logit_scale: float = config_field(
@@ -107,7 +105,7 @@ class ModelOptions(ConfigSection):
     )  # fmt: skip
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "geglu_tanh", "swiglu"] = config_field(
         "gelu",
-        "feed-forward activation; the ones with _tanh have gelu's approximation by tanh (GPT-2, and GPT-NeoX's "
+        "feed-forward activation; those with _tanh use the tanh approximation of gelu (GPT-2, and GPT-NeoX's "
         "bias_gelu_fusion)",
         policy="architecture",
     )
@@ -118,29 +116,29 @@ class ModelOptions(ConfigSection):
         False, "with gpt_j_residual: one layer norm for both branches", policy="architecture"
     )
     no_weight_tying: bool = config_field(
-        False, "an output matrix of its own instead of the transposed embedding", policy="architecture"
+        False, "separate output matrix instead of the transposed embedding", policy="architecture"
     )
     use_bias_in_attn_linear: bool = config_field(True, "bias in the linear layers of attention", policy="architecture")
     use_bias_in_qkv: bool | None = config_field(
         None,
-        "bias of queries, keys and values; use_bias_in_attn_linear if absent (with that one false and this one true, "
-        "as in Qwen2, it is megatron-core's add_qkv_bias)",
+        "bias of queries, keys and values; use_bias_in_attn_linear if absent (Qwen2 sets only this one, like "
+        "megatron-core's add_qkv_bias)",
         policy="architecture",
     )
     use_bias_in_mlp: bool = config_field(
         True, "bias in the linear layers of the feed-forward layer", policy="architecture"
     )
-    init_method: InitMethod = config_field("normal", "initialisation of weights", policy="initialization")
+    init_method: InitMethod = config_field("normal", "initialization of weights", policy="initialization")
     output_layer_init_method: InitMethod = config_field(
-        "scaled_normal", "initialisation of the layers that write to the residual stream", policy="initialization"
+        "scaled_normal", "initialization of the layers that write to the residual stream", policy="initialization"
     )
     init_method_std: float = config_field(
         0.02, "standard deviation of normal and scaled_normal", gt=0, policy="initialization"
     )
     use_mup: bool = config_field(
         False,
-        "scale initialisation, learning rates and the forward pass with the width, and the depth, over those of a base "
-        "model, so that what is tuned there serves here: muP and CompleteP (docs/optimizers.md)",
+        "scale initialization, learning rates and the forward pass by width and depth relative to a base model, so "
+        "that hyperparameters tuned on it transfer: muP and CompleteP (docs/optimizers.md)",
         policy="architecture",
     )
     mup_base_hidden_size: int | None = config_field(
@@ -148,13 +146,13 @@ class ModelOptions(ConfigSection):
     )
     mup_base_num_attention_heads: int | None = config_field(
         None,
-        "attention heads of the base model; as many as have this model's head size if absent",
+        "attention heads of the base model; if absent, the number that gives this model's head size",
         ge=1,
         le=MAX_SIZE,
         policy="architecture",
     )
     mup_base_num_layers: int | None = config_field(
-        None, "layers of the base model (CompleteP); if absent nothing is scaled with the depth", ge=1, le=MAX_SIZE,
+        None, "layers of the base model (CompleteP); if absent, nothing is scaled with the depth", ge=1, le=MAX_SIZE,
         policy="architecture",
     )  # fmt: skip
     mup_depth_alpha: float = config_field(
@@ -166,9 +164,12 @@ class ModelOptions(ConfigSection):
     )
     mup_init_scale: float = config_field(1.0, "muP: factor on all initial weights", gt=0, policy="initialization")
     mup_attn_temp: float = config_field(
-        1.0, "muP: divides attention scores, whose scale is √(base head size) / head size", gt=0, policy="architecture"
+        1.0,
+        "muP: divisor of attention scores, whose scale is √(base head size) / head size",
+        gt=0,
+        policy="architecture",
     )
-    mup_output_temp: float = config_field(1.0, "muP: divides logits", gt=0, policy="architecture")
+    mup_output_temp: float = config_field(1.0, "muP: divisor of logits", gt=0, policy="architecture")
     mup_embedding_mult: float = config_field(1.0, "muP: factor on token embeddings", gt=0, policy="architecture")
     mup_rp_embedding_mult: float = config_field(
         1.0, "muP: factor on position embeddings (learned, sinusoidal)", gt=0, policy="architecture"
@@ -180,14 +181,14 @@ class ModelOptions(ConfigSection):
     )
     attention_output_gate: Literal[False, True, "headwise"] = config_field(
         False,
-        "multiply what each head attends to by σ(W·x), x being the layer's input, before the output projection (Qiu et "
-        "al. 2025): true, a gate for every number (megatron-core's); headwise, one for every head",
+        "multiply each head's output by σ(W·x), with x the layer's input, before the output projection (Qiu et al. "
+        "2025): true, one gate per element (as megatron-core); headwise, one per head",
         policy="architecture",
     )
     checkpoint_activations: Literal[False, True, "selective"] = config_field(
         False,
-        "what the backward pass computes again instead of keeping it: true, whole layers; selective, of each layer "
-        "what lies between attention's two linear layers (Korthikanti et al. 2022)",
+        "activations that the backward pass recomputes: true, whole layers; selective, everything between the two "
+        "linear layers of attention (Korthikanti et al. 2022)",
         policy="machine",
     )
     checkpoint_num_layers: int = config_field(
@@ -195,20 +196,19 @@ class ModelOptions(ConfigSection):
     )
     attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native", "flex"] = config_field(
         "auto",
-        "how attention is computed; auto takes the fastest that can do this position encoding, on a GPU of those that "
-        "it has found right there (docs/gpu.md)",
+        "attention backend; auto selects the fastest that supports the position encoding and, on a GPU, passes a "
+        "self-check (docs/gpu.md)",
         policy="machine",
     )
     attention_check: bool = config_field(
         True,
-        "whether auto on a GPU first runs what it may take, compares it with float64 and times it, for about 20 s at "
-        "the first run of its kind; if false it takes sdpa where nothing is added to the scores, else blocks of rows",
+        "run the self-check of auto on a GPU: candidates are compared with float64 and timed, for about 20 s in the "
+        "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else row blocks",
         policy="machine",
     )
     attention_chunk_rows: int = config_field(
         128,
-        "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "
-        "score processor)",
+        "query rows per block of the chunked backend, and of auto (at least 128 in training without a score processor)",
         ge=1,
         le=MAX_LENGTH,
         policy="machine",
@@ -216,17 +216,17 @@ class ModelOptions(ConfigSection):
 
 
 def num_kv_heads(model: ModelOptions) -> int:
-    """Heads of keys and values."""
+    """Return the number of key and value heads."""
     return model.num_kv_heads or model.num_attention_heads
 
 
 def head_dim(model: ModelOptions) -> int:
-    """Numbers of a head."""
+    """Return the size of a head."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
 def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
-    """The sizes that encodings, processors and temperatures are built for: the fields of `AttentionDims`."""
+    """Return the sizes for building encodings, processors and temperatures: the fields of `AttentionDims`."""
     return {
         "num_heads": model.num_attention_heads,
         "head_dim": head_dim(model),
@@ -237,75 +237,77 @@ def get_attention_sizes(model: ModelOptions) -> dict[str, int]:
 
 
 def q_hidden_size(model: ModelOptions) -> int:
-    """Numbers in the queries of one token, and in what attention gives: hidden_size unless head_dim is given."""
+    """Return the width of a token's queries and attention output: hidden_size unless head_dim is set."""
     return head_dim(model) * model.num_attention_heads
 
 
 def kv_hidden_size(model: ModelOptions) -> int:
-    """Numbers in the keys of one token, and in its values: as many as in its queries unless those are grouped."""
+    """Return the width of a token's keys, which is also that of its values. Equal to that of its queries unless
+    grouped."""
     return head_dim(model) * num_kv_heads(model)
 
 
 def output_gate_size(model: ModelOptions) -> int:
-    """Gates of one token's attention output; 0 without attention_output_gate."""
+    """Return the number of gates in a token's attention output; 0 without attention_output_gate."""
     if model.attention_output_gate == "headwise":
         return model.num_attention_heads
     return q_hidden_size(model) if model.attention_output_gate else 0
 
 
 def qk_norm(model: ModelOptions) -> str | None:
-    """The kind of norm of queries and keys: layernorm or rmsnorm; None if they are not normalised."""
+    """Return the kind of norm of queries and keys, layernorm or rmsnorm, or None if they are not normalized."""
     return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
 
 
 def list_norm_parts(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
-    """The names of the parameters of a kind of norm; none where nothing is normalised."""
+    """Return the names of a norm's parameters; empty if `norm` is None."""
     if norm is None:
         return ()
     return ("weight", "bias") if norm == "layernorm" and model.layernorm_bias else ("weight",)
 
 
 def norm_epsilon(model: ModelOptions, norm: str) -> float:
-    """The epsilon of a kind of norm."""
+    """Return the epsilon of a kind of norm."""
     return model.layernorm_epsilon if norm == "layernorm" else model.rms_norm_epsilon
 
 
 def has_qkv_bias(model: ModelOptions) -> bool:
-    """Do queries, keys and values have a bias?"""
+    """Return True if queries, keys and values have a bias."""
     return model.use_bias_in_attn_linear if model.use_bias_in_qkv is None else model.use_bias_in_qkv
 
 
 GATED_RATIO = 3
-"""`intermediate_size` of a gated layer over its width, as GPT-NeoX counts it.
+"""`intermediate_size` of a gated layer over its width, as in GPT-NeoX.
 
-A gated layer has three matrices where a plain one has two. Two thirds of `intermediate_size` are therefore the rows of
-its first matrix, of which each of two halves has one half (ParallelMLP in GPT-NeoX's transformer.py): gated and plain
-layers of one `intermediate_size` have as many parameters.
+A gated layer has three matrices where a plain layer has two. Its first matrix has two thirds of `intermediate_size` as
+rows, one third for each half (ParallelMLP in GPT-NeoX's transformer.py). Gated and plain layers with the same
+`intermediate_size` therefore have the same number of parameters.
 """
 
 
 def ffn_hidden_size(model: ModelOptions) -> int:
-    """Width of the feed-forward layer: what its second matrix reads."""
+    """Return the width of the feed-forward layer, the input of its second matrix."""
     size = model.intermediate_size or 4 * model.hidden_size
     width = size // GATED_RATIO if model.activation in GATED_ACTIVATIONS else size
     return -(-width // model.mlp_multiple_of) * model.mlp_multiple_of
 
 
 def intermediate_size_of(width: int, activation: str) -> int:
-    """The `intermediate_size` of a feed-forward layer of a width."""
+    """Return the `intermediate_size` of a feed-forward layer with a given width."""
     return width * GATED_RATIO if activation in GATED_ACTIVATIONS else width
 
 
 MAX_LOGITS = 1 << 30
-"""That the loss holds at once: 12 GB in float32, with their gradients. At a vocabulary of 50,304: 21,000 tokens."""
+"""Most logits that the loss processes together: 12 GB in float32, with their gradients. With a vocabulary of 50,304
+that is 21,000 tokens."""
 
 
 def count_scored_at_once(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
-    """Tokens of each of `batch_size` sequences whose logits the loss holds together."""
+    """Return the tokens of each of `batch_size` sequences whose logits the loss processes together."""
     return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 
 
 def padded_vocab_size(model: ModelOptions, vocab_size: int) -> int:
-    """Rows of the embedding: the tokens that there are, rounded up."""
+    """Return the rows of the embedding: the vocabulary size, rounded up."""
     multiple = model.make_vocab_size_divisible_by
     return -(-vocab_size // multiple) * multiple

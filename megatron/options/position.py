@@ -1,4 +1,4 @@
-"""Keys of positions: encoding, score processor, temperature, softmax and window, for all layers or by a pattern."""
+"""Keys of positions: encoding, score processor, temperature, softmax and window, for all layers or as a pattern."""
 
 from collections.abc import Callable
 from math import lcm
@@ -11,7 +11,7 @@ from megatron.options.model import MAX_LENGTH
 from megatron.options.section import ConfigSection, config_field
 
 MAX_POSITIONS = 10**7
-"""Positions to draw from: a table of a method may hold a row for each."""
+"""Largest number of positions to sample from; a method's table may have a row for each."""
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable", "stick-breaking", "stick-breaking-remainder")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def find_period(pattern: list[T]) -> list[T]:
-    """The shortest list that, repeated, gives the whole one."""
+    """Return the shortest list whose repetition gives the pattern."""
     lengths = (n for n in range(1, len(pattern) + 1) if len(pattern) % n == 0)
     return next((pattern[:n] for n in lengths if pattern == pattern[:n] * (len(pattern) // n)), pattern)
 
@@ -52,13 +52,16 @@ def _is_window(value: Any) -> bool:
 
 
 def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any:
-    """A value, or a list by its period, so that equal models have equal keys; one value where all are the same."""
+    """Check a value or a list of values. A list is reduced to its period, and to one value if all are the same, so that
+    equal models have equal keys."""
     if not isinstance(value, list):
         if is_valid(value):
             return value
         raise PydanticCustomError("by_layer", f"it must be {kind}, or a list of such values, which repeats over layers")
     if not value:
-        raise PydanticCustomError("by_layer", "it needs a value for each layer, or a pattern that repeats over them")
+        raise PydanticCustomError(
+            "by_layer", "expected a value for each layer, or a pattern that repeats over the layers"
+        )
     for number, item in enumerate(value, start=1):
         if not is_valid(item):
             raise PydanticCustomError("by_layer", f"item {number} must be {kind}")
@@ -67,101 +70,102 @@ def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any
 
 
 LAYER_KEYS = ("pos_emb", "attention_window", "score_processor", "attention_temperature", "softmax_type")
-"""The keys that may differ from layer to layer: one value for all, or a list that repeats from the first to the last.
-"""
+"""Keys that may differ between layers: one value for all, or a list that repeats over the layers."""
 
 
 class PositionOptions(ConfigSection):
-    """Which position encoding, which score processor on top of it, and which temperature of attention."""
+    """Position encoding, score processor and attention temperature."""
 
     pos_emb: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "learned",
-        "position encoding: a file of megatron/position/encodings, see `./deepy.py positions`; a list is a pattern of "
-        "layers",
+        "position encoding, named after a file in megatron/position/encodings (`./deepy.py positions`); a list is a "
+        "pattern of layers",
         policy="architecture",
     )
     pos_emb_options: dict[str, Any] = config_field(
         dict,
-        "options of that encoding, see `./deepy.py positions`; of several, each takes those that it has",
+        "options of the encoding (`./deepy.py positions`); with several encodings, each reads its own",
         policy="architecture",
     )
     pos_emb_per_layer: bool = config_field(
-        False, "one set of encoding parameters per layer (DAPE) instead of one for all (KERPLE)", policy="architecture"
+        False,
+        "separate encoding parameters in each layer (DAPE) instead of shared ones (KERPLE)",
+        policy="architecture",
     )
     attention_window: Annotated[int | list[int | None] | None, PlainValidator(_check_windows)] = config_field(
         None,
-        "every token sees the last this many only, its own included; all if absent; a list is a pattern of layers, "
-        "null in it all",
+        "number of last tokens that a token attends to, including itself; all if absent; a list is a pattern of "
+        "layers, with null for all",
         policy="context",
     )
     attention_mask: Literal["causal", "document"] = config_field(
         "causal",
-        "which tokens of a row a token sees: all before it (causal), or those of its own document alone, whose "
-        "positions begin at 0 (document)",
+        "attention to all earlier tokens of a row (causal), or only within a document, with positions from 0 "
+        "(document)",
         policy="context",
     )
     randomized_positions: int | None = config_field(
         None,
-        "each sequence's positions are drawn from this many, in ascending order (Ruoss et al. 2023); at least the "
-        "longest length to be read",
+        "number of positions from which each sequence samples its own, in ascending order (Ruoss et al. 2023); at "
+        "least the longest length to evaluate",
         ge=1,
         le=MAX_POSITIONS,
         policy="context",
     )
     continuous_positions: bool = config_field(
         False,
-        "with randomized_positions: real numbers below that many instead of integers (2602.14050)",
+        "with randomized_positions: sample real numbers instead of integers (2602.14050)",
         policy="context",
     )
     score_processor: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
-        "score processor: none, or a file of megatron/position/processors; a list is a pattern of layers",
+        "score processor: none, or a name of a file in megatron/position/processors; a list is a pattern of layers",
         policy="architecture",
     )
     score_processor_options: dict[str, Any] = config_field(
         dict,
-        "options of that processor, see `./deepy.py positions`; of several, each takes those that it has",
+        "options of the processor (`./deepy.py positions`); with several processors, each reads its own",
         policy="architecture",
     )
     attention_temperature: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
-        "factor on each query, by which its scores grow with the keys that it sees: none, or a file of "
+        "factor on each query that depends on its number of visible keys: none, or a name of a file in "
         "megatron/position/temperatures; a list is a pattern of layers",
         policy="architecture",
     )
     attention_temperature_options: dict[str, Any] = config_field(
         dict,
-        "options of that temperature, see `./deepy.py positions`; of several, each takes those that it has",
+        "options of the temperature (`./deepy.py positions`); with several temperatures, each reads its own",
         policy="architecture",
     )
 
     softmax_type: Annotated[str | list[str], PlainValidator(_check_softmax_types)] = config_field(
         "vanilla",
-        "what makes attention weights of logits: vanilla; off-by-one, a denominator with 1 more; learnable, with exp "
-        "of a sink more, a head's own (gpt-oss); stick-breaking, where each key takes its share of what later "
-        "ones have left (Tan et al. 2024); or stick-breaking-remainder, where the token itself takes what all leave; a "
-        "list is a pattern of layers",
+        "attention softmax: vanilla; off-by-one, with 1 added to the denominator; learnable, with exp of a learned "
+        "sink per head added (gpt-oss); stick-breaking, where each key takes a share of what later keys leave (Tan et "
+        "al. 2024); or stick-breaking-remainder, where the token itself takes the remainder; a list is a pattern of "
+        "layers",
         policy="architecture",
     )
 
     @property
     def encodings(self) -> list[str]:
-        """The encodings of the layers, each once."""
+        """Encodings of the layers, without duplicates."""
         return self._list_distinct("pos_emb")
 
     @property
     def processors(self) -> list[str]:
-        """The score processors of the layers, each once; `none` where layers have none."""
+        """Score processors of the layers, without duplicates; `none` for layers without one."""
         return self._list_distinct("score_processor")
 
     @property
     def temperatures(self) -> list[str]:
-        """The temperatures of the layers, each once; `none` where layers have none."""
+        """Temperatures of the layers, without duplicates; `none` for layers without one."""
         return self._list_distinct("attention_temperature")
 
     @property
     def encoding(self) -> str:
-        """`pos_emb` of one layer; not for a pattern of layers, which has none."""
+        """`pos_emb` of one layer. Raises TypeError for a pattern of layers."""
         return self._get_single("pos_emb")
 
     @property
@@ -194,16 +198,16 @@ class PositionOptions(ConfigSection):
         return value
 
     def list_patterns(self) -> dict[str, list[Any]]:
-        """The keys that differ from layer to layer, with their lists."""
+        """Return the keys that differ between layers, with their lists."""
         return {key: value for key in LAYER_KEYS if isinstance(value := getattr(self, key), list)}
 
     @property
     def period(self) -> int:
-        """Layers after which all patterns begin anew; 1 where all layers are alike."""
+        """Number of layers after which all patterns repeat; 1 if all layers are alike."""
         return lcm(*map(len, self.list_patterns().values()))
 
     def for_layer(self, layer: int) -> "PositionOptions":
-        """The same with the values of one layer, counted from 0; itself where no key is a list."""
+        """Return the options of one layer, counted from 0; the same object if no key is a list."""
         patterns = self.list_patterns()
         return (
             self.replace(**{key: values[layer % len(values)] for key, values in patterns.items()}) if patterns else self

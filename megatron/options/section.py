@@ -1,7 +1,7 @@
-"""The base of every configuration section.
+"""Base of every configuration section.
 
-A section is a frozen pydantic model whose field names are the keys of the YAML files. Every key has exactly one owner;
-`megatron.config.schema` gathers all sections into one `Config`.
+A section is a frozen pydantic model whose field names are the keys of the YAML files. Every key belongs to exactly one
+section; `megatron.config.schema` combines all sections into one `Config`.
 """
 
 import ast
@@ -14,12 +14,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 MAX_STEPS = 10**9
-"""The upper bound of every count of steps: what is counted fits 64 bits even when multiplied by the largest batch."""
+"""Upper bound of every step count. Products with the largest batch size still fit into 64 bits."""
 
 
 class ConfigSection(BaseModel):
-    """Typed, frozen, strict: an unknown key, a string where a number belongs, or a float where an integer belongs
-    is an error, and so are infinity and NaN."""
+    """Frozen, strictly typed section. Unknown keys, strings for numbers, floats for integers, infinity and NaN are
+    errors."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
@@ -28,7 +28,7 @@ class ConfigSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse empty texts, which mean nothing: as a path, one is the current folder."""
+        """Reject empty texts, which have no meaning: an empty path would be the current folder."""
         field = cls.model_fields[info.field_name or ""]
         kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
         is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds
@@ -41,39 +41,39 @@ class ConfigSection(BaseModel):
         return value
 
     def replace(self, **keys: Any) -> Self:
-        """A copy with some keys changed, validated again. Raises pydantic.ValidationError as the section itself."""
+        """Return a validated copy with some keys changed. Raises pydantic.ValidationError as the section itself."""
         return type(self).model_validate(self.model_dump(exclude_unset=True) | keys)
 
 
 ChangePolicy = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
-"""What a key decides. Whatever treats some keys differently from others asks for their policy, never for their names.
+"""Policy of a key: what it decides. Code that treats keys differently uses their policies, never their names.
 
     architecture     which function the trained weights compute; a run never changes it, finetuning only the encoding
     context          the same, but no weight's shape depends on it; only finetuning may change it
-    initialization   the weights at step 0; a run that goes on from a checkpoint does not read it
+    initialization   the weights at step 0; a resumed run does not read it
     data             which tokens are read, in which order, and which of them are scored
-    numerics         what one step does to the weights
-    schedule         how many steps of how many sequences there are, and their learning rates
-    machine          where and how fast it runs: results are the same but for rounding
+    numerics         how one step updates the weights
+    schedule         the number of steps, their batch sizes and learning rates
+    machine          where and how fast a run computes; results agree up to rounding
     output           what is reported, saved and loaded, and where
 """
 
 
 def read_docstring(thing: Any) -> str:
-    """What a class or function says of itself, also where Python leaves docstrings out (`python -OO`): the headings of
-    configuration files and the command line's help are made of them."""
+    """Return the docstring of a class or function, even if Python drops docstrings (`python -OO`). The headings of
+    configuration files and the command line's help are generated from docstrings."""
     if thing.__doc__ is not None:
         return inspect.cleandoc(thing.__doc__)
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body
-    except (OSError, TypeError):  # there is no source
+    except (OSError, TypeError):  # the source is not available
         return ""
     assert isinstance(definition, ast.ClassDef | ast.FunctionDef)
     return ast.get_docstring(definition) or ""
 
 
 def _split_list(value: Any) -> Any:
-    """A list, given as one, as its only entry, or as the command line has it: 64,256."""
+    """Convert a single value, or comma-separated text of the command line (64,256), to a list."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
         return [int(part) if part.isdecimal() else part for part in parts]
@@ -81,7 +81,7 @@ def _split_list(value: Any) -> Any:
 
 
 CommaSeparated = BeforeValidator(_split_list)
-"""Marks a key whose value is a list that may be written with commas: `Annotated[list[int], CommaSeparated]`."""
+"""Marker of a key whose list may be written with commas: `Annotated[list[int], CommaSeparated]`."""
 
 
 def config_field(
@@ -93,15 +93,15 @@ def config_field(
     metavar: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """One configuration key.
+    """Define a configuration key.
 
     Args:
-        default: its default, a function that makes one, or `...` for a key that must be given.
+        default: default value, a function that creates it, or `...` for a required key.
         doc: one sentence of documentation; `docs/configuration.md` shows it.
-        policy: what it decides. None only for a key that opens a section of its own, whose keys have theirs.
-        flags: how the command line calls it, if not by its name.
-        metavar: how the command line shows its value.
-        constraints: pydantic's (`ge=1` …).
+        policy: what the key decides. None only for a key that opens a section, whose keys have their own policies.
+        flags: names on the command line, if they differ from the key's name.
+        metavar: placeholder of the value in the command line's help.
+        constraints: pydantic's constraints (`ge=1` …).
     """
     facts = {"policy": policy, "flags": list(flags), "metavar": metavar}
     mark: dict[str, Any] = {"json_schema_extra": {name: fact for name, fact in facts.items() if fact}}

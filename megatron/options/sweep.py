@@ -1,4 +1,4 @@
-"""The `sweep:` part of a sweep file: which variants to train, how to score them, where to put it all."""
+"""Options in `sweep:` of a sweep file: variants to train, their evaluation, and the output folder."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,128 +11,126 @@ from megatron.options.training import MAX_SEED
 
 
 class SweepCorpusOptions(CorpusOptions):
-    """A corpus to prepare if it is not there yet; the meaning is `./deepy.py prepare`'s."""
+    """Corpus to prepare unless it exists; the options are those of `./deepy.py prepare`."""
 
-    folder: str = config_field(..., "the corpus folder", min_length=1)
+    folder: str = config_field(..., "folder of the corpus", min_length=1)
 
 
 class PublishedOptions(ConfigSection):
-    """A table of somebody else's, to stand beside the own one."""
+    """Published table to compare with."""
 
-    source: str = config_field(..., "paper and table, and the corpus they used", min_length=1)
-    train_length: int = config_field(..., "their training length, in tokens", ge=1)
-    metric: str = config_field("perplexity", "what their numbers are, by our name of the metric")
-    lengths: list[int] = config_field(..., "their lengths, in tokens", min_length=1)
+    source: str = config_field(..., "paper and table, and its corpus", min_length=1)
+    train_length: int = config_field(..., "training length of the paper, in tokens", ge=1)
+    metric: str = config_field("perplexity", "our name of the metric")
+    lengths: list[int] = config_field(..., "lengths of the table, in tokens", min_length=1)
     rows: dict[str, list[float | None]] = config_field(
-        ..., "variant → their values at those lengths; null where they have none", min_length=1
+        ..., "variant → values at these lengths; null if missing", min_length=1
     )
 
 
 BRANCH = "branch"
-"""The key of a variant that says what it branches from."""
+"""Key of a variant that names the checkpoint it branches from."""
 
 
 class BranchOptions(ConfigSection):
-    """`branch` of a variant: it begins with every state of another variant's checkpoint of the same seed."""
+    """`branch` of a variant: it starts from another variant's checkpoint with the same seed, including all states."""
 
-    variant: str = config_field(..., "the variant whose keys it has, but for those that it names, and that it goes on")
-    step: int = config_field(..., "of that variant's checkpoint, which is saved for it", ge=1, le=MAX_STEPS)
+    variant: str = config_field(..., "variant to branch from; the branch has its keys unless it sets them")
+    step: int = config_field(..., "step of the checkpoint to start from, which is saved for it", ge=1, le=MAX_STEPS)
 
 
 SEEDS = "seeds"
-"""The key of a variant that says which seeds it is trained with, in place of the sweep's."""
+"""Key of a variant that replaces the sweep's seeds."""
 
 
 class FurtherEvaluationOptions(EvaluationOptions):
-    """Another evaluation of runs that are scored already: of other lengths, or read otherwise."""
+    """Additional evaluation of the same runs, with other lengths or overrides."""
 
-    variants: list[str] | None = config_field(None, "which variants it scores; all if absent", min_length=1)
+    variants: list[str] | None = config_field(None, "variants to score; all if absent", min_length=1)
 
 
 class BenchmarkOptions(ConfigSection):
-    """A further training of every variant, on a task for example, and how it is scored."""
+    """Additional training of every variant, for example on a task, and its evaluation."""
 
     keys: dict[str, Any] = config_field(
-        ..., "ordinary keys, which stand in place of the shared ones; a variant's keys come on top of them"
+        ..., "ordinary keys that replace the shared ones; a variant's keys override them"
     )
-    variants: list[str] | None = config_field(
-        None, "which variants it trains; all but those with a branch if absent", min_length=1
-    )
+    variants: list[str] | None = config_field(None, "variants to train; all without a branch if absent", min_length=1)
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] | None = config_field(
-        None, "each variant is trained with these, in place of its own", min_length=1
+        None, "seeds of every variant; its own if absent", min_length=1
     )
-    evaluate: EvaluationOptions = config_field(EvaluationOptions, "how its trained models are scored")
-    evaluations: dict[str, FurtherEvaluationOptions] = config_field(dict, "name → a further evaluation of its runs")
+    evaluate: EvaluationOptions = config_field(EvaluationOptions, "evaluation of the trained models")
+    evaluations: dict[str, FurtherEvaluationOptions] = config_field(dict, "name → additional evaluation of its runs")
 
 
 class LeaderboardOptions(ConfigSection):
-    """What a report says of many methods at once, in ranks and in words."""
+    """Leaderboard of a report: ranks and sentences over many methods."""
 
     ablations: list[str] = config_field(
         list,
-        "processors and temperatures: variants with one are compared with the variant that differs in nothing else",
+        "processors and temperatures; a variant with one is compared with the otherwise equal variant without it",
     )
-    num_shown: int = config_field(6, "the best methods that its pictures show, beside those of `against`", ge=1)
+    num_shown: int = config_field(6, "number of best methods in its figures, in addition to those of `against`", ge=1)
 
 
 class SweepOptions(ConfigSection):
-    """Variants × seeds, trained and scored alike."""
+    """Variants × seeds, all trained and evaluated in the same way."""
 
-    output: str = config_field(..., "folder for runs and results", min_length=1)
-    name: str | None = config_field(None, "a folder inside output, for sweeps that share one", min_length=1)
+    output: str = config_field(..., "folder of runs and results", min_length=1)
+    name: str | None = config_field(None, "folder inside output, for sweeps that share it", min_length=1)
     variants: dict[str, dict[str, Any]] = config_field(
         ...,
-        "name → keys that this variant changes; the name becomes a folder and the method; `branch` makes it go on from "
-        "another's checkpoint, `seeds` trains it with others than the sweep's",
+        "name → keys that the variant changes; the name becomes its folder and method; `branch` starts it from the "
+        "checkpoint of another variant, `seeds` replaces the sweep's seeds",
         min_length=1,
     )
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = config_field(
-        lambda: [1234], "every variant is trained with each", min_length=1
+        lambda: [1234], "seeds that every variant is trained with", min_length=1
     )
-    corpus: SweepCorpusOptions | None = config_field(None, "a corpus to prepare first")
+    corpus: SweepCorpusOptions | None = config_field(None, "corpus to prepare first")
     runs: str | None = config_field(
-        None, "folder for the trained runs, by what they are, so that sweeps share them; inside output if absent"
+        None, "folder of trained runs, named by their configuration so that sweeps share them; inside output if absent"
     )
     title: str | None = config_field(None, "heading of the report")
-    against: str | None = config_field(None, "the variant that the report compares the others with")
-    published: list[PublishedOptions] = config_field(list, "tables of papers that the report puts beside its own")
-    differences: list[str] = config_field(list, "what is done otherwise than in the papers, sentences of the report")
-    evaluate: EvaluationOptions = config_field(EvaluationOptions, "how trained models are scored")
+    against: str | None = config_field(None, "baseline variant of the report")
+    published: list[PublishedOptions] = config_field(list, "published tables to show next to the report's own")
+    differences: list[str] = config_field(list, "differences from the papers, as sentences of the report")
+    evaluate: EvaluationOptions = config_field(EvaluationOptions, "evaluation of the trained models")
     evaluations: dict[str, FurtherEvaluationOptions] = config_field(
-        dict, "name → a further evaluation of the same runs; read otherwise, it has a row of its own: VARIANT (NAME)"
+        dict, "name → additional evaluation of the same runs; with overrides it has its own row: VARIANT (NAME)"
     )
-    benchmarks: dict[str, BenchmarkOptions] = config_field(dict, "name → a further training of every variant")
+    benchmarks: dict[str, BenchmarkOptions] = config_field(dict, "name → additional training of every variant")
     leaderboard: LeaderboardOptions | None = config_field(
-        None, "ranks over all that was measured, and answers in words, at the head of the report"
+        None, "ranks over all measurements, and conclusions in words, at the top of the report"
     )
     jobs: Annotated[int, Field(ge=1)] | Literal["auto"] = config_field(
-        1, "runs at once on this machine, each with its share of the cores; auto: one for each core"
+        1, "concurrent runs on this machine, which share its cores evenly; auto: one per core"
     )
 
     @property
     def branches(self) -> dict[str, BranchOptions]:
-        """What each variant that is a branch begins from."""
+        """Branch options of each variant that has them."""
         return {
             name: BranchOptions.model_validate(keys[BRANCH]) for name, keys in self.variants.items() if BRANCH in keys
         }
 
     def get_seeds(self, variant: str) -> list[int]:
-        """That a variant is trained with."""
+        """Return the seeds of a variant."""
         return self.variants[variant].get(SEEDS, self.seeds)
 
     @property
     def has_own_seeds(self) -> bool:
-        """Have variants or benchmarks seeds of their own?"""
+        """True if variants or benchmarks set their own seeds."""
         benchmarks = any(benchmark.seeds is not None for benchmark in self.benchmarks.values())
         return benchmarks or any(SEEDS in keys for keys in self.variants.values())
 
     def list_unbranched(self) -> list[str]:
-        """The variants that begin from nothing, which benchmarks train if they name none."""
+        """List the variants without a branch, which benchmarks train by default."""
         return [name for name, keys in self.variants.items() if BRANCH not in keys]
 
     def sort_variants(self) -> list[str]:
-        """The variants, each behind the one that it branches from, else in the order of the file; those that branch
-        from themselves in the end are left out."""
+        """List the variants in the order of the file, each after the one it branches from; cyclic branches are left
+        out."""
         branches, order = self.branches, []
         waiting = list(self.variants)
         while ready := [name for name in waiting if name not in branches or branches[name].variant in order]:

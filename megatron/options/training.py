@@ -19,25 +19,25 @@ MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY = (
     "train_batch_size",
 )
 BATCH_SIZES = (MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY)
-"""Of any two of them the third follows, once the number of processes is known."""
+"""Keys of the three batch sizes. Any two determine the third, given the number of processes."""
 
 MAX_BATCH_SIZE = 10**6
-"""Sequences per optimizer step: beyond every published batch, so that a mistyped one is told at once."""
+"""Upper bound of sequences per optimizer step, above every published batch, so that a typo is reported at once."""
 
 MAX_SEED = 2**32 - 1
-"""numpy's limit."""
+"""Largest seed that numpy accepts."""
 
 
 OptimizerAlgorithm = Literal["AdamW", "Muon", "Lion"]
 
 LION_BETAS = [0.9, 0.99]
-"""Of 2302.06675, and GPT-NeoX's default."""
+"""Default betas of 2302.06675 and GPT-NeoX."""
 
 
 class OptimizerParams(ConfigSection):
     lr: float = config_field(
         6e-4,
-        "peak learning rate; for Muon take AdamW's, for Lion a third to a tenth of it",
+        "peak learning rate; Muon uses AdamW's, Lion a third to a tenth of it",
         gt=0,
         policy="schedule",
     )
@@ -56,21 +56,21 @@ class OptimizerParams(ConfigSection):
 class OptimizerChoice(ConfigSection):
     type: Literal["Adam", "AdamW", "Muon", "Lion"] = config_field(
         "Adam",
-        "Adam and AdamW both mean AdamW (decoupled weight decay), as in GPT-NeoX; Muon: the layers' matrices move by "
-        "their orthogonalised momentum and all else by AdamW; Lion: all by the sign of a momentum",
+        "Adam and AdamW both mean AdamW (decoupled weight decay), as in GPT-NeoX; Muon updates the layers' matrices by "
+        "orthogonalized momentum and other parameters by AdamW; Lion updates by the sign of a momentum",
         policy="numerics",
     )
     params: OptimizerParams = config_field(OptimizerParams, "learning rate, betas, epsilon, momentum")
 
     @property
     def algorithm(self) -> OptimizerAlgorithm:
-        """What `type` means."""
+        """Algorithm that `type` selects."""
         return "AdamW" if self.type == "Adam" else self.type
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_betas(cls, values: Any) -> Any:
-        """Lion's own betas, where none are given."""
+        """Set Lion's default betas if none are given."""
         if not isinstance(values, dict) or values.get("type") != "Lion":
             return values
         params = values.get("params", {})
@@ -85,15 +85,15 @@ class OptimizerOptions(ConfigSection):
     optimizer: OptimizerChoice = config_field(OptimizerChoice, "type and its params")
     weight_decay: float = config_field(
         0.1,
-        "decoupled weight decay; not of biases, norms, sinks, temperatures and encodings, but of the matrix of FoX's "
-        "gate (docs/optimizers.md)",
+        "decoupled weight decay; not applied to biases, norms, sinks, temperatures and encodings, except the matrix of "
+        "FoX's gate (docs/optimizers.md)",
         ge=0,
         policy="numerics",
     )
     decay_positions: bool = config_field(
         False,
-        "decay encodings and temperatures too, except biases of their linear layers, as GPT-NeoX does; DAPE was "
-        "trained so, KERPLE without any decay",
+        "also decay encodings and temperatures, except biases of their linear layers, as GPT-NeoX; DAPE was trained "
+        "this way, KERPLE without weight decay",
         policy="numerics",
     )
     gradient_clipping: float = config_field(
@@ -109,34 +109,36 @@ class OptimizerOptions(ConfigSection):
     lr_decay_iters: int | None = config_field(
         None, "step at which min_lr is reached; train_iters if absent", ge=1, le=MAX_STEPS, policy="schedule"
     )
-    warmup: float = config_field(0.01, "share of lr_decay_iters spent in linear warm-up", ge=0, le=1, policy="schedule")
+    warmup: float = config_field(
+        0.01, "fraction of lr_decay_iters used for linear warm-up", ge=0, le=1, policy="schedule"
+    )
     lr_warmup_iters: int | None = config_field(
         None,
-        "steps of linear warm-up, instead of warmup: they stay when a run is extended",
+        "steps of linear warm-up, instead of warmup; unchanged when a run is extended",
         ge=0,
         le=MAX_STEPS,
         policy="schedule",
     )
     lr_wsd_decay_style: WsdDecayStyle = config_field(
-        "minus_sqrt", "how wsd falls in its last steps; minus_sqrt is 1 − √x", policy="schedule"
+        "minus_sqrt", "shape of wsd's decay in the last steps; minus_sqrt is 1 − √x", policy="schedule"
     )
     lr_wsd_decay_iters: int | None = config_field(
-        None, "last steps of wsd, in which it falls; lr_wsd_decay_fraction if absent", ge=1, le=MAX_STEPS,
+        None, "number of last steps in which wsd decays; lr_wsd_decay_fraction if absent", ge=1, le=MAX_STEPS,
         policy="schedule",
     )  # fmt: skip
     lr_wsd_decay_fraction: float = config_field(
-        0.1, "the same as a share of lr_decay_iters", gt=0, le=1, policy="schedule"
+        0.1, "fraction of lr_decay_iters in which wsd decays", gt=0, le=1, policy="schedule"
     )
     constant_lr: float | None = config_field(
-        None, "learning rate that infinite cools down to and stays at", gt=0, policy="schedule"
+        None, "constant learning rate of infinite after its cooldown", gt=0, policy="schedule"
     )
     lr_cooldown_iters: int = config_field(
-        0, "steps in which infinite cools down, after warm-up", ge=0, le=MAX_STEPS, policy="schedule"
+        0, "steps of infinite's cooldown after warm-up", ge=0, le=MAX_STEPS, policy="schedule"
     )
-    lr_cooldown_style: CooldownStyle = config_field("cosine", "how infinite cools down", policy="schedule")
+    lr_cooldown_style: CooldownStyle = config_field("cosine", "shape of infinite's cooldown", policy="schedule")
     lr_anneal_iters: int = config_field(
         0,
-        "last steps before lr_decay_iters, in which infinite falls to min_lr; 0: it never does",
+        "number of last steps before lr_decay_iters in which infinite decays to min_lr; 0 disables the decay",
         ge=0,
         le=MAX_STEPS,
         policy="schedule",
@@ -153,22 +155,22 @@ class OffloadOptions(ConfigSection):
 
 
 class ZeroOptions(ConfigSection):
-    """DeepSpeed's ZeRO. At a stage that does not read them, keys have no effect (`ZERO_STAGES`)."""
+    """DeepSpeed's ZeRO. Keys have no effect at stages that do not read them (`ZERO_STAGES`)."""
 
     stage: Literal[0, 1, 2, 3] = config_field(
         0, "what is sharded: nothing, optimizer states, + gradients, + parameters", policy="machine"
     )
     offload_optimizer: OffloadOptions = config_field(
-        OffloadOptions, "stages 1–3: where masters and optimizer states are, and the optimizer steps"
+        OffloadOptions, "stages 1–3: location of masters, optimizer states and the optimizer step"
     )
     offload_param: OffloadOptions = config_field(
-        OffloadOptions, "stage 3: where parameters are while they are not used"
+        OffloadOptions, "stage 3: location of parameters while they are not used"
     )
     overlap_comm: bool = config_field(
-        False, "stages 1–3: reduce gradients on a GPU stream of their own during the backward pass", policy="machine"
+        False, "stages 1–3: reduce gradients on a separate GPU stream during the backward pass", policy="machine"
     )
     reduce_scatter: bool = config_field(
-        True, "stages 1–3: a rank gets its part of the reduced gradients, not all of them", policy="machine"
+        True, "stages 1–3: each rank receives only its shard of the reduced gradients", policy="machine"
     )
     reduce_bucket_size: int = config_field(
         500_000_000, "stages 1–3: gradient elements reduced at a time", ge=1, le=10**12, policy="machine"
@@ -180,7 +182,7 @@ class ZeroOptions(ConfigSection):
         le=10**12,
         policy="machine",
     )
-    allgather_partitions: bool = config_field(True, "no effect: DeepSpeed gathers them in any case", policy="machine")
+    allgather_partitions: bool = config_field(True, "no effect: DeepSpeed always gathers them", policy="machine")
     contiguous_gradients: bool = config_field(
         True, "stages 1–3: copy gradients into one buffer as they are produced", policy="machine"
     )
@@ -203,7 +205,7 @@ class ZeroOptions(ConfigSection):
     )
     stage3_max_reuse_distance: int = config_field(
         1_000_000_000,
-        "stage 3: keep a gathered parameter that is used again within so many elements",
+        "stage 3: keep a gathered parameter that is reused within this many elements",
         ge=0,
         le=10**12,
         policy="machine",
@@ -213,7 +215,7 @@ class ZeroOptions(ConfigSection):
     )
 
     def list_unused_keys(self) -> list[str]:
-        """Keys that are not at their default and that this stage does not read."""
+        """List the keys that differ from their default although this stage does not read them."""
         return [
             name
             for name, stages in ZERO_STAGES.items()
@@ -234,20 +236,20 @@ ZERO_STAGES: dict[str, tuple[int, ...]] = {
     "stage3_max_reuse_distance": (3,),
     "stage3_prefetch_bucket_size": (3,),
 }
-"""The stages that read a key of `ZeroOptions`. Offloading is not here: where it cannot be, it is refused."""
+"""Stages that read a key of `ZeroOptions`. Offloading is not listed: unsupported combinations are rejected."""
 
 
 class Fp16Options(ConfigSection):
     enabled: bool = config_field(False, "train in float16 with loss scaling (GPU)", policy="numerics")
-    loss_scale: float = config_field(0, "a fixed loss scale; 0 is dynamic", ge=0, policy="numerics")
+    loss_scale: float = config_field(0, "fixed loss scale; 0 is dynamic", ge=0, policy="numerics")
     initial_scale_power: int = config_field(
-        12, "the dynamic loss scale starts at 2 to this power", ge=0, le=127, policy="numerics"
+        12, "exponent of the initial dynamic loss scale, a power of 2", ge=0, le=127, policy="numerics"
     )
     loss_scale_window: int = config_field(
         1000, "good steps before the loss scale doubles", ge=1, le=MAX_STEPS, policy="numerics"
     )
     hysteresis: int = config_field(2, "overflows before the loss scale halves", ge=1, le=MAX_STEPS, policy="numerics")
-    min_loss_scale: float = config_field(1, "the loss scale never falls below", gt=0, policy="numerics")
+    min_loss_scale: float = config_field(1, "smallest dynamic loss scale", gt=0, policy="numerics")
 
 
 class Bf16Options(ConfigSection):
@@ -255,7 +257,7 @@ class Bf16Options(ConfigSection):
 
 
 def _check_multiples(values: list[str]) -> list[str]:
-    """Check that lengths are whole multiples of the training length, greater than 1, and none is there twice."""
+    """Check that lengths are whole multiples of the training length, greater than 1, without duplicates."""
     for value in values:
         if re.fullmatch(r"[1-9]\d{0,3}x", value) is None or value == "1x":
             raise ValueError(f"{value} is not a whole multiple of the training length, such as 4x (1x is always there)")
@@ -269,26 +271,26 @@ class TrainingOptions(ConfigSection):
 
     @property
     def compute_dtype(self) -> Precision:
-        """The type that the model computes in."""
+        """Data type of the computation."""
         return self.precision or ("bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32")
 
     train_iters: int = config_field(
         0,
-        "optimizer steps; a training needs it, or train_epochs; an imported model has none",
+        "optimizer steps; training requires it or train_epochs",
         ge=0,
         le=MAX_STEPS,
         policy="schedule",
     )
     train_epochs: float | None = config_field(
         None,
-        "times that the training text is read, instead of train_iters, which is computed from the corpus",
+        "epochs over the training text; train_iters is then computed from the corpus",
         gt=0,
         le=10**6,
         policy="schedule",
     )
     stages: list[dict[str, Any]] = config_field(
         list,
-        "stages of the training: where each ends (until: a step, or until_tokens) and the keys that it changes, such "
+        "training stages: the end of each (until: a step, or until_tokens) and the keys that it changes, such "
         "as seq_length or train_data_weights (docs/schedules.md)",
         policy="schedule",
     )
@@ -300,15 +302,15 @@ class TrainingOptions(ConfigSection):
     )
     train_batch_size: int | None = config_field(
         None,
-        "sequences per optimizer step; the product of the other two and the ranks",
+        "sequences per optimizer step: the product of the other two and the data-parallel ranks",
         ge=1,
         le=MAX_BATCH_SIZE,
         policy="schedule",
     )
     z_loss: float = config_field(
         0.0,
-        "coefficient of the mean of log² Z over the tokens that are scored, which keeps the softmax's sum Z near 1 "
-        "(PaLM: 1e-4); it is reported by itself, and no part of losses and perplexities",
+        "coefficient of the mean of log² Z over scored tokens, which keeps the softmax's sum Z near 1 (PaLM: 1e-4); "
+        "reported separately, and not part of losses and perplexities",
         ge=0,
         policy="numerics",
     )
@@ -318,43 +320,44 @@ class TrainingOptions(ConfigSection):
     )
     fp16: Fp16Options = config_field(Fp16Options, "float16 training")
     bf16: Bf16Options = config_field(Bf16Options, "bfloat16 training")
-    seed: int = config_field(1234, "seeds initialisation, dropout and data order", ge=0, le=MAX_SEED, policy="numerics")
+    seed: int = config_field(
+        1234, "seed of initialization, dropout and data order", ge=0, le=MAX_SEED, policy="numerics"
+    )
     deterministic: bool = config_field(False, "use deterministic algorithms only", policy="machine")
     eval_interval: int = config_field(
         1000, "steps between validations; 0 turns them off", ge=0, le=MAX_STEPS, policy="output"
     )
     eval_iters: int | None = config_field(
         None,
-        "limit of a validation, in batches spread evenly over its text; the whole text once if absent (of a task "
-        "100 batches)",
+        "batches per validation, spread evenly over its text; if absent, the whole text once (100 batches of a task)",
         ge=0,
         le=MAX_STEPS,
         policy="output",
     )
     eval_lengths: Annotated[list[str], CommaSeparated, AfterValidator(_check_multiples)] = config_field(
         list,
-        "further lengths to validate at, in training lengths (2x,4x,16x), on the same tokens",
+        "additional validation lengths, in training lengths (2x,4x,16x), on the same tokens",
         policy="output",
     )
-    eval_at_start: bool = config_field(False, "validate before the first step too", policy="output")
+    eval_at_start: bool = config_field(False, "also validate before the first step", policy="output")
     max_bad_steps: int = config_field(
         3,
-        "stop, or go back, after this many consecutive steps whose loss is not finite; until then they are skipped",
+        "consecutive steps with a non-finite loss that are skipped before the run stops or rolls back",
         ge=1,
         le=MAX_STEPS,
         policy="output",
     )
     on_bad_loss: Literal["skip", "rollback", "stop"] = config_field(
         "skip",
-        "a step whose loss is not finite changes no weight; skip: max_bad_steps of them in a row end the run; stop: "
-        "the first one does; rollback: max_bad_steps in a row, or a spike, send it back to its last whole checkpoint, "
-        "to go on behind the data that did it",
+        "reaction to non-finite losses, whose steps never update weights; skip: end the run after max_bad_steps in a "
+        "row; stop: end it after the first; rollback: after max_bad_steps in a row, or a spike, resume from the last "
+        "complete checkpoint and skip the data that caused it",
         policy="numerics",
     )
     loss_spike: float | None = config_field(
         None,
-        "a loss that is more than this many times the usual one is bad too, at once: 2 is a factor that no noise "
-        "reaches; needs on_bad_loss rollback or stop",
+        "factor over the usual loss above which a loss counts as bad immediately; noise never reaches 2; needs "
+        "on_bad_loss rollback or stop",
         gt=1,
         policy="numerics",
     )
@@ -364,11 +367,11 @@ SCHEDULE_KEYS: dict[str, DecayStyle] = {
     **dict.fromkeys(("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"), "wsd"),
     **dict.fromkeys(("constant_lr", "lr_cooldown_iters", "lr_cooldown_style", "lr_anneal_iters"), "infinite"),
 }
-"""Keys of one decay style alone."""
+"""Keys that apply to one decay style only."""
 
 
 def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> Iterator[tuple[str, str]]:
-    """What contradicts each other in a schedule that ends after `train_iters` steps (0: nobody knows yet)."""
+    """Yield conflicts in a schedule that ends after `train_iters` steps (0: not yet known)."""
     lr, min_lr, style = optimizer.optimizer.params.lr, optimizer.min_lr, optimizer.lr_decay_style
     if min_lr > lr:
         yield "min_lr", f"min_lr {min_lr} is greater than optimizer.params.lr {lr}"
@@ -377,7 +380,7 @@ def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> It
         warmup = round(optimizer.warmup * steps)
     constant_lr = optimizer.constant_lr
     if style == "infinite" and constant_lr is None:
-        yield "lr_decay_style", "lr_decay_style infinite needs constant_lr, the learning rate that it stays at"
+        yield "lr_decay_style", "lr_decay_style infinite needs constant_lr, its constant learning rate"
     elif style == "infinite" and constant_lr is not None:
         if not min_lr <= constant_lr <= lr:
             yield (
@@ -406,14 +409,19 @@ def find_schedule_conflicts(optimizer: OptimizerOptions, train_iters: int) -> It
 
 
 def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, str]]:
-    """What contradicts each other within these keys: the key to blame, and a sentence."""
+    """Yield conflicts between these keys: the key to blame, and a sentence."""
     zero = training.zero_optimization
     if training.loss_spike is not None and training.on_bad_loss == "skip":
-        spike = f"loss_spike {training.loss_spike:g}: a step of finite gradients is taken before its loss is judged"
+        spike = (
+            f"loss_spike {training.loss_spike:g}: a step with finite gradients is applied before its loss is checked"
+        )
         yield "loss_spike", f"{spike}; set on_bad_loss to rollback or stop"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         name = "zero_optimization.offload_optimizer.device"
-        yield name, f"{name} {zero.offload_optimizer.device}: only what ZeRO shards can be moved; use stage 1, 2 or 3"
+        yield (
+            name,
+            f"{name} {zero.offload_optimizer.device}: only sharded states can be offloaded; use stage 1, 2 or 3",
+        )
     if zero.offload_param.device != "none" and zero.stage != 3:
         name = "zero_optimization.offload_param.device"
         yield (
@@ -433,34 +441,34 @@ _ProfiledSteps = create_model(  # type: ignore[call-overload]  # `from` is no na
     __base__=ConfigSection,
     **{
         "from": (int | None, config_field(
-            None, "first step that is profiled, as the log counts them; null: none", ge=1, le=MAX_STEPS, policy="output"
+            None, "first step to profile, as numbered in the log; null for none", ge=1, le=MAX_STEPS, policy="output"
         )),
         "to": (int | None, config_field(
-            None, "last step that is profiled; a trace grows by some MB a step", ge=1, le=MAX_STEPS, policy="output"
+            None, "last step to profile; a trace grows by several MB per step", ge=1, le=MAX_STEPS, policy="output"
         )),
     },
 )  # fmt: skip
 
 
 class ProfileOptions(_ProfiledSteps):  # type: ignore[valid-type,misc]
-    """Steps of which torch's profiler writes a trace and a table of kernels to the run's folder."""
+    """Steps for which torch's profiler writes a trace and a table of kernels to the run's folder."""
 
     ranks: Annotated[list[int], CommaSeparated] = config_field(
-        lambda: [0], "ranks that profile, and those whose memory memory_snapshot records", min_length=1, policy="output"
+        lambda: [0], "ranks for profile and memory_snapshot", min_length=1, policy="output"
     )
     with_stack: bool = config_field(
-        False, "traces say which lines of Python issued what, which makes them slower and larger", policy="output"
+        False, "record Python call stacks, which makes traces slower and larger", policy="output"
     )
 
     @property
     def steps(self) -> range:
-        """The steps that are profiled, counted from 1."""
+        """Profiled steps, counted from 1."""
         first, last = getattr(self, "from"), self.to
         return range(0) if first is None or last is None else range(first, last + 1)
 
 
 class LoggingOptions(ConfigSection):
-    """What is reported while training, and where."""
+    """Logging during training."""
 
     log_interval: int = config_field(100, "steps between reports", ge=1, le=MAX_STEPS, policy="output")
     tensorboard_dir: str | None = config_field(
@@ -479,14 +487,14 @@ class LoggingOptions(ConfigSection):
     )
     log_param_norm: bool = config_field(
         False,
-        "report the norms of parameters and of their last update, by the optimizer's group and the part of the model",
+        "report the norms of parameters and of their last update, by optimizer group and part of the model",
         policy="output",
     )
     profile: ProfileOptions = config_field(ProfileOptions, "steps to profile (docs/monitoring.md)")
     memory_snapshot: int | None = config_field(
         None,
-        "step after which the GPU's memory is written down, with the history of its allocations from the start on; an "
-        "out-of-memory error before has it too",
+        "step after which a snapshot of GPU memory is written, with the allocation history from the start; an earlier "
+        "out-of-memory error also writes one",
         ge=1,
         le=MAX_STEPS,
         policy="output",
@@ -494,13 +502,13 @@ class LoggingOptions(ConfigSection):
 
 
 def find_logging_conflicts(logging: LoggingOptions) -> Iterator[tuple[str, str]]:
-    """What contradicts each other within these keys: the key to blame, and a sentence."""
+    """Yield conflicts between these keys: the key to blame, and a sentence."""
     first, last = getattr(logging.profile, "from"), logging.profile.to
     if (first is None) != (last is None):
         given, missing = ("from", "to") if last is None else ("to", "from")
         yield (
             f"profile.{given}",
-            f"profile.{given} needs profile.{missing}: the steps from one to the other are profiled",
+            f"profile.{given} needs profile.{missing}: both delimit the profiled steps",
         )
     elif first is not None and last is not None and first > last:
         yield "profile.to", f"profile.to {last} is before profile.from {first}"
