@@ -365,7 +365,7 @@ IGNORED = (
 )
 
 _QUANTIZED = "gradients and parameters are communicated without quantization"
-_MOE = "mixtures of experts are not supported"
+_MOE = "no mixture-of-experts layers"
 _SPARSE = "sparse attention; use attention_window, as one value or a pattern of layers"
 _GLOBAL = 'write [[["global"], LAYERS]], or leave attention_config out'
 _RING = f"context_parallel_size divides a sequence among GPUs here; with it, {_GLOBAL}"
@@ -404,7 +404,7 @@ UNSUPPORTED = (
     ),
     Unsupported(("num_unique_layers",), "layers do not share weights"),
     Unsupported(("opt_pos_emb_offset",), "positions start at 0", (None, 0)),
-    Unsupported(("soft_prompt_tuning",), "prompt tuning is not supported", (None, {}, {"enabled": False})),
+    Unsupported(("soft_prompt_tuning",), "no prompt tuning", (None, {}, {"enabled": False})),
     Unsupported(("moe_num_experts",), _MOE, (None, 0, 1)),
     Unsupported(("use_tutel",), _MOE),
     Unsupported(
@@ -479,7 +479,7 @@ UNSUPPORTED = (
     ),
     Unsupported(("include", "exclude"), _NODES),
     Unsupported(("num_nodes",), "use nodes", (None, -1, 1)),
-    Unsupported(("autotuning_run",), "not offered"),
+    Unsupported(("autotuning_run",), "no autotuning"),
     Unsupported(
         _DEEPSPEED_SECTIONS,
         _DEEPSPEED,

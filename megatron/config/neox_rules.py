@@ -609,7 +609,7 @@ class ValidatedNoop(DeferredRule):
         return f"no effect: {self.reason}"
 
     def reference_rows(self) -> list[list[str]]:
-        return [[f"`{self.key}`", f"{self.reason}; other values are rejected"]]
+        return [[f"`{self.key}`", f"{self.reason}; rejected if it would have an effect"]]
 
 
 # Values

@@ -62,7 +62,7 @@ run lists what they replaced:
 - Every run saves its resolved configuration as `config.yml`, which can be loaded again. If the folder already contains
   a `config.yml` of yours, it is saved as `config.resolved.yml`.
 
-The policy of a key states what the key decides, and whether a resumed run may change it:
+Every key has a policy that states what the key decides, and whether a resumed run may change it:
 
 | policy | decides | a resumed run |
 | --- | --- | --- |

@@ -65,9 +65,9 @@ def test_names_of_the_field_lead_to_ours(name, key, ours):
 
 
 def test_each_kind_of_method_knows_the_other():
-    with pytest.raises(UserError, match=r"pos_emb: 'cdape' is no choice of it but of score_processor: .*=cdape"):
+    with pytest.raises(UserError, match=r"pos_emb: 'cdape' is not a value of it but of score_processor: .*=cdape"):
         load_config([], [*SHAPE, "pos_emb=cdape"])
-    with pytest.raises(UserError, match="score_processor: 'rope' is no choice of it but of pos_emb: pos_emb=rotary"):
+    with pytest.raises(UserError, match="score_processor: 'rope' is not a value of it but of pos_emb: pos_emb=rotary"):
         load_config([], [*SHAPE, "score_processor=rope"])
 
 
@@ -82,5 +82,5 @@ def test_names_of_other_projects_are_told_where_a_file_is_named():
 def test_no_name_is_made_up():
     assert method_names.find_method("rotory") is None
     assert method_names.find_method("") is None
-    with pytest.raises(UserError, match=r"pos_emb: xpos is not offered; .*rotary"):
+    with pytest.raises(UserError, match=r"pos_emb: xpos is not supported; .*rotary"):
         load_config([], [*SHAPE, "pos_emb=xpos"])

@@ -88,7 +88,7 @@ def test_lookup():
     assert found["num_layers"][1:3] == ("required", "whole number")
     assert reference.lookup_keys("zero-init")[0][::3] == (
         "score_processor_options.zero_init",
-        "an option of cdape and dape; ./deepy.py positions tells more",
+        "an option of cdape and dape; see ./deepy.py positions",
     )
     assert reference.lookup_keys("no such thing") == []
     assert len(reference.lookup_keys("")) == len(list_config_keys())

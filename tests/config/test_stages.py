@@ -52,22 +52,22 @@ def test_a_batch_that_a_stage_gives_is_its_batch() -> None:
     ("stages", "message"),
     [
         ("3", "command line: stages is 3; it must be a list of mappings"),
-        ("[{until: 9, seq_length: 32}]", "there is one stage alone"),
-        ("[{}, {seq_length: 32}]", "stage 1: it does not say where it ends; give until (a step) or until_tokens"),
+        ("[{until: 9, seq_length: 32}]", "there is only one stage"),
+        ("[{}, {seq_length: 32}]", "stage 1: its end is missing; set until (a step) or until_tokens"),
         ("[{until: 9, until_tokens: 9}, {}]", "stage 1: until and until_tokens exclude each other"),
         ("[{until: 2.5}, {}]", "stage 1: until is 2.5; it must be a whole number, at least 1"),
-        ("[{until: 9}, {until: 9}, {}]", "stage 2: until 9 is not after the end of a stage before it, 9"),
+        ("[{until: 9}, {until: 9}, {}]", "stage 2: until 9 is not after the end of an earlier stage, 9"),
         ("[{until: 9}, {num_layers: 2}]", "stage 2: num_layers: a stage cannot change it; it can change seq_length, "),
         ("[{until: 9}, {context_parallel_size: 2}]", "stage 2: context_parallel_size: a stage cannot change it"),
         ("[{until: 9}, {seed: 2}]", "stage 2: seed: decides the order of the data"),
         ("[{until: 9}, {precision: bf16}]", "stage 2: precision: is the run's"),
-        ("[{until:9}]", "unknown key 'until:9'; in YAML a space follows the colon: {until: 9}"),
+        ("[{until:9}]", "unknown key 'until:9'; YAML needs a space after the colon: {until: 9}"),
         ("[{until: 9}, {seq_len: 32}]", "command line, stage 2: unknown key 'seq_len'; did you mean seq_length?"),
         ("[{until: 9}, {lr: fast}]", "stage 2: optimizer.params.lr is fast; it must be a number"),
         ("[{until: 9}, {min_lr: 3}]", "stage 2: min_lr 3.0 is greater than optimizer.params.lr"),
         ("[{until: 9}, {train_data_weights: [1]}]", "stage 2: train_data_weights has 1 values for 2 paths"),
         ("[{until: 9}, {seq_length: 24}]", "seq_length 16 does not divide 24, the longest of the stages"),
-        ("[{until: 9}, {seq_length: 1024}]", "stage 2: seq_length 1024: a batch of 32 × 16 = 512 tokens is no whole"),
+        ("[{until: 9}, {seq_length: 1024}]", "stage 2: seq_length 1024: a batch of 32 × 16 = 512 tokens is not a"),
         ("[{until: 9}, {lr_decay_style: infinite}]", "stage 2: lr_decay_style infinite needs constant_lr"),
         ("[{until: 9}, {attention_backend: triton, pos_emb_options.bass: 1}]", "has no option 'bass'"),
     ],
@@ -95,5 +95,5 @@ def test_refused_with_other_keys(overrides: list[str], message: str) -> None:
 
 def test_options_that_parameters_were_trained_with_stay() -> None:
     text = problem("pos_emb=kerple_log", "stages=[{until: 9}, {pos_emb_options.r1_start: 3.0}]")
-    assert "stage 2: pos_emb_options: kerple_log has parameters that are trained with its options" in text
+    assert "stage 2: pos_emb_options: kerple_log has parameters that depend on its options" in text
     load_config([], [*SMALL, "pos_emb=learned", "max_position_embeddings=32", "stages=[{until: 9}, {seq_length: 32}]"])

@@ -31,7 +31,7 @@ COUPLED = "task: addition\ntask_length: 4\ntask_options: {positions: coupled, ma
 def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -> None:
     found = loaded(tmp_path, text)
     assert found.config.model.seq_length == expected
-    assert any(note.endswith(f"makes seq_length {expected}") for note in found.notes)
+    assert any(note.endswith(f"sets seq_length to {expected}") for note in found.notes)
     found.config.save(tmp_path / "saved.yml")
     assert load_config([tmp_path / "saved.yml"]).config == found.config
 
@@ -55,15 +55,15 @@ def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -
             "task: even_pairs\ntask_length: 4\ncontext_parallel_size: 2\n",
             "context_parallel_size 2: .* differ in length",
         ),
-        (COUPLED + "pos_emb: [rotary, alibi]\n", "pos_emb rotary, alibi: addition says positions of its own"),
-        (COUPLED + "pos_emb: none\n", "pos_emb none: addition says positions of its own"),
+        (COUPLED + "pos_emb: [rotary, alibi]\n", "pos_emb rotary, alibi: addition provides its own positions"),
+        (COUPLED + "pos_emb: none\n", "pos_emb none: addition provides its own positions"),
         (
             COUPLED + "pos_emb: learned\nmax_position_embeddings: 20\n",
             "max_position_embeddings is 20, but addition needs 43 rows of the learned table",
         ),
         (
             COUPLED + "pos_emb: rotary\nrandomized_positions: 90\n",
-            "randomized_positions is 90, but addition says positions of its own",
+            "randomized_positions is 90, but addition provides its own positions",
         ),
         ("task: even_pairs\ntask_length: 4\npipe_parallel_size: 2\n", "pipe_parallel_size 2: .* differ in length"),
     ],

@@ -57,7 +57,7 @@ def problem(*overrides: str) -> str:
         (["pos_emb=alibi", "randomized_positions=16"], "randomized_positions 16 is less than seq_length 17"),
         (["finetune=true"], "finetune: true needs load"),
         (["rollback=true"], "command line: rollback: true needs load"),
-        (["rollback=true", "finetune=true", "load=runs/a"], "finetune: true begins another one; leave one of them out"),
+        (["rollback=true", "finetune=true", "load=runs/a"], "finetune: true starts a new one; remove one of them"),
         (["train_batch_size=10", "train_micro_batch_size_per_gpu=4"], "train_batch_size 10 is not divisible by"),
         (
             ["train_batch_size=12", "train_micro_batch_size_per_gpu=4", "num_gpus=2"],
@@ -166,7 +166,7 @@ def test_the_mesh_of_a_configuration():
         resolve_mesh_shape(shared, 6)
     assert str(caught.value) == (
         "model_parallel_size 2 × context_parallel_size 2 × pipe_parallel_size 1 = 4 does not divide the 6 processes "
-        "(num_gpus); 4 or 8 would do"
+        "(num_gpus); use 4 or 8"
     )
 
 
@@ -178,19 +178,19 @@ OFFLOADED = ("zero_optimization.stage=1", "zero_optimization.offload_optimizer.d
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("model_parallel_size=4",), "num_attention_heads 6 is not divisible by model_parallel_size 4; 2 would do"),
+        (("model_parallel_size=4",), "num_attention_heads 6 is not divisible by model_parallel_size 4; use 2"),
         (("model_parallel_size=2", "mlp_multiple_of=3", "intermediate_size=7"), "intermediate_size 9 is not divisible"),
-        (("context_parallel_size=5",), "seq_length 48 is not divisible by 2 × context_parallel_size 5; 4 would do"),
+        (("context_parallel_size=5",), "seq_length 48 is not divisible by 2 × context_parallel_size 5; use 4"),
         (("context_parallel_size=2", "seq_length=47"), "; an odd length cannot be divided"),
-        (("pipe_parallel_size=6", EIGHT), "pipe_parallel_size 6 is more than num_layers 4; 4 would do"),
-        (("pipe_parallel_size=2", EIGHT, "zero_optimization.stage=2"), "0 or 1 would do"),
+        (("pipe_parallel_size=6", EIGHT), "pipe_parallel_size 6 is more than num_layers 4; use at most 4"),
+        (("pipe_parallel_size=2", EIGHT, "zero_optimization.stage=2"), "use 0 or 1"),
         (("pipe_parallel_size=2", EIGHT, *OFFLOADED), "with pipe_parallel_size 2 gradients would leave the device"),
         (("pipe_parallel_size=2", EIGHT, "hidden_dropout=0.1"), "hidden_dropout 0.1: with pipe_parallel_size 2"),
         (("context_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with context_parallel_size 2"),
         (("model_parallel_size=2", "attention_dropout=0.1"), "attention_dropout 0.1: with model_parallel_size 2"),
         (("pipe_parallel_size=4", "gradient_accumulation_steps=3"), "gradient_accumulation_steps 3 is less than pipe_"),
         (("pipe_parallel_size=4", "train_batch_size=3"), "is less than pipe_parallel_size 4"),
-        (("model_parallel_size=2", "num_gpus=3"), "does not divide the 3 processes (num_gpus); 2 or 4 would do"),
+        (("model_parallel_size=2", "num_gpus=3"), "does not divide the 3 processes (num_gpus); use 2 or 4"),
     ],
 )
 def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_that_does(overrides: tuple[str, ...], message: str):

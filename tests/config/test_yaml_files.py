@@ -61,8 +61,8 @@ def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
         ("a:\n\t- 1\n", r"^f\.yml:2: .*tab"),
         ("a: [1,\nb: 2\n", r"^f\.yml:3: .*line 1"),
         ("a: b: c\n", r"^f\.yml:1: "),
-        ("- 1\n- 2\n", r"^f\.yml: holds a list"),
-        ("word\n", r"^f\.yml: holds a single value"),
+        ("- 1\n- 2\n", r"^f\.yml: contains a list"),
+        ("word\n", r"^f\.yml: contains a single value"),
         ("x: 1\na: !!python/object/apply:os.system [ls]\n", r"^f\.yml:2: .*tag"),
         ("a: !mine 3\n", r"^f\.yml:1: .*'!mine'"),
         ("a: *nowhere\n", r"^f\.yml:1: .*nowhere"),
@@ -110,7 +110,7 @@ def test_what_would_take_hours_or_all_memory_is_refused_at_once(tmp_path, text, 
     assert "\n" not in str(caught.value)
     path = tmp_path / "large.yml"
     path.write_text(text + "#" * (1 << 20))
-    with pytest.raises(UserError, match=r"large\.yml: larger than 1,048,576 bytes, which no configuration is"):
+    with pytest.raises(UserError, match=r"large\.yml: file is larger than 1,048,576 bytes; not a configuration file"):
         read_yaml(path)
 
 

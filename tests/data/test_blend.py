@@ -208,7 +208,7 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
             {"train_data_paths": ["s3://bucket/a"]},
             "train_data_paths names s3://bucket/a; .* not streamed from an object",
         ),
-        ({"data_path": ["gs://bucket/a", path]}, "data_path names gs://bucket/a; every rank reads its samples"),
+        ({"data_path": ["gs://bucket/a", path]}, "data_path names gs://bucket/a; ranks read shuffled samples"),
         ({"train_data_paths": [path, empty], **weighed}, "weight_by_num_documents: .*none has no documents"),
         ({"train_data_paths": [path], "train_data_weights": [1.0], **weighed}, "exclude each other"),
         (

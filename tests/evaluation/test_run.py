@@ -357,8 +357,8 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
     fixed = evaluated(["runs/plain"], [32], attention_temperature="ssmax:learned=false,s=0.5")
     assert fixed[0].method == "kerple_log(temperature=ssmax(learned=False, s=0.5) at evaluation)"
     for run, temperature, message in (
-        ("plain", "ssmax", "its parameters are learned, so it cannot be put on when a model is read"),
-        ("ssmax", "logn", "the run was trained with ssmax, whose parameters are learned; no other can take its place"),
+        ("plain", "ssmax", "it has learned parameters, so it cannot be added to a trained model"),
+        ("ssmax", "logn", "the run was trained with ssmax, whose learned parameters cannot be replaced"),
         ("ssmax", "none", "the run was trained with ssmax"),
         ("plain", "lgn", "attention_temperature lgn is not available; did you mean logn?"),
         ("plain", "logn:lenght=4", "has no option 'lenght'; it takes length; did you mean length?"),
@@ -382,7 +382,7 @@ def test_frequencies_of_the_evaluation_alone(place: Path) -> None:
     make_run("runs/alibi", "pos_emb=alibi")
     with pytest.raises(UserError, match="rope selfextend:4,2: option group of rotary is 4"):
         evaluated(["runs/rotary"], [8, 32], rope="selfextend:4,2")
-    with pytest.raises(UserError, match="rope pi:4: the run's pos_emb is alibi; it scales rotary alone"):
+    with pytest.raises(UserError, match="rope pi:4: the run's pos_emb is alibi; scaling needs rotary"):
         evaluated(["runs/rotary", "runs/alibi"], [8], rope="pi:4")
 
 

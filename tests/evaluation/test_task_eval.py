@@ -198,10 +198,10 @@ def test_positions_that_end() -> None:
     ("options", "why"),
     [
         ({"lengths": [7]}, "lengths: 7 is not valid for the task mqar: 8 pairs"),
-        ({"data": "book.txt"}, "--data is about texts, and a task is none"),
-        ({"attention_mask": "document"}, "--attention-mask is about texts, and a task is none"),
-        ({"protocol": "nonoverlapping"}, "--protocol is about"),
-        ({"targets": 3}, "--targets is about"),
+        ({"data": "book.txt"}, "--data is for texts, and a task is none"),
+        ({"attention_mask": "document"}, "--attention-mask is for texts, and a task is none"),
+        ({"protocol": "nonoverlapping"}, "--protocol is for texts"),
+        ({"targets": 3}, "--targets is for texts"),
         ({"multiples": [0.3]}, "'0.3x' is not a length"),
     ],
 )

@@ -200,7 +200,7 @@ def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> No
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (["num_gpus=null"], "command line: launcher slurm needs num_gpus: the processes, and GPUs, of each node"),
+        (["num_gpus=null"], "command line: launcher slurm needs num_gpus, the number of processes and GPUs per node"),
         (["slurm.time=0:05:00"], r"slurm.signal_seconds 300 is not less than slurm.time 0:05:00 \(300 s\)"),
         (["slurm.time=tomorrow"], "slurm.time"),
         (["slurm.partition='a b'"], "slurm.partition"),

@@ -103,7 +103,7 @@ def test_bias_of_queries_keys_and_values_alone(qkv: bool | None, biases: set[str
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"num_kv_heads": 3}, "num_attention_heads 4 is not divisible by num_kv_heads 3; 2 would do"),
+        ({"num_kv_heads": 3}, "num_attention_heads 4 is not divisible by num_kv_heads 3; use 2"),
         ({"use_bias_in_qkv": False}, "use_bias_in_qkv: false needs use_bias_in_attn_linear: false"),
     ],
 )

@@ -123,7 +123,7 @@ def test_multipliers_are_where_they_belong() -> None:
         ({"use_mup": True}, "use_mup", "needs mup_base_hidden_size"),
         ({**WIDE, "mup_base_hidden_size": 12}, "mup_base_hidden_size", "not divisible by this model's head size, 8"),
         ({**WIDE, "mup_base_num_attention_heads": 3}, "mup_base_num_attention_heads", "not divisible"),
-        ({**WIDE, "init_method": "xavier_normal"}, "init_method", "follows from a matrix's own shape"),
+        ({**WIDE, "init_method": "xavier_normal"}, "init_method", "follows from the matrix's shape"),
     ],
 )
 def test_what_makes_no_sense_is_refused(keys: dict[str, Any], key: str, text: str) -> None:

@@ -224,15 +224,19 @@ def test_a_pattern_of_layers_is_scaled_where_it_turns() -> None:
 @pytest.mark.parametrize(
     ("keys", "rope", "problem"),
     [
-        ({"pos_emb": "alibi"}, "pi:8", r"rope pi:8: the run's pos_emb is alibi; it scales rotary alone"),
+        ({"pos_emb": "alibi"}, "pi:8", r"rope pi:8: the run's pos_emb is alibi; scaling needs rotary"),
         (
             {"pos_emb_options": {"scaling": "hope"}},
             "yarn:2",
-            "the run was trained with scaling hope; no other can take",
+            "the run was trained with scaling hope, which cannot be replaced",
         ),
         ({"randomized_positions": 64}, "pi:2", "the run's positions are drawn from 64"),
         ({"attention_mask": "document"}, "dynamic", r"attention_mask: document, but the encoding \(scaling dynamic\)"),
-        ({}, "xpos:8", r"there is no 'xpos'; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn:FACTOR, longrope:FILE"),
+        (
+            {},
+            "xpos:8",
+            r"unknown scaling 'xpos'; choose from pi:FACTOR, ntk:FACTOR, dynamic, yarn:FACTOR, longrope:FILE",
+        ),
         ({}, "longrope", "rope longrope: the file of factors is missing, as in longrope:factors.json"),
         ({}, "longrope:nowhere.json", "nowhere.json"),
         ({}, "selfextend:4", "rope selfextend:4: neighbors is missing, as in selfextend:8,256"),

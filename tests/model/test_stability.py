@@ -164,7 +164,7 @@ def test_norms_of_queries_and_keys_are_not_decayed() -> None:
     [
         ({"qk_norm": "rmsnorm"}, "qk_norm: rmsnorm needs use_qk_layernorm: true"),
         ({"qk_layernorm_over_heads": True}, "qk_layernorm_over_heads: true needs use_qk_layernorm: true"),
-        ({"norm_placement": "post", "gpt_j_residual": True}, "norm_placement post is for layers in series"),
+        ({"norm_placement": "post", "gpt_j_residual": True}, "norm_placement post needs serial branches"),
         ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
         ({"attn_logit_softcapping": 50.0, "attention_backend": "sdpa", "pos_emb": "rotary"},
          "attention_backend 'sdpa': it cannot cap the scores .attn_logit_softcapping.; choose from auto, "),

@@ -126,6 +126,6 @@ def test_a_run_in_stages_is_planned_for_the_largest() -> None:
     days = [layout.step_time.total * n / 86400 for layout, n in zip(plain, steps, strict=True) if layout]
     assert [stage.days for stage in made.stages] == pytest.approx(days)
     largest = max(range(3), key=lambda index: (made.stages[index].gpu_bytes, index))
-    assert made.largest_stage == f"stage {largest + 1} of 3, which needs most memory"
+    assert made.largest_stage == f"stage {largest + 1} of 3, which needs the most memory"
     assert made.configured_layout is not None
     assert made.configured_layout.memory.total == made.stages[largest].gpu_bytes

@@ -106,7 +106,7 @@ def test_every_key_has_a_heading_on_its_section_page(generated: GeneratedPages) 
         meaning = link_docs(escape(key.doc), path)
         assert f"`{key.name}` {{ #{key.name} }}\n\n{meaning}\n\n" in generated.contents[path]
     weight_decay = generated.contents["keys/optimizer.md"].partition("{ #weight_decay }")[2].partition("\n## ")[0]
-    policy = "[numerics](../configuration.md#policies): a resumed run says what changed"
+    policy = "[numerics](../configuration.md#policies): a resumed run reports a change"
     assert f"\ntype: number · default: `0.1` · {policy}\n" in weight_decay
     for path, section in key_pages.SWEEP.items():
         for name in section.model_fields:

@@ -1,5 +1,5 @@
 """Muon and Lion against their papers' formulas, torch's own Muon and plain PyTorch; and, of Muon, that every layout
-orthogonalises whole matrices, and that a run goes on from any layout's checkpoint."""
+orthogonalizes whole matrices, and that a run goes on from any layout's checkpoint."""
 
 import math
 from pathlib import Path
@@ -299,8 +299,8 @@ def test_what_is_not_right_is_refused(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* holds the moments of Muon"):
         train(tiny_config(corpus, tmp_path, load=str(runs / "unbroken"), train_iters=8, **GROUPED))
     for zero, reason in (
-        ({"stage": 3}, "zero_optimization.stage 3: Muon orthogonalises whole matrices"),
-        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "Muon's products of matrices would be the CPU's"),
+        ({"stage": 3}, "zero_optimization.stage 3: Muon orthogonalizes whole matrices"),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, "Muon's matrix products would run on the CPU"),
     ):
         (problem,) = (text for _, text in validate_config(tiny_config(corpus, zero_optimization=zero, **MUON)))
         assert reason in problem

@@ -225,6 +225,6 @@ def test_half_precision_divides_a_model_with_zero_alone_and_says_so() -> None:
         else:
             assert (stage, notes) == (
                 1,
-                ("zero_optimization.stage 1 instead of 0: without ZeRO, bf16 cannot divide a model",),
+                ("zero_optimization.stage 1 instead of 0: bf16 with a sharded model needs ZeRO",),
             )
         assert resolve_run(settled.config, LOGIN_NODE).notes == ()

@@ -113,10 +113,10 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
     assert last.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.")
     said = [line for line in lines if line.startswith("stage ")]
     assert said == [
-        "stage 1 of 3 begins, until step 3: 16 × 8 tokens a step, learning rate 1.00e-02",
-        "stage 2 of 3 begins, until step 5: 8 × 16 tokens a step, learning rate 1.00e-02; seq_length: 8 → 16, "
+        "stage 1 of 3 begins, until step 3: 16 × 8 tokens per step, learning rate 1.00e-02",
+        "stage 2 of 3 begins, until step 5: 8 × 16 tokens per step, learning rate 1.00e-02; seq_length: 8 → 16, "
         "pos_emb_options.base: null → 500.0, train_batch_size: 16 → 8",
-        "stage 3 of 3 begins, until step 8: 4 × 32 tokens a step, learning rate 3.00e-03; seq_length: 16 → 32, "
+        "stage 3 of 3 begins, until step 8: 4 × 32 tokens per step, learning rate 3.00e-03; seq_length: 16 → 32, "
         "weighted_sampler_alpha: 1.0 → 0.3, train_batch_size: 8 → 4, optimizer.params.lr: 0.01 → 0.003",
     ]
     found = records(tmp_path / "whole")
