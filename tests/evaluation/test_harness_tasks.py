@@ -302,7 +302,7 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
     for tasks, options, message in (
         ("text", {}, r"unknown task 'text'; did you mean .*texts"),
         ("texts", {"data": "x.txt"}, "--data is for texts, and tasks have their own"),
-        ("texts", {"protocol": "nonoverlapping"}, "--protocol is about texts"),
+        ("texts", {"protocol": "nonoverlapping"}, "--protocol is for texts"),
         (
             "written",
             {"lengths": [8]},

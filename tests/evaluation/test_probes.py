@@ -163,9 +163,9 @@ def test_options_of_probes() -> None:
         ({"protocol": "passkey"}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
-        ({"protocol": "repeated", "data": "x.txt"}, "--data is about texts"),
-        ({"protocol": "repeated", "measures": ["position"]}, "--measures is about texts"),
-        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask is about texts"),
+        ({"protocol": "repeated", "data": "x.txt"}, "--data is for texts"),
+        ({"protocol": "repeated", "measures": ["position"]}, "--measures is for texts"),
+        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask is for texts"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):
