@@ -84,10 +84,13 @@ def test_equals_the_softmax_and_its_gradient(
         return {"output": output, "probabilities": probabilities, "gradient": gradient}
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
-    tensors = (logits, chunk.slice_columns(v), chunk.slice_rows(output), statistics[..., chunk.first :])
+    residue = torch.empty_like(into)
+    outputs = (chunk.slice_rows(output), chunk.slice_rows(residue), statistics[..., chunk.first :])
+    tensors = (logits, chunk.slice_columns(v), *outputs)
     with launch_context(v):
         launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None))
     assert output[:, :, : chunk.first].isnan().all()
+    assert (chunk.slice_rows(residue) == 0).all()  # of float32
     assert statistics[..., : chunk.first].isnan().all()
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
@@ -130,9 +133,13 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
+    residue = torch.empty_like(output)
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
     problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, statistics, None))
+        launch_softmax(
+            _attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, residue, statistics, None)
+        )
     assert (output == 1).all()
+    assert (residue == 0).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()
