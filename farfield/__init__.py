@@ -1,4 +1,4 @@
-"""Farfield for scripts and notebooks: train, load a run, and ask its model, without the command line.
+"""Farfield as a Python library: train, load a run and query its model from scripts and notebooks.
 
     import farfield
 
@@ -9,8 +9,8 @@
     model.attention_maps("for i in range(", layers=[0])[0].weights  # [heads, queries, keys]
     model.generate("def main(", temperature=0.8)
 
-docs/python.md explains it with examples. What the user got wrong is a `UserError`, what failed while running a
-`RunError`; each is one line. Importing this package takes a few milliseconds: torch comes with the first model.
+See docs/python.md for examples. User errors raise `UserError` and failures at run time raise `RunError`, each with a
+one-line message. Importing this package takes a few milliseconds, because torch is imported with the first model.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, when it is asked for (PEP 562)."""
+    """Import an attribute on first access (PEP 562)."""
     for module, names in _MODULES.items():
         if name in names:
             from importlib import import_module

@@ -1,4 +1,4 @@
-"""What functions of this package are given, checked where it comes in: a mistake is one line of a `UserError`."""
+"""Validation of the package's function arguments. Each mistake is a one-line `UserError`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.utils.errors import UserError, refuse_exits, shorten_text
 
 @contextmanager
 def method_errors() -> Iterator[None]:
-    """Errors of the user's own methods as errors of the user, also if a method calls sys.exit()."""
+    """Convert errors in the user's own methods to `UserError`, including calls of sys.exit()."""
     try:
         with refuse_exits():
             yield
@@ -24,12 +24,15 @@ def method_errors() -> Iterator[None]:
 
 
 def describe_value(value: Any) -> str:
-    """A value in an error: its representation, shortened."""
+    """Return a shortened representation of a value for an error message."""
     return shorten_text(repr(value), 80)
 
 
 def to_integer(name: str, value: Any, least: int, largest: int | None = None) -> int:
-    """A whole number within bounds, NumPy's included. Raises UserError, naming the argument and the value."""
+    """Return an integer within bounds, also from a NumPy integer.
+
+    Raises UserError with the name and the value of the argument.
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -41,18 +44,18 @@ def to_integer(name: str, value: Any, least: int, largest: int | None = None) ->
 
 
 def to_text(name: str, value: Any) -> str:
-    """A text. Raises UserError, naming the argument and the value."""
+    """Return a string if it can be encoded. Raises UserError with the name and the value of the argument."""
     if not isinstance(value, str):
-        raise UserError(f"{name} is {describe_value(value)}; it must be a text")
+        raise UserError(f"{name} is {describe_value(value)}; it must be a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{name} is {describe_value(value)}; half a surrogate pair is no character") from None
+        raise UserError(f"{name} is {describe_value(value)}; it contains an unpaired surrogate") from None
     return value
 
 
 def to_paths(name: str, value: Any) -> list[str]:
-    """One path or several as texts. Raises UserError, naming the argument and what is no path."""
+    """Return one path or several as a list of strings. Raises UserError with the name and the invalid value."""
     paths = [value] if isinstance(value, str | Path) else value
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
         raise UserError(f"{name} is {describe_value(value)}; it must be a path, or a list of paths")
@@ -60,7 +63,7 @@ def to_paths(name: str, value: Any) -> list[str]:
 
 
 def to_path(name: str, value: Any) -> str:
-    """A path as a text. Raises UserError, naming the argument and what is no path."""
+    """Return a path as a string. Raises UserError with the name and the invalid value."""
     if not isinstance(value, str | Path):
         raise UserError(f"{name} is {describe_value(value)}; it must be a path")
     if not str(value):
@@ -70,13 +73,13 @@ def to_path(name: str, value: Any) -> str:
 
 
 def check_characters(name: str, text: str) -> None:
-    """Raise UserError if a text holds characters that neither a path nor a command can have."""
+    """Raise UserError if a string contains characters that are not allowed in paths and commands."""
     with suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(text):
             return
-    raise UserError(f"{name} is {describe_value(text)}; it must not hold NUL or half a surrogate pair")
+    raise UserError(f"{name} is {describe_value(text)}; it must not contain NUL or an unpaired surrogate")
 
 
 def to_optional_path(name: str, value: Any) -> str | None:
-    """A path as a text, or None. Raises UserError as `to_path`."""
+    """Return a path as a string, or None. Raises UserError as `to_path` does."""
     return None if value is None else to_path(name, value)

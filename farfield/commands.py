@@ -1,7 +1,7 @@
-"""The commands of `./deepy.py` for scripts: what they take, as arguments, and what they make, as values.
+"""The commands of `./deepy.py` as functions: options are arguments, and results are return values.
 
-Trainings and what begins processes of its own (`train`, `sweep`, `prepare`) run as the command line does, in a process
-of their own: a notebook keeps its memory and its signals, and what they print is printed here.
+`train`, `sweep` and `prepare` start processes of their own, so each runs in a child process as the command line does. A
+notebook keeps its memory and its signal handlers, and the child's output is printed in the notebook.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron.utils.errors import UserError
 from megatron.utils.signals import get_parent_variable
 
 NEGATED_FLAGS = ("add-bos",)
-"""Of `prepare`: those whose default is neither."""
+"""Options of `prepare` that have a `--no-` form, because their default is neither true nor false."""
 KEPT_LINES = 200
-"""Of what a command printed, to find its error in."""
+"""Number of output lines of a command that are kept to find its error message."""
 
 
 @method_errors()
 def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
-    """Train a model as `./deepy.py train` does, and wait for its end.
+    """Train a model as `./deepy.py train` does, and wait until it finishes.
 
     Args:
-        files: configurations, paths or names in configs/.
-        quiet: print nothing of it.
-        keys: in place of what the files say; nested ones as `**{"optimizer.params.lr": 1e-3}`.
+        files: configuration files, as paths or names in configs/.
+        quiet: do not print the training output.
+        keys: values that override those of the files; nested keys as `**{"optimizer.params.lr": 1e-3}`.
 
     Returns:
-        The run's folder, which `save` names.
+        The run folder, as given by `save`.
 
     Raises:
-        UserError: what the configuration says cannot be done.
+        UserError: the configuration is invalid.
         RunError: the training failed.
     """
     from megatron.config.load import load_config
@@ -47,29 +47,29 @@ def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     names = to_paths("files", files)
     save = load_config(names, format_overrides(keys)).config.checkpoint.save
     if save is None:
-        raise UserError("save is not set; a training in a script needs the folder of its run")
+        raise UserError("save is not set; training from a script needs a run folder")
     run_command("train", "--", *names, *format_overrides(keys), quiet=quiet)
     return Path(save)
 
 
 @method_errors()
 def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str, Any]]:
-    """Run a sweep as `./deepy.py sweep` does, from wherever an earlier attempt left it.
+    """Run a sweep as `./deepy.py sweep` does, resuming an earlier attempt.
 
     Args:
         files, quiet, keys: as for `train`; keys of the sweep as `**{"sweep.output": "runs/mine"}`.
 
     Returns:
-        Its records, as `read_results` gives them.
+        The records of the sweep, as returned by `read_results`.
 
     Raises:
-        UserError, RunError: as the command ends with.
+        UserError, RunError: the command failed.
     """
     from megatron.sweeps.spec import read_sweep
 
     names, overrides = to_paths("files", files), format_overrides(keys)
     if not names:
-        raise UserError("name the files of the sweep")
+        raise UserError("no files given; name the files of the sweep")
     output = read_sweep(names, overrides).output_folder
     run_command("sweep", "--", *names, *overrides, quiet=quiet)
     return read_results(output)
@@ -78,21 +78,21 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
 def prepare(
     *sources: str | Path, output: str | Path, overwrite: bool = False, quiet: bool = False, **options: Any
 ) -> Path:
-    """Make a corpus of texts as `./deepy.py prepare` does.
+    """Prepare a corpus from text files as `./deepy.py prepare` does.
 
     Args:
-        sources: files, folders, `python` for the standard library's own code, or `shakespeare` for the plays that come
+        sources: files, folders, `python` for the code of the standard library, or `shakespeare` for the plays shipped
             with Farfield.
-        output: the corpus' folder.
-        overwrite: replace a corpus that was made differently.
-        quiet: print nothing of it.
-        options: those of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`.
+        output: folder of the corpus.
+        overwrite: replace a corpus that was prepared with other options.
+        quiet: do not print the command's output.
+        options: options of the command, with underscores: `tokenizer="bpe"`, `suffixes=[".tex"]`.
 
     Returns:
-        The folder.
+        The folder of the corpus.
 
     Raises:
-        UserError, RunError: as the command ends with.
+        UserError, RunError: the command failed.
     """
     from megatron.config.validation_errors import parse_section
     from megatron.options.data import CorpusOptions
@@ -101,7 +101,8 @@ def prepare(
     if not isinstance(overwrite, bool):
         raise UserError(f"overwrite is {describe_value(overwrite)}; it must be True or False")
     plain = {name: _to_plain_option(value) for name, value in options.items()}
-    parse_section(CorpusOptions, {**plain, "sources": names}, source=None)  # in the words of Python
+    # reports errors under the names of the Python arguments
+    parse_section(CorpusOptions, {**plain, "sources": names}, source=None)
     flags = [f"--output={folder}", *format_flags({**plain, "overwrite": overwrite})]
     run_command("prepare", *flags, "--", *names, quiet=quiet)
     return Path(folder)
@@ -114,16 +115,16 @@ def evaluate(
     """Evaluate runs side by side as `./deepy.py evaluate` does.
 
     Args:
-        runs: a run's folder, or several.
-        output: folder for results.json, .csv and .png; a single run's own if None.
-        options: those of the command by their keys (`sweep.evaluate` in docs/configuration.md): `lengths=[512, 4096]`,
+        runs: one run folder or several.
+        output: folder for results.json, .csv and .png. If None, the folder of a single run.
+        options: options of the command by key (`sweep.evaluate` in docs/configuration.md): `lengths=[512, 4096]`,
             `multiples=[1, 2, 4]`, `protocol="nonoverlapping"`, `data="book.txt"`.
 
     Returns:
-        A record for each run and length: method, length, perplexity, nll, …
+        One record per run and length: method, length, perplexity, nll, …
 
     Raises:
-        UserError, RunError: as the command ends with.
+        UserError, RunError: the command failed.
     """
     from megatron.config.validation_errors import parse_section
     from megatron.evaluation.run import evaluate_runs
@@ -138,9 +139,9 @@ def evaluate(
 
 
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a results.json, or of a folder that has one.
+    """Return the records of a results.json file, or of a folder that contains one.
 
-    Raises UserError: there is none, or it is no file of records.
+    Raises UserError if the file is missing or does not contain records.
     """
     from megatron.reports.records import RESULTS_FILE, read_records
 
@@ -150,18 +151,18 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
 
 @method_errors()
 def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None = None, **options: Any) -> Path:
-    """Look into runs as `./deepy.py analyze` does.
+    """Analyze runs as `./deepy.py analyze` does.
 
     Args:
-        runs: a run's folder, or several.
-        output: folder for the page and its data; `analysis` in a single run's folder if None.
-        options: those of the command: `lengths=[64, 512]`, `only=["kernels"]`, `layers=[0]`, `heads=[0, 1]`.
+        runs: one run folder or several.
+        output: folder for the page and its data. If None, the `analysis` folder of a single run.
+        options: options of the command: `lengths=[64, 512]`, `only=["kernels"]`, `layers=[0]`, `heads=[0, 1]`.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        UserError, RunError: as the command ends with.
+        UserError, RunError: the command failed.
     """
     from megatron.analysis.run import analyze as analyze_runs
     from megatron.config.validation_errors import parse_section
@@ -176,10 +177,11 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
 
 @method_errors()
 def list_methods() -> list[dict[str, Any]]:
-    """All position encodings, score processors and temperatures, those of `FARFIELD_METHODS` among them: kind, name,
-    formula, parameters, options with their defaults, traits, source and advice of each.
+    """List all position encodings, score processors and temperatures, including those in `FARFIELD_METHODS`.
 
-    Raises UserError: a file of a method cannot be used.
+    Each record has the kind, name, formula, parameters, options with their defaults, traits, source and advice.
+
+    Raises UserError if the file of a method is invalid.
     """
     from megatron.position.catalog import list_encodings, list_processors, list_temperatures
     from megatron.position.registry import describe_methods
@@ -191,7 +193,7 @@ def list_methods() -> list[dict[str, Any]]:
 
 
 def format_overrides(keys: dict[str, Any]) -> list[str]:
-    """Keys with their values as the command line takes them: KEY=VALUE, values in YAML."""
+    """Format keys as KEY=VALUE arguments of the command line, with values in YAML."""
     return [f"{name}={_format_value(name, value)}" for name, value in keys.items()]
 
 
@@ -199,27 +201,27 @@ def _format_value(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_to_plain, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        raise UserError(f"{name} is {describe_value(value)}; it is no value of a configuration") from None
+        raise UserError(f"{name} is {describe_value(value)}; it is not a valid configuration value") from None
 
 
 def _to_plain(value: Any) -> Any:
-    """NumPy's numbers and arrays as Python's, and paths as texts."""
+    """Convert NumPy numbers and arrays to Python values, and paths to strings."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise UserError(f"{describe_value(value)} is no value of a configuration")
+    raise UserError(f"{describe_value(value)} is not a valid configuration value")
 
 
 def _to_plain_option(value: Any) -> Any:
-    """Paths as texts, NumPy's numbers as Python's, and tuples as lists. Anything else stays."""
+    """Convert paths to strings, NumPy values to Python values and tuples to lists; return other values unchanged."""
     if isinstance(value, list | tuple):
         return [_to_plain_option(each) for each in value]
     return _to_plain(value) if isinstance(value, Path) or hasattr(value, "tolist") else value
 
 
 def format_flags(options: dict[str, Any]) -> list[str]:
-    """Options as the command line takes them: --add-bos for True, --no-add-bos for False, a list with commas."""
+    """Format options as command-line flags: --add-bos for True, --no-add-bos for False, lists joined with commas."""
     flags = []
     for name, value in options.items():
         name = name.replace("_", "-")
@@ -232,10 +234,10 @@ def format_flags(options: dict[str, Any]) -> list[str]:
 
 
 def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
-    """Run a command of `./deepy.py` in a process of its own, and print what it prints.
+    """Run a command of `./deepy.py` in a child process, and print its output.
 
     Raises:
-        UserError, RunError: with the line that the command ended with.
+        UserError, RunError: the command failed; the message is the last error line of its output.
     """
     for argument in arguments:
         check_characters("an argument", argument)
@@ -248,11 +250,11 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         text=True,
         encoding="utf-8",
         errors="replace",
-        # A notebook's kernel asks for colours, which an error's line is better without.
+        # Notebook kernels force colors, which would end up in the error message.
         env={name: value for name, value in os.environ.items() if name != "FORCE_COLOR"}
         | {"NO_COLOR": "1"}
-        | get_parent_variable(),  # it ends with this process, however that goes
-        start_new_session=True,  # Ctrl-C reaches this process alone, which hands it on once
+        | get_parent_variable(),  # the child ends whenever this process ends
+        start_new_session=True,  # only this process receives Ctrl-C, and forwards it once
     )
     try:
         assert child.stdout is not None

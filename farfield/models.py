@@ -1,7 +1,7 @@
-"""A trained model in a script: what it predicts, what its encoding adds, and what its attention does.
+"""A trained model in a script: its predictions, its position biases and its attention maps.
 
-Nothing is computed here that the command line computes otherwise: losses are those of `evaluate`, texts those of
-`generate`, maps those that `analyze` draws. Arrays are NumPy's.
+Results agree with those of the command line: losses with `evaluate`, texts with `generate`, and maps with `analyze`.
+Arrays are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from megatron.data.tokenizers import Tokenizer
 
 LOADED_OPTIONS = ("window", "attention_temperature", "rope", "device", "precision", "backend")
-"""Options of `GenerationOptions` that a model has been loaded with."""
+"""Options of `GenerationOptions` that are fixed when a model is loaded."""
 MAX_MAP_BYTES = 4 << 30
-"""Of all maps together: 32 heads of 4 layers at 1,400 tokens."""
+"""Limit for all maps together, in bytes: enough for 4 layers of 32 heads at 1,400 tokens."""
 
 
 @method_errors()
@@ -45,18 +45,18 @@ def load(
     attention_temperature: str | None = None,
     rope: str | None = None,
 ) -> Model:
-    """Load a run's newest checkpoint, or one of its checkpoints.
+    """Load the newest checkpoint of a run, or a specific one.
 
     Args:
-        run: the run's folder, or `RUN/checkpoints/step_…`.
+        run: the run folder, or `RUN/checkpoints/step_…`.
         device: auto, cpu, cuda or cuda:1.
-        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, the run's own on a GPU.
-        backend: attention backend in place of the run's.
-        window, attention_temperature, rope: read the model otherwise than it was trained, as `evaluate` does.
+        precision: fp32, bf16, fp16, or auto: fp32 on a CPU, the precision of the run on a GPU.
+        backend: attention backend that overrides the run's.
+        window, attention_temperature, rope: overrides of the training configuration, as in `evaluate`.
 
     Raises:
-        UserError: there is no such run, or it cannot be read so.
-        RunError: its checkpoint is damaged.
+        UserError: the run does not exist, or does not support these options.
+        RunError: the checkpoint is damaged.
     """
     with pause_garbage_collection():
         from megatron.checkpoint.load_model import load_model
@@ -82,7 +82,7 @@ def load(
 
 
 class Model:
-    """A trained model in evaluation mode; `load` makes one."""
+    """A trained model in evaluation mode, returned by `load`."""
 
     def __init__(self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any]) -> None:
         self._run, self._loaded, self._reading = run, loaded, reading
@@ -96,29 +96,29 @@ class Model:
 
     @property
     def module(self) -> Any:
-        """The `torch.nn.Module`: `module(tokens [B, T])` gives logits [B, T, vocabulary]."""
+        """The `torch.nn.Module`: `module(tokens [B, T])` returns logits [B, T, vocabulary]."""
         return self._loaded.model
 
     @property
     def position(self) -> str:
-        """The position method with its options, as tables name it: cdape(width=16)+kerple_log."""
+        """The position method with its options as shown in tables, such as cdape(width=16)+kerple_log."""
         from megatron.evaluation.provenance import format_method_name
 
         return format_method_name(self._run.config.position, self._loaded.position)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of its training: every key with its value."""
+        """The training configuration: every key with its value."""
         return self._run.config.to_flat()
 
     @property
     def step(self) -> int:
-        """Optimizer steps that it was trained for."""
+        """Number of optimizer steps that the model was trained for."""
         return self._run.trainer_state.step
 
     @property
     def train_length(self) -> int:
-        """Tokens of a training sequence."""
+        """Length of a training sequence, in tokens."""
         return self._run.config.model.seq_length
 
     @property
@@ -134,11 +134,11 @@ class Model:
         return self._loaded.model.num_parameters()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with the tokenizer's beginning of a text where it has one."""
+        """Tokenize a text. Prepends the tokenizer's beginning-of-text token if it has one."""
         return self.tokenizer.encode_with_bos(to_text("text", text))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens."""
+        """Convert tokens to text."""
         if isinstance(tokens, Iterator):
             tokens = list(tokens)
         return self.tokenizer.decode(self._check_tokens("tokens", tokens).tolist())
@@ -146,19 +146,19 @@ class Model:
     def score(
         self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
     ) -> Scores:
-        """The loss of each token of a text that is read in windows of one length, from its beginning on.
+        """Compute the loss of each token of a text, read in windows of one length.
 
-        A window has `length` tokens and predicts the successor of each; what is left at the end of the text and fills
-        no window is not scored.
+        A window has `length` tokens and predicts the successor of each. Tokens at the end of the text that do not fill
+        a window are not scored.
 
         Args:
-            text: a text, or the tokens of one.
-            length: tokens of a window; the training length if None.
-            stride: score only so many targets at a window's end, and let windows follow each other by as many:
-                every target then has at least length − stride tokens before it.
+            text: a text or its tokens.
+            length: tokens per window; the training length if None.
+            stride: score only the last `stride` targets of each window, and advance windows by `stride`. Every target
+                then has at least length − stride tokens of context.
 
         Raises:
-            UserError: the text is too short, or the model has no positions for so long a window.
+            UserError: the text is shorter than a window, or the window exceeds the positions that the model supports.
         """
         from megatron.evaluation.perplexity import compute_window_losses
 
@@ -174,17 +174,19 @@ class Model:
         return Scores(length, tokens[targets], losses)
 
     def generate(self, prompt: str | Sequence[str] = "", **options: Any) -> Any:
-        """Go on with a text, or with each of several.
+        """Complete a text or each of several texts.
 
         Args:
-            prompt: a text, or a list of them.
-            options: those of `./deepy.py generate`: maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size.
+            prompt: a text or a list of texts.
+            options: options of `./deepy.py generate`: maximum_tokens, temperature, top_k, top_p, seed, stop,
+                batch_size.
 
         Returns:
-            What is written after the prompt, or a list of that for a list.
+            The text generated after the prompt, or a list of texts for a list of prompts.
 
         Raises:
-            UserError: an option's name or value, or the model has no positions for so many tokens.
+            UserError: the name or value of an option is invalid, or the text exceeds the positions that the model
+                supports.
         """
         from megatron.config.validation_errors import parse_section
         from megatron.generation.text_generator import TextGenerator
@@ -192,14 +194,14 @@ class Model:
         own_names = [name for name in GenerationOptions.model_fields if name not in LOADED_OPTIONS]
         for name in options:
             if name in LOADED_OPTIONS:
-                raise UserError(f"{name} belongs to farfield.load")
+                raise UserError(f"{name} is an option of farfield.load")
             if name not in own_names:
                 raise UserError(f"there is no option {name}; {format_choices(name, own_names)}")
         generator = TextGenerator(
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
         if not isinstance(prompt, str | Sequence):
-            raise UserError(f"prompt is {describe_value(prompt)}; it must be a text, or a list of texts")
+            raise UserError(f"prompt is {describe_value(prompt)}; it must be a string or a list of strings")
         prompts = [to_text("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
@@ -209,16 +211,16 @@ class Model:
         return texts[0] if isinstance(prompt, str) else texts
 
     def bias_table(self, length: int | None = None) -> np.ndarray:
-        """What the encoding adds to the scores at each distance: float64 [layers, heads, length].
+        """Return the bias that the encoding adds to the scores at each distance: float64 [layers, heads, length].
 
-        Where a bias depends on the query's position too, it is that of the query at position length − 1; a layer's
-        window is −∞ beyond it.
+        If the bias also depends on the position of the query, the table is that of the query at position length − 1.
+        Distances beyond the window of a layer are −∞.
 
         Args:
-            length: distances 0 … length − 1; the training length if None.
+            length: number of distances, from 0; the training length if None.
 
         Raises:
-            UserError: the encoding adds no bias, or one that what a layer reads decides.
+            UserError: the encoding adds no bias, or its bias depends on the layer's input.
         """
         import torch
 
@@ -232,7 +234,7 @@ class Model:
         encodings = [layer.encoding for layer in layers]
         if any(type(encoding).overrides_hook("gate") for encoding in encodings):
             raise UserError(
-                f"what a layer of {self.position} reads decides its bias; attention_maps shows it on a text"
+                f"the bias of {self.position} depends on the layer's input; use attention_maps to see it for a text"
             )
         if not any(encoding.adds_bias for encoding in encodings) and all(layer.window is None for layer in layers):
             raise UserError(f"{self.position} adds no bias to the scores")
@@ -245,14 +247,15 @@ class Model:
     def attention_maps(
         self, text: str | Sequence[int] | np.ndarray, layers: Iterable[int] | None = None
     ) -> dict[int, AttentionMaps]:
-        """Scores, bias, logits and attention weights of layers while the model reads a text as one window.
+        """Compute scores, bias, logits and attention weights of layers for a text read as one window.
 
         Args:
-            text: a text, or the tokens of one.
-            layers: counted from 0; all if None.
+            text: a text or its tokens.
+            layers: layer indices, from 0; all layers if None.
 
         Raises:
-            UserError: no layer or one that is not there, no token, too many for the model or for `MAX_MAP_BYTES`.
+            UserError: no layer is given or an index is out of range, the text is empty, or it exceeds the limit of the
+                model or `MAX_MAP_BYTES`.
         """
         from megatron.analysis.attention_capture import run_forward
 
@@ -263,15 +266,15 @@ class Model:
             raise UserError(f"layers is {describe_value(layers)}; it must be a list of layers") from None
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not wanted:
-            raise UserError("layers is empty; name some of the layers, or leave it out for all of them")
+            raise UserError("layers is empty; list layers, or omit the argument for all layers")
         if not len(tokens):
             raise UserError("the text has no tokens")
         self._check_length(len(tokens))
         num_bytes = 4 * 4 * len(wanted) * self.num_heads * len(tokens) ** 2
         if num_bytes > MAX_MAP_BYTES:
             raise UserError(
-                f"maps of {len(wanted)} layers at {len(tokens):,} tokens take {num_bytes / (1 << 30):.1f} GiB, more "
-                f"than {MAX_MAP_BYTES >> 30}; ask for fewer layers or a shorter text"
+                f"maps of {len(wanted)} layers at {len(tokens):,} tokens take {num_bytes / (1 << 30):.1f} GiB; the "
+                f"limit is {MAX_MAP_BYTES >> 30} GiB; use fewer layers or a shorter text"
             )
         found: dict[int, AttentionMaps] = {}
 
@@ -283,7 +286,8 @@ class Model:
         return found
 
     def analyze(self, output: str | Path | None = None, **options: Any) -> Path:
-        """The page that `./deepy.py analyze` makes of this run (`farfield.analyze`), read as this model reads."""
+        """Make the page of `./deepy.py analyze` for this run with the options it was loaded with. See
+        `farfield.analyze`."""
         from farfield.commands import analyze
 
         return analyze([str(self._loaded.checkpoint)], output, **{**self._reading, **options})
@@ -291,14 +295,14 @@ class Model:
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
             return np.asarray(self.encode(text), dtype=np.int64)
-        return self._check_tokens("text", text, "it must be a text or tokens; ")
+        return self._check_tokens("text", text, "it must be a string or tokens; ")
 
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
-        """Tokens as int64. Raises UserError, naming the argument and the value."""
+        """Return tokens as int64. Raises UserError with the name and the value of the argument."""
         size = self.tokenizer.vocab_size
         try:
             tokens = np.asarray(value)
-        except (TypeError, ValueError, RuntimeError):  # lists of different lengths, a tensor on a GPU
+        except (TypeError, ValueError, RuntimeError):  # ragged lists, or a tensor on a GPU
             tokens = np.zeros((0, 0))
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
@@ -309,23 +313,23 @@ class Model:
     def _check_length(self, length: int) -> None:
         max_length = self._loaded.model.max_length
         if max_length is not None and length > max_length:
-            raise UserError(f"the model knows {max_length:,} positions; a window of {length:,} tokens is too long")
+            raise UserError(f"the model supports {max_length:,} positions; a window of {length:,} tokens is too long")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses of the tokens of a text."""
+    """Losses of the tokens of a text, by window."""
 
     length: int
-    """Tokens of a window."""
+    """Number of tokens per window."""
     tokens: np.ndarray
-    """int64 [windows, targets]: the tokens that were predicted."""
+    """Target tokens, int64 [windows, targets]."""
     losses: np.ndarray
-    """float64 [windows, targets]: −log p of each, in nats."""
+    """Losses −log p of the targets in nats, float64 [windows, targets]."""
 
     @property
     def loss(self) -> float:
-        """The mean, in nats per token."""
+        """Mean loss, in nats per token."""
         return float(self.losses.mean())
 
     @property
@@ -333,27 +337,27 @@ class Scores:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def by_position(self) -> np.ndarray:
-        """float64 [targets]: the mean loss at each place of the window, which has that many tokens before it."""
+        """Return the mean loss at each target position of the window, float64 [targets]."""
         mean: np.ndarray = self.losses.mean(axis=0)
         return mean
 
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """What one layer computed while it read one window: float32 [heads, queries, keys], NaN where a key is hidden."""
+    """Attention maps of one layer for one window, float32 [heads, queries, keys]; NaN for hidden keys."""
 
     scores: np.ndarray
-    """q·k/√d, weighted and with contextual terms, as a processor reads them."""
+    """Scores q·k/√d with weights and contextual terms, before bias and score processor."""
     bias: np.ndarray | None
-    """What the encoding adds; None if it adds nothing."""
+    """Bias of the encoding, or None if it adds none."""
     logits: np.ndarray
-    """Scores and bias after the score processor; their sum without one."""
+    """Logits: scores plus bias, after the score processor if there is one."""
     weights: np.ndarray
-    """After the softmax."""
+    """Attention weights after the softmax."""
 
     @property
     def processor(self) -> np.ndarray:
-        """What the score processor adds to scores and bias."""
+        """Term that the score processor adds to scores and bias."""
         added: np.ndarray = self.logits - self.scores - (0 if self.bias is None else self.bias)
         return added
 

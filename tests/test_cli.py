@@ -156,7 +156,7 @@ MISTAKES = {
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
     ("evaluate", "run", "--lengths", "1x,b"): "--lengths: 'b' is not a length",
-    ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
+    ("evaluate", "run", "--lengths", "16,99999999"): "too few for the largest length; 99,999,999",
     (
         "evaluate",
         "run",
@@ -165,7 +165,7 @@ MISTAKES = {
         "--protocol",
         "first",
     ): "error: --protocol is first; choose from last",
-    ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: no such text; --data names a file (.txt",
+    ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: not found; --data expects a file (.txt",
     ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml/x", "--dry-run"): "save is tiny.yml/x, but tiny.yml is a file; name a folder",
@@ -187,11 +187,11 @@ MISTAKES = {
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
-    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks bring",
-    ("analyze",): "no run given; name a run's folder, or a configuration with --config",
-    ("analyze", "run", "--only", "kernel"): "--only: there is no analysis 'kernel'; did you mean kernels? choose from",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks have",
+    ("analyze",): "no run given; expected a run folder, or a configuration with --config",
+    ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
     ("analyze", "run", "--layers", "a"): "error: item 1 of --layers is a; it must be a whole number",
-    ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length: 99,999,999",
+    ("analyze", "run", "--lengths", "16,99999999"): "too few for the largest length; 99,999,999",
     ("analyze", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("analyze", "--config", "tiny.yml pos_emb=alibis", "-o", "out"): "alibi",
     (
@@ -208,9 +208,9 @@ MISTAKES = {
     ("generate", "run", "-p", "a", "--precision", "fp8"): "error: --precision is fp8; choose from auto",
     ("generate", "run", "-p", "a", "--backend", "fast"): "--backend is fast; choose from auto, eager",
     ("generate", "run", "-p", "a", "--stop", ""): "--stop is empty",
-    ("generate", "run", "--file", "nowhere"): "nowhere: no such file; --file names a text",
+    ("generate", "run", "--file", "nowhere"): "nowhere: not found; --file expects a text",
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
-    ("plan", "125M", "--gpu", "a200"): "--gpu a200 is not known; did you mean h200? choose from a10, a100-40gb",
+    ("plan", "125M", "--gpu", "a200"): "--gpu a200: unknown GPU; did you mean h200? choose from a10, a100-40gb",
     ("plan", "125M", "--gpus", "0"): "--gpus is 0; it must be at least 1",
     (
         "rehearse",
@@ -222,12 +222,12 @@ MISTAKES = {
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
     ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
-    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md is there, and is none of this",
-    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html is there, and is none of this",
-    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv is there, and",
-    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html is there, and is none of this",
-    ("sweep", "sweep.yml"): "sweep.output: own/results.md is there, and is none of this command's earlier results",
-    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml is there, and is none of this",
+    ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
+    ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
+    ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv exists and",
+    ("report", "run", "-o", "own/analysis.html"): "--output: own/analysis.html exists and is not an earlier",
+    ("sweep", "sweep.yml"): "sweep.output: own/results.md exists and is not an earlier result of this command",
+    ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml exists and is not an earlier",
     ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
     ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
     ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
@@ -383,9 +383,9 @@ def test_tasks(tmp_path, inside):
         "s5_word_problem",
     ]
     (found,) = json.loads(inside("tasks", "mqar", "--json", cwd=tmp_path).stdout)
-    assert found["options"]["pairs"] == {"default": 8, "meaning": "pairs of a key and a value, and queries"}
+    assert found["options"]["pairs"] == {"default": 8, "meaning": "number of key-value pairs, and of queries"}
     shown = inside("tasks", "ngram", cwd=tmp_path).stdout
-    assert "query: suffix where the given letters stand" in shown
+    assert "query: suffix position of the given letters" in shown
     assert "Repeat After Me" in shown
 
 
@@ -608,7 +608,9 @@ def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(
     assert made.returncode == 0, made.stderr
     assert made.stdout.endswith("\n")
     (line,) = made.stderr.splitlines()
-    assert re.fullmatch(r"9 tokens read, the first written after [0-9.]+ s; [1-5] written(, [0-9,]+ tokens/s)?", line)
+    assert re.fullmatch(
+        r"9 prompt tokens, first new token after [0-9.]+ s; [1-5] new tokens(, [0-9,]+ tokens/s)?", line
+    )
     again = inside("generate", "runs/one", "-p", "The quick", "--maximum-tokens", "5", "--top-k", "1", cwd=corpus)
     assert again.stdout == made.stdout
 
@@ -646,7 +648,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
     error = errors.read_text()
     assert code == 130, error
     assert "Traceback" not in error + seen.decode(errors="replace")
-    assert "stopping after this step; again to end at once" in seen.decode(errors="replace")
+    assert "stopping after this step; repeat to stop immediately" in seen.decode(errors="replace")
     assert list((corpus / save / "checkpoints").glob("step_*/manifest.json"))
     metrics = (corpus / save / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, metrics)}

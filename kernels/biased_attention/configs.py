@@ -42,7 +42,7 @@ HALF = {
         128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 8, 1), BackwardTile(64, 64, 8, 2)),
     },
     90: {
-        64: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(64, 128, 8, 2, True)),
+        64: OpTiles(Tile(64, 32, 4, 3), BackwardTile(64, 64, 4, 3, True), BackwardTile(32, 64, 4, 2, True)),
         80: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 2, True), BackwardTile(64, 128, 8, 2, True)),
         96: OpTiles(Tile(128, 128, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(64, 128, 8, 2, True)),
         128: OpTiles(Tile(128, 64, 8, 2), BackwardTile(64, 64, 4, 1, True), BackwardTile(32, 128, 8, 2, True)),

@@ -125,7 +125,7 @@ def _build_head_tile_config(
     kernel: Any = HEAD_TILE_KERNELS[name]
     dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
     known = aligned or name == "scores"
-    tile = heads_tile(rows, dim, dtype, known)
+    tile = heads_tile(rows, dtype)
     constants = _add_first_keys(heads_constants(heads, dim, tile, dtype, known), documents)
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
     return KernelConfig(
@@ -211,7 +211,7 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 def _build_pass() -> Iterator[PassKernel]:
     heads, width, kernel_size, dim, dtype_name = 12, 32, 3, 64, "bf16"
     dw_tile = processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
-    head_tile = heads_tile(ROWS, dim, DTYPES_BY_NAME[dtype_name], True)
+    head_tile = heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
     tiles = {
         name: processor_tile(name, heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
         for name in ("mix_fwd", "mix_bwd")

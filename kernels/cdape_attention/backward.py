@@ -276,14 +276,14 @@ def _processor_bwd_kernel(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_N − 2p distances of a split of the rows, all heads. Grid: distances, splits, batch.
+    """One program: BLOCK_N − 2p distances of a split of the rows, all heads. Grid: batch, splits, distances.
 
     Hidden values in a tile's halo are computed by two programs and counted by the one that keeps them; those at n < 0
     are kept by the first block.
     """
     PADDING: tl.constexpr = K // 2
     KEPT_DISTANCES: tl.constexpr = BLOCK_N - 2 * PADDING
-    block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     program = (batch * tl.num_programs(1) + split).to(tl.int64)
     maps = batch.to(tl.int64) * R * C
     scores_ptr += maps * CHANNELS
@@ -325,7 +325,7 @@ def _processor_bwd_kernel(
     m = tl.arange(0, BLOCK_N)
     n = top - m
     middle = (m >= PADDING) & (m < BLOCK_N - PADDING)
-    distances = tl.num_programs(0) * KEPT_DISTANCES
+    distances = tl.num_programs(2) * KEPT_DISTANCES
     entry = program * (distances + PADDING) + n + PADDING
     store_channels(dbias_contributions_ptr, bias_contribution_sum, entry, middle | (n < 0), D)
     if HAS_BIAS:
@@ -431,14 +431,14 @@ def _processor_bwd_dw_kernel(
     SATURATE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """One program: BLOCK_N distances, from −p on, of a split of the rows. Grid: distances, splits, batch.
+    """One program: BLOCK_N distances, from −p on, of a split of the rows. Grid: batch, splits, distances.
 
     Taps and channels are one axis, so that a pixel's neighbourhood, which lies in one piece, is one row of a matrix and
     each weight's gradient one product with one accumulator.
     """
     PADDING: tl.constexpr = K // 2
-    block, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(0) + block
+    batch, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program = (batch * tl.num_programs(1) + split).to(tl.int64) * tl.num_programs(2) + block
     maps = batch.to(tl.int64) * R * C * CHANNELS
     top = block * BLOCK_N + BLOCK_N - 1 - PADDING
     if first_keys_ptr is not None:

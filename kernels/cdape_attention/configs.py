@@ -1,8 +1,10 @@
 """Tile sizes by shape: a static table, so that all ranks of a run agree.
 
-Chosen by compiling for sm_80 and sm_90 (`aot_configs.py`): of the tiles that spill little, the one that takes the
-fewest instructions for a score (`kernels/instructions.py`). One table serves both, since no speed has been measured on
-either; what differs between chips belongs here once it has.
+In half precision they are the fastest of those that were timed on an H200 at the shape of the 350M model
+(`tools/bench/tiles.py`, docs/results/gpu_tiles.json) and that spill little on sm_80 and sm_90 (`aot_configs.py`). The
+kernels wait for latency more than for anything else, so small tiles, of which a multiprocessor holds more, are faster
+than those that take the fewest instructions for a score. One table serves both architectures: on an A100 nothing has
+been timed.
 
 H heads, D processor width, k kernel size, p = k//2, R query rows.
 What is looked up for every launch is kept: the host has a few microseconds for each. Constants are not to be changed.
@@ -40,7 +42,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
     else:
         entries = pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
         warps = 2 if entries <= 2048 else 4 if entries <= 4096 else 8
-        chosen = Tile(2 if entries <= 2048 else 1, distances // 2, warps, STAGES)
+        chosen = Tile(4, distances // 4, warps, STAGES) if warps == 2 else Tile(1, distances // 2, warps, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers, in full width
         chosen = replace(chosen, block_m=max(chosen.block_m // 2, 1), num_warps=4 if kernel == "mix_fwd" else 8)
     while chosen.block_m > 1 and chosen.block_m // 2 >= rows:
@@ -52,8 +54,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
 def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     """The tile of an attend kernel, the same for all head dimensions.
 
-    The kernels wait for memory, so blocks are small: several programs share a multiprocessor. With 4 warps they spill
-    where the columns of a chunk are no multiple of 16 and each logit needs an address of its own.
+    The kernels wait for memory, so blocks are small: several programs share a multiprocessor.
 
     Args:
         kernel: attend_fwd or attend_sums.
@@ -62,7 +63,7 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     few = rows <= 16
     if dtype == torch.float32:
         return Tile(16 if few else 32 if kernel == "attend_sums" else 64, 32, 8, 2)
-    return Tile(16, 64, 4, 3) if few else Tile(64, 64, 8, 3)
+    return Tile(16, 64, 4, 3) if few else Tile(64, 32, 4, 3)
 
 
 @cache
@@ -74,23 +75,18 @@ def product_tile(dim: int, dtype: torch.dtype) -> Tile:
 
 
 @cache
-def heads_tile(rows: int, dim: int, dtype: torch.dtype, aligned: bool) -> Tile:
+def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
     """The tile of a kernel whose programs take all heads of a tile: scores and attend_bwd.
+
+    Such a program waits for each head's rows, so it has the lowest block that a matrix product accepts.
 
     Args:
         rows: query rows of a chunk.
-        dim: of a head.
         dtype: the compute type.
-        aligned: are the columns of a chunk a multiple of 16? Else each logit needs an address of its own. Of no concern
-            to scores, which has none: True.
     """
     if dtype == torch.float32:
         return Tile(16 if rows <= 16 else 32, 32, 8, STAGES)
-    if rows <= 16:
-        return Tile(16, 64, 4, STAGES)
-    if not aligned:
-        return Tile(64 if dim <= 80 else 32, 32, 8, STAGES)
-    return Tile(64, 32, 4, STAGES) if dim <= 80 else Tile(128, 32, 8, STAGES)
+    return Tile(16, 64, 4, STAGES)
 
 
 @cache
@@ -133,7 +129,7 @@ def attend_constants(dim: int, tile: Tile, heads: int | None) -> dict[str, Any]:
 
 @cache
 def heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
-    """The constants of a kernel whose programs take all heads of a tile; arguments as of `heads_tile`."""
+    """The constants of a kernel whose programs take all heads of a tile, of which they store COUNT together."""
     count = GROUP if aligned and dtype != torch.float32 else SMALL_GROUP
     return {"CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile, heads)}
 

@@ -38,7 +38,7 @@ from kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kern
 from kernels.cdape_attention.weights import PackedWeights, WeightShape
 from kernels.cuda.launch import launch_kernel
 from kernels.launcher import launch
-from kernels.runtime import Tile, cdiv, get_arch
+from kernels.runtime import Tile, cdiv, get_arch, get_device_properties
 
 NO_WINDOW_INT32 = 1 << 30
 """The window where there is none. Kernels take it in 32 bits, with room for sums with positions."""
@@ -165,7 +165,7 @@ class ChunkMaps:
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """S of a chunk, heads last, in the compute type; what a row does not see is left as it was."""
     batch, heads, columns, dim = k.shape
-    tile = heads_tile(chunk.rows, dim, problem.dtype, True)
+    tile = heads_tile(chunk.rows, problem.dtype)
     width = chunk.right - chunk.left
     scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
     tensors = (chunk.slice_rows(scaled), chunk.slice_columns(k), scores)
@@ -491,7 +491,7 @@ def softmax_backward(
     )
     launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
     aligned = (chunk.right - chunk.left) % ALIGNED == 0
-    tile = heads_tile(chunk.rows, dim, problem.dtype, aligned)
+    tile = heads_tile(chunk.rows, problem.dtype)
     launch(
         _attend_bwd_kernel,
         head_tile_grid(chunk, tile, batch),
@@ -505,7 +505,7 @@ def softmax_backward(
 
 
 def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collection[int]) -> bool:
-    """True if CUDA kernels for these compute capabilities were asked for and compute this chunk."""
+    """True if CUDA kernels for these compute capabilities compute this chunk, and faster than Triton's."""
     return (
         problem.uses_mixer
         and k.is_cuda
@@ -513,6 +513,8 @@ def _uses_mixer(problem: CdapeProblem, chunk: Chunk, k: Tensor, archs: Collectio
         and chunk.first_keys is None
         and mixer.is_supported(problem.shape, problem.dtype, k.shape[3], chunk.right - chunk.left)
         and get_arch(k) in archs
+        and mixer.fills_device(chunk.rows, k.shape[0], get_device_properties(k))
+        and mixer.has_compiler()
     )
 
 
@@ -571,7 +573,7 @@ def _processor_backward(
     outputs = (maps.dscores, dbias_contributions, dbias, dedge)
     launch(
         _processor_bwd_kernel,
-        (blocks, parts, batch),
+        (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first
         (*inputs, *outputs, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd", tile),
         tile.options,
@@ -601,7 +603,7 @@ def _weights_backward(
     tensors = (maps.scores, maps.dlogits, problem.bias_contributions, weights.patches1, weights.patches2, partial)
     launch(
         _processor_bwd_dw_kernel,
-        (blocks, parts, batch),
+        (batch, parts, blocks),  # few distances have the most rows: the longest programs of all sequences begin first
         (*tensors, chunk.first_keys, *chunk.processor_extent, problem.window, cdiv(row_blocks, parts)),
         problem.constants("mix_bwd_dw", tile),
         tile.options,

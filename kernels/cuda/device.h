@@ -123,6 +123,15 @@ MMA_K8(mma_bf16_k8, "bf16")
 MMA_K8(mma_exchange_k8, "f16")
 #undef MMA_K8
 
+// The same word from an instruction of its own. A fragment whose words were loaded by different instructions is copied
+// to neighboring registers for every product that reads it; one of settled words stands there once. Grids have one
+// block in their third dimension, which the compiler does not know.
+KERNEL_CODE u32 settle(u32 a) {
+  u32 d;
+  asm("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(blockIdx.z));
+  return d;
+}
+
 // The transpose of an 8 × 8 matrix of 16-bit numbers: lane 4g + t holds columns 2t and 2t + 1 of row g.
 KERNEL_CODE u32 transpose_8x8(u32 a) {
   u32 d;

@@ -64,9 +64,10 @@ typedef Lanes<bool> pred;
     return Lanes<T>(a) op b;                                   \
   }
 OPERATOR(T, +)
-OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>)
-    OPERATOR(T, %) OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=)
-        OPERATOR(bool, ==) OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
+OPERATOR(T, -)
+OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %)
+    OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==)
+        OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
             template <class T>
             Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
@@ -237,6 +238,7 @@ inline void mma_bf16_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b)
 inline void mma_exchange_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
   mma_exchange(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
 }
+inline u32 settle(const u32& a) { return a; }
 inline u32 transpose_8x8(const u32& a) {
   uint32_t matrix[8][8];
   EACH_LANE for (int half = 0; half < 2; half++) {

@@ -35,7 +35,7 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
     stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
     _check(
         function.driver.cuLaunchKernel(
-            *(function.handle, *grid, 1, kernel.num_threads, 1, 1, kernel.shared_bytes),
+            *(function.handle, grid[1], grid[0], 1, kernel.num_threads, 1, 1, kernel.shared_bytes),
             *(ctypes.c_void_p(stream), parameters, None),
         ),
         kernel,

@@ -23,13 +23,14 @@
 
 // Runs a kernel: a struct with NUM_THREADS, MEMORY_BYTES, BLOCKS_PER_SM (which bounds its registers) and
 // run(args, memory, warp, block, num_blocks, batch). Blocks are counted from the last, which has the most columns to go
-// over, so that the longest begin first.
+// over, and those of all sequences stand side by side in the grid's first dimension, so that the longest blocks of all
+// sequences begin first.
 #ifdef __CUDACC__
 template <class Kernel, class Args>
 __global__ void __launch_bounds__(Kernel::NUM_THREADS, Kernel::BLOCKS_PER_SM) launch_kernel(Args args) {
   extern __shared__ __align__(128) char memory[];
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  Kernel::run(args, SharedMemory{memory}, warp, gridDim.x - 1 - blockIdx.x, gridDim.x, blockIdx.y);
+  Kernel::run(args, SharedMemory{memory}, warp, gridDim.y - 1 - blockIdx.y, gridDim.y, blockIdx.x);
 }
 #else
 template <class Kernel, class Args>

@@ -1,1 +1,1 @@
-"""What trained models attend to, and what their biases alone foretell: `./deepy.py analyze`."""
+"""`./deepy.py analyze`: attention patterns of trained models, and predictions from their biases alone."""

@@ -1,8 +1,8 @@
-"""The interface of an analysis, and how they are found: one file each, as encodings are.
+"""Interface and discovery of analyses. Each analysis has its own file, as encodings do.
 
-An analysis measures each model by itself, and shows all of them side by side. Measures are numbers that know nothing of
-drawing; pictures are drawn from them when the page is made. What needs the bias alone is in `from_bias/`, and what lets
-a trained model read a text, or the task that it learned, in `from_text/`.
+An analysis measures each model separately, and shows all models side by side. Measuring does not depend on drawing:
+figures are drawn from the measured numbers when the page is made. Analyses in `from_bias/` need only the bias. Analyses
+in `from_text/` run a trained model on a text or on the task that it was trained on.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class NotApplicable(Exception):
-    """An analysis has nothing to measure of a model; the message says why, as a sentence for the page."""
+    """Raised if an analysis does not apply to a model. The message is a sentence for the page."""
 
 
 @dataclass(frozen=True)
 class LayerEncoding:
-    """An encoding with a window, and the layers that it belongs to."""
+    """Encoding with a window, and the layers that use it."""
 
     encoding: Encoding
     layers: tuple[int, ...] | None
-    """None where all layers share it."""
+    """Layer indices, or None if all layers share the encoding."""
     window: int | None
-    """Every token sees the last so many keys only."""
+    """Number of most recent keys that each token attends to, or None if unlimited."""
 
     @property
     def name(self) -> str:
@@ -51,57 +51,57 @@ class LayerEncoding:
 
     @property
     def has_bias(self) -> bool:
-        """Does anything depend on the distance? A window is a bias of −∞ outside it."""
-        hooks = ("table", "dense")  # what a layer's input decides is no function of the distance
+        """True if the bias depends on the distance. A window is a bias of −∞ outside of it."""
+        hooks = ("table", "dense")  # a bias computed from a layer's input is not a function of the distance
         is_of_positions = any(type(self.encoding).overrides_hook(hook) for hook in hooks)
         return (self.encoding.adds_bias and is_of_positions) or self.window is not None
 
 
 @dataclass(frozen=True)
 class AnalysisContext:
-    """A model that is analyzed, and the windows that it reads."""
+    """Model to analyze, with the windows that it reads."""
 
     name: str
-    """Of its row, curve or picture."""
+    """Name of its row, curve, or figure."""
     config: Config
     encodings: Sequence[LayerEncoding]
-    """One if all layers share it, else one for each layer, or for each kind of layers that share it."""
+    """Encodings: one if all layers share it, else one for each layer, or for each group of layers that share one."""
     options: AnalysisOptions
     lengths: Sequence[int]
-    """Of windows, in tokens, ascending."""
+    """Window lengths in tokens, ascending."""
     model: GPT | None = None
-    """In evaluation mode; None for a configuration that was not trained."""
+    """Model in evaluation mode, or None for an untrained configuration."""
     windows: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
-    """Length in tokens → the windows; those of a text end at the same positions at all lengths."""
+    """Length in tokens → windows. Windows of a text end at the same positions at all lengths."""
     progress: Callable[[float], None] = lambda fraction: None
-    """Called with the fraction of a long analysis that is done."""
+    """Callback that receives the completed fraction of a long analysis."""
 
     @property
     def trained_model(self) -> GPT:
-        """The model. Raises NotApplicable if there is none."""
+        """Trained model. Raises NotApplicable if there is none."""
         if self.model is None:
-            raise NotApplicable("It is a configuration that was not trained.")
+            raise NotApplicable("It is an untrained configuration.")
         return self.model
 
     @property
     def distance_encodings(self) -> Sequence[LayerEncoding]:
-        """Its encodings, where distances alone decide the bias. Raises NotApplicable if what a layer reads does."""
+        """Encodings whose bias depends only on distances. Raises NotApplicable if it depends on a layer's input."""
         if any(type(layer.encoding).overrides_hook("gate") for layer in self.encodings):
-            raise NotApplicable("What a layer reads decides its bias, which is no function of the distance.")
+            raise NotApplicable("Its bias depends on the layer's input, and is not a function of the distance.")
         return self.encodings
 
     @property
     def finite_encodings(self) -> Sequence[LayerEncoding]:
-        """Those, if no parameter is infinite or no number: sums of it say nothing. Raises NotApplicable."""
+        """Encodings with finite parameters, which sums require. Raises NotApplicable if a parameter is not finite."""
         for layer in self.distance_encodings:
             for name, parameter in layer.encoding.named_parameters():
                 if not bool(parameter.isfinite().all()):
-                    raise NotApplicable(f"Its encoding's {name}, of {layer.name}, is not finite.")
+                    raise NotApplicable(f"The parameter {name} of {layer.name} is not finite.")
         return self.encodings
 
     @property
     def biased_encodings(self) -> Sequence[LayerEncoding]:
-        """Those with a bias or a window. Raises NotApplicable if there is none."""
+        """Encodings with a bias or a window. Raises NotApplicable if there are none."""
         found = [layer for layer in self.distance_encodings if layer.has_bias]
         if not found:
             raise NotApplicable("It adds no bias.")
@@ -109,18 +109,17 @@ class AnalysisContext:
 
     @property
     def readable_windows(self) -> Mapping[int, Sequence[np.ndarray]]:
-        """The windows that it has positions for. Raises NotApplicable if there are none."""
+        """Windows within the model's maximum length. Raises NotApplicable if there are none."""
         max_length = self.trained_model.max_length
         if max_length is None:
             return self.windows
         readable = {length: windows for length, windows in self.windows.items() if length <= max_length}
         if not readable:
-            raise NotApplicable(f"Its positions end at {max_length:,}, before the shortest length.")
+            raise NotApplicable(f"Its maximum length, {max_length:,}, is below the shortest length.")
         return readable
 
     @property
     def drawn_layers(self) -> list[int]:
-        """Layers whose maps are drawn."""
         count = self.config.model.num_layers
         if self.options.layers is not None:
             return [layer for layer in self.options.layers if layer < count]
@@ -128,7 +127,6 @@ class AnalysisContext:
 
     @property
     def drawn_heads(self) -> list[int]:
-        """Heads whose maps are drawn."""
         count = self.config.model.num_attention_heads
         if self.options.heads is not None:
             return [head for head in self.options.heads if head < count]
@@ -137,40 +135,40 @@ class AnalysisContext:
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG in two widths."""
+    """PNG figure in two widths."""
 
     alt: str
     draw: Callable[[bool], bytes]
-    """Draws it; True for telephones."""
+    """Function that renders the PNG; its argument is True for phones."""
 
 
 @dataclass(frozen=True)
 class Table:
     columns: Sequence[str]
-    """The first names the rows."""
+    """Column headers, starting with that of the row names."""
     rows: Sequence[Sequence[str]]
     caption: str = ""
     folded: bool = False
-    """Shown when it is clicked on, under its caption."""
+    """True if the table is collapsed under its caption."""
 
 
 Block = str | Figure | Chart | Table
-"""A part of the page; a string is a paragraph. Charts that follow each other stand side by side."""
+"""Block of the page; a string is a paragraph. Consecutive charts are placed side by side."""
 
 MAX_UNFOLDED_ROWS = 12
-"""Tables of heads with more rows are folded."""
+"""Maximum number of rows of a table of heads that is not collapsed."""
 
 HeadRow = tuple[str, str, int, Sequence[str]]
-"""A model, a layer, a head, and the cells of its row."""
+"""Model, layer, head, and cells of a row."""
 
 
 def build_head_table(columns: Sequence[str], heads: Iterable[HeadRow], caption: str) -> Table:
-    """A table in which neighbouring heads of a model's layer share a row if they have the same cells.
+    """Build a table of heads. Consecutive heads of a layer share a row if their cells are equal.
 
     Args:
-        columns: names of the cells.
-        heads: in the order of the table.
-        caption: under it.
+        columns: headers of the cells.
+        heads: rows, in order.
+        caption: caption of the table.
     """
     rows = []
     for (model, layer, cells), group in groupby(heads, key=lambda head: (head[0], head[1], tuple(head[3]))):
@@ -181,38 +179,38 @@ def build_head_table(columns: Sequence[str], heads: Iterable[HeadRow], caption: 
 
 
 def format_triangle(values: Tensor, digits: int) -> list[list[float | None]]:
-    """A map [queries, keys] up to its diagonal, so many digits of each number; None where no key is seen."""
+    """Format the lower triangle of a map [queries, keys] with `digits` significant digits; None for masked keys."""
     return [
         [float(f"{x:.{digits}g}") if x == x else None for x in row[: i + 1]] for i, row in enumerate(values.tolist())
     ]
 
 
 class Analysis:
-    """Base of all analyses. A subclass measures one thing and describes itself."""
+    """Base class of analyses. A subclass measures one quantity and describes itself."""
 
     order: ClassVar[int]
-    """Its place on the page."""
+    """Sort key on the page."""
     title: ClassVar[str]
     description: ClassVar[str]
-    """What is measured, in one to four sentences, with the source."""
+    """Description of the measurement in one to four sentences, with its source."""
     data_format: ClassVar[Literal["csv", "json"]] = "csv"
-    """Of its file; JSON where a row has lists."""
+    """Format of the data file; JSON if rows contain lists."""
 
     def measure(self, context: AnalysisContext) -> Any:
-        """The result of one model. Raises NotApplicable."""
+        """Measure one model. Raises NotApplicable."""
         raise NotImplementedError
 
     def render_blocks(self, results: Mapping[str, Any], names: Sequence[str]) -> list[Block]:
-        """The page's part.
+        """Render this analysis's section of the page.
 
         Args:
-            results: of each model by name; there is at least one.
-            names: of all models on the page, so that each has one colour in all pictures.
+            results: results by model name; not empty.
+            names: names of all models on the page, so that each has the same color in all figures.
         """
         raise NotImplementedError
 
     def list_rows(self, result: Any) -> Iterable[Mapping[str, object]]:
-        """The result of one model as rows of the analysis' file."""
+        """Return the result of one model as rows of the data file."""
         raise NotImplementedError
 
 
@@ -220,25 +218,25 @@ ANALYSIS_FOLDERS = ("from_bias", "from_text")
 
 
 def list_analysis_names(*folders: str) -> list[str]:
-    """Names of the analyses in some of the folders, or all, without importing any."""
+    """List the names of the analyses in the given folders, or in all folders, without importing them."""
     root = Path(__file__).parent
     paths = [path for folder in folders or ANALYSIS_FOLDERS for path in (root / folder).glob("*.py")]
     return sorted(path.stem for path in paths if path.stem != "__init__")
 
 
 def is_data_file(path: Path) -> bool:
-    """Is a file one that `AnalysisResults` wrote: rows that begin with the method's name?"""
+    """Return True if a file was written by `AnalysisResults`: its rows begin with the method's name."""
     return path.is_file() and path.read_bytes()[:16].startswith((b"method,", b'[\n{"method":', b"[\n]\n"))
 
 
 def needs_text(name: str) -> bool:
-    """Does this analysis let trained models read something?"""
+    """Return True if an analysis runs trained models on input windows."""
     return name in list_analysis_names("from_text")
 
 
 @cache
 def load_analyses() -> dict[str, Analysis]:
-    """All analyses by name, in the order of the page."""
+    """Load all analyses by name, in page order."""
     analyses: dict[str, Analysis] = {}
     for folder in ANALYSIS_FOLDERS:
         for name in list_analysis_names(folder):
@@ -248,13 +246,17 @@ def load_analyses() -> dict[str, Analysis]:
                 for value in vars(module).values()
                 if isinstance(value, type) and issubclass(value, Analysis) and value.__module__ == module.__name__
             ]
-            assert len(classes) == 1, f"{module.__name__} must define one Analysis, it defines {len(classes)}"
+            assert len(classes) == 1, f"{module.__name__} must define exactly one Analysis, not {len(classes)}"
             analyses[name] = classes[0]()
     return dict(sorted(analyses.items(), key=lambda item: item[1].order))
 
 
 def check_analysis_names(only: Sequence[str] | None) -> None:
-    """Raises UserError for a name that no analysis has."""
+    """Check the names of analyses.
+
+    Raises:
+        UserError: a name is unknown.
+    """
     for name in only or ():
         if name not in list_analysis_names():
-            raise UserError(f"--only: there is no analysis {name!r}; {format_choices(name, list_analysis_names())}")
+            raise UserError(f"--only: unknown analysis {name!r}; {format_choices(name, list_analysis_names())}")

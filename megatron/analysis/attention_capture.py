@@ -1,8 +1,8 @@
-"""Captures the inputs of every layer's attention while a model reads.
+"""Capture the inputs of attention in every layer of a forward pass.
 
-A backend is handed everything that attention is computed from as one value, `AttentionInputs`. So one that hands it on
-to a hook and then computes as before sees each layer of the real forward pass, and nothing of that pass is written a
-second time. Maps are computed from `AttentionInputs` in blocks of rows, so no map is ever whole in memory.
+A backend receives everything needed to compute attention as one value, `AttentionInputs`. A wrapper that passes this
+value to a hook, and then calls the real backend, observes each layer of the actual forward pass without reimplementing
+it. Maps are computed from `AttentionInputs` in blocks of rows, so that no full map is ever in memory.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 
 AttentionHook = Callable[[int, AttentionInputs], None]
-"""Called with a layer's number, from 0, and what its attention is computed from."""
+"""Callback that receives a layer's index, from 0, and its attention inputs."""
 
 MAX_BLOCK_ELEMENTS = 1 << 20
-"""Numbers of a block's score maps, over all heads."""
+"""Maximum number of elements in a block of score maps, over all heads."""
 
 
 class CapturingBackend:
-    """A backend that calls a hook with its inputs, and computes as another."""
+    """Backend that passes its inputs to a hook, and then calls another backend."""
 
     def __init__(self, backend: AttentionBackend, layer: int, hook: AttentionHook) -> None:
         self.backend, self.layer, self.hook = backend, layer, hook
@@ -48,13 +48,12 @@ class CapturingBackend:
 
 
 def list_attention_layers(model: GPT) -> list[PositionedAttention]:
-    """The attention of each layer."""
     return [layer.self_attention.core_attention for layer in model.local_layers]
 
 
 @contextmanager
 def capture_attention(model: GPT, hook: AttentionHook) -> Iterator[None]:
-    """Inside, the hook is called for each layer of every forward pass."""
+    """Context manager in which a hook is called for each layer of every forward pass."""
     backends = [(attention, attention.backend) for attention in list_attention_layers(model)]
     for attention, backend in backends:
         attention.backend = CapturingBackend(backend, attention.layer_index, hook)
@@ -67,14 +66,14 @@ def capture_attention(model: GPT, hook: AttentionHook) -> Iterator[None]:
 
 @torch.no_grad()
 def run_forward(model: GPT, tokens: np.ndarray, hook: AttentionHook) -> None:
-    """Let the model read one window of tokens [L], and call the hook for each layer."""
+    """Run a forward pass over one window of tokens [L], and call the hook for each layer."""
     device = next(model.parameters()).device
     with capture_attention(model, hook):
         model.hidden_states(torch.from_numpy(tokens.astype(np.int64))[None].to(device))
 
 
 def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
-    """The rows from the query at index `first` on."""
+    """Return the attention inputs of the query rows from index `first` on."""
     num_skipped = min(max(first - inputs.query.start, 0), inputs.query.length)
     query = replace(inputs.query, start=inputs.query.start + num_skipped, length=inputs.query.length - num_skipped)
     mask = inputs.key_mask
@@ -94,10 +93,10 @@ def slice_from_row(inputs: AttentionInputs, first: int) -> AttentionInputs:
 
 
 def compute_attention_weights(block: AttentionInputs) -> torch.Tensor:
-    """What each query pays to each key, [B, H, R, C], before dropout."""
+    """Compute the attention weights of each query over all keys, [B, H, R, C], before dropout."""
     return compute_weights(block)
 
 
 def choose_block_size(inputs: AttentionInputs) -> int:
-    """Rows of a block whose score maps are bounded."""
+    """Return the number of rows per block that bounds the size of score maps."""
     return max(1, MAX_BLOCK_ELEMENTS // (inputs.q.shape[0] * inputs.q.shape[1] * inputs.key.length))

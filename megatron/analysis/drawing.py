@@ -1,4 +1,4 @@
-"""What the pictures of analyses share: sizes, panels, colours, scales. Style and colours are those of the reports."""
+"""Drawing functions shared by analyses: sizes, panels, colors, and scales, in the style of the reports."""
 
 import io
 import textwrap
@@ -13,19 +13,19 @@ from matplotlib.image import AxesImage
 
 REFERENCE_COLOR = "0.45"
 EMPTY_COLOR = "0.93"
-"""The colour of cells in which there is nothing to show."""
+"""Color of empty cells."""
 
 
 def create_panels(
     count: int, narrow: bool, *, columns: int = 3, width: float = 3.2, height: float = 2.7, legend_height: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, row by row.
+    """Create a figure with `count` panels, row by row.
 
     Args:
-        narrow: for telephones: 4 inches wide, at most two panels side by side if each is small.
-        columns: panels side by side.
-        width, height: inches of a panel.
-        legend_height: inches for a legend under all of them.
+        narrow: True for phones: 4 inches wide, with at most two small panels side by side.
+        columns: number of panels side by side.
+        width, height: size of a panel in inches.
+        legend_height: height of a legend below all panels, in inches.
     """
     columns = min(count, columns)
     if narrow:
@@ -49,7 +49,7 @@ def save_png(figure: Figure) -> bytes:
 
 
 def add_titles(axes: Axes, title: str, x_label: str = "", y_label: str = "", wrap: int | None = None) -> None:
-    """A panel's title, in lines of at most `wrap` characters, and the names of its axes."""
+    """Set a panel's title, wrapped after `wrap` characters, and its axis labels."""
     if wrap is not None:
         title = "\n".join(line for part in title.split("\n") for line in textwrap.wrap(part, wrap))
     axes.set_title(title, loc="left", fontsize=8.5)
@@ -58,7 +58,7 @@ def add_titles(axes: Axes, title: str, x_label: str = "", y_label: str = "", wra
 
 
 def choose_norm(values: Sequence[np.ndarray], *, signed: bool = False, logarithmic: bool = False) -> Normalize:
-    """The scale of colours of some maps: with zero in the middle, by the logarithm down to a millionth, or linear."""
+    """Choose a color scale for maps: linear, symmetric around zero, or logarithmic over at most six decades."""
     finite = np.concatenate([array[np.isfinite(array)] for array in values])
     if logarithmic:
         finite = finite[finite > 0]
@@ -72,10 +72,10 @@ def choose_norm(values: Sequence[np.ndarray], *, signed: bool = False, logarithm
 def draw_heatmap(
     axes: Axes, values: np.ndarray, norm: Normalize, *, extent: tuple[float, float, float, float] | None = None
 ) -> AxesImage:
-    """A matrix as colours, blue to red where zero is in the middle of the scale; NaN is grey.
+    """Draw a matrix as colors, blue to red if the scale is symmetric around zero; NaN is gray.
 
     Args:
-        extent: of the axes: left, right, bottom, top.
+        extent: limits of the axes: left, right, bottom, top.
     """
     signed = norm.vmin is not None and norm.vmin == -(norm.vmax or 0)
     axes.set_facecolor(EMPTY_COLOR)
@@ -91,7 +91,6 @@ def draw_heatmap(
 
 
 def add_color_bar(figure: Figure, image: AxesImage, axes: Axes | Sequence[Axes]) -> None:
-    """The bar with the scale of the colours."""
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.ax.tick_params(labelsize=6.5)
     bar.outline.set_visible(False)
@@ -105,16 +104,16 @@ def draw_map_grid(
     logarithmic: Collection[str] = (),
     narrow: bool,
 ) -> bytes:
-    """Maps of several lengths side by side, kinds one under the other; a kind has one scale and one bar of colours.
+    """Draw maps of several lengths side by side, with one row and one color scale for each kind.
 
     Args:
-        rows: kind → a map per length.
-        logarithmic: kinds whose colours go by the logarithm; those of the others have zero in the middle.
+        rows: kind → one map per length.
+        logarithmic: kinds with logarithmic colors; those of other kinds are symmetric around zero.
     """
     height, width = 1.25 if narrow else 1.6, 4.0 if narrow else 2.4 * len(lengths) + 0.9
     figure = Figure(figsize=(width, height * len(rows) + 0.75), dpi=170 if narrow else 110)
     FigureCanvasAgg(figure)
-    # Not matplotlib's automatic layout, which takes seconds for as many panels.
+    # Matplotlib's automatic layout takes seconds for this number of panels.
     inch = 1 / (height * len(rows) + 0.75)
     grid = figure.add_gridspec(
         len(rows), len(lengths) + 1, width_ratios=[*[1.0] * len(lengths), 0.05], hspace=0.42,
@@ -130,7 +129,7 @@ def draw_map_grid(
             axes.tick_params(labelsize=6, length=2)
             axes.locator_params(nbins=3)
             axes.spines[["top", "right"]].set_visible(False)
-            if narrow and column:  # the same numbers as below
+            if narrow and column:  # same labels as below
                 axes.set_yticklabels([])
             prefix = f"{kind}, " if column == 0 else ""
             axes.set_title(f"{prefix}{length:,}", loc="left", fontsize=6.6 if narrow else 7.5, pad=2.5)

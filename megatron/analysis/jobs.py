@@ -1,7 +1,7 @@
-"""Models that `analyze` works on: read and checked before torch is imported, then loaded one by one with their inputs.
+"""Models that `analyze` processes: validated before torch is imported, then loaded one at a time with their inputs.
 
-Trained models read windows of a text, or sequences of the task that they learned; a configuration that was not trained
-has the encodings that its training would begin with.
+Trained models read windows of a text, or sequences of the task that they were trained on. An untrained configuration
+has the encodings at the start of training.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from megatron.config.schema import Config
     from megatron.position.encoding import Encoding
 
-# torch is imported where it is used: a mistake in the options is reported at once.
+# torch is imported inside functions, so that errors in the options are reported at once.
 
 DEFAULT_ANALYSIS_MULTIPLES = [1.0, 4.0]
-"""Window lengths in training lengths, unless said otherwise."""
+"""Default window lengths, as multiples of the training length."""
 PAGE_FILE = "analysis.html"
 RESULTS_FOLDER = "analysis"
-"""In a run's folder, where the results of a single run go."""
+"""Folder for the results of a single run, inside its run folder."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,24 @@ class AnalysisInputs:
     """Windows of tokens that all models read."""
 
     description: str
-    """A sentence on them."""
+    """Description in one sentence."""
     windows: Mapping[int, Sequence[np.ndarray]]
-    """Length in tokens, ascending → the windows, each [length]; as many of every length."""
+    """Length in tokens, ascending → windows of shape [length]; the same number for every length."""
 
 
 @dataclass(frozen=True)
 class AnalysisRequest:
-    """The models that are analyzed, how, and where the results go."""
+    """Models to analyze, options, and output folder."""
 
     runs: tuple[TrainedRun, ...]
     untrained: tuple[tuple[str, Config], ...]
-    """Configurations as they were written, and what they say."""
+    """Texts of configurations, and the parsed configurations."""
     options: AnalysisOptions
     folder: Path
     lengths: tuple[int, ...]
-    """In tokens, ascending."""
+    """Window lengths in tokens, ascending."""
     inputs: AnalysisInputs | None
-    """Of the runs; None if no analysis reads."""
+    """Inputs of the runs; None if no analysis needs them."""
 
 
 def read_analysis_request(
@@ -84,23 +84,25 @@ def read_analysis_request(
     options: AnalysisOptions,
     output: str | Path | None,
 ) -> AnalysisRequest:
-    """Open the runs and configurations that are named.
+    """Open the named runs and configurations.
 
     Args:
-        runs: folders of runs, or checkpoints.
-        configs: configurations to analyze untrained, each as `train` takes them: `125M kerple_log num_layers=2`.
-        output: the folder for the page and the data; a single run's own if None.
+        runs: run folders or checkpoints.
+        configs: untrained configurations in the format of `train`: `125M kerple_log num_layers=2`.
+        options: analysis options.
+        output: folder for the page and the data; a single run's own if None.
 
     Raises:
-        UserError: models that cannot be analyzed, or not side by side; RunError: a checkpoint is damaged.
+        UserError: a model cannot be analyzed, or the models are not comparable.
+        RunError: a checkpoint is damaged.
     """
     if not runs and not configs:
-        raise UserError("no run given; name a run's folder, or a configuration with --config")
+        raise UserError("no run given; expected a run folder, or a configuration with --config")
     check_analysis_names(options.only)
     check_precision(options.precision, options.device)
     trained_runs = open_runs(runs)
     if duplicate := next((text for text in configs if configs.count(text) > 1), None):
-        raise UserError(f"--config {duplicate!r} is given twice")
+        raise UserError(f"--config {duplicate!r}: given twice")
     untrained = tuple((text, _load_config(text)) for text in configs)
     all_configs = [run.config for run in trained_runs] + [config for _, config in untrained]
     _check_indices("--layers", options.layers, [config.model.num_layers for config in all_configs], "layers")
@@ -113,7 +115,7 @@ def read_analysis_request(
 
 
 def _load_config(text: str) -> Config:
-    """A configuration as `train` takes it."""
+    """Load a configuration in the format of `train`."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -121,16 +123,20 @@ def _load_config(text: str) -> Config:
     pairs = [word for word in words if "=" in word and not os.path.isfile(word)]
     try:
         return load_config([word for word in words if word not in pairs], pairs).config
-    except UserError as error:  # its keys are no options of the command
+    except UserError as error:  # its keys are not options of this command
         lines = [line.removeprefix("command line: ") for line in str(error).splitlines()]
         raise UserError("\n".join(f"--config {text!r}: {line}" for line in lines)) from error
 
 
 def _check_indices(key: str, indices: Sequence[int] | None, counts: Sequence[int], noun: str) -> None:
-    """Raises UserError for a layer or head that no model has."""
+    """Check the indices of layers or heads.
+
+    Raises:
+        UserError: no model has an index.
+    """
     for index in indices or ():
         if not 0 <= index < max(counts):
-            raise UserError(f"{key}: there is no {index}; {noun} are counted from 0 to {max(counts) - 1}")
+            raise UserError(f"{key}: {index} does not exist; {noun} are numbered from 0 to {max(counts) - 1}")
 
 
 def _choose_folder(
@@ -140,11 +146,15 @@ def _choose_folder(
         return Path(output)
     if len(runs) == 1 and not untrained:
         return runs[0].folder / RESULTS_FOLDER
-    raise UserError("several models are looked at: name a folder for the page with --output")
+    raise UserError("several models: choose a folder for the page with --output")
 
 
 def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
-    """Refuse a folder with files by the names of ours that no analysis wrote. Raises UserError."""
+    """Check that a folder has no files with the names of our results that no analysis wrote.
+
+    Raises:
+        UserError: it has such a file.
+    """
     names = options.only or list_analysis_names()
     data_files = [folder / f"{name}.{suffix}" for name in names for suffix in ("csv", "json")]
     refuse_foreign_files("--output", [folder / PAGE_FILE], is_generated_page)
@@ -154,7 +164,7 @@ def _refuse_foreign_results(folder: Path, options: AnalysisOptions) -> None:
 def _choose_lengths_and_inputs(
     runs: Sequence[TrainedRun], configs: Sequence[Config], options: AnalysisOptions
 ) -> tuple[tuple[int, ...], AnalysisInputs | None]:
-    """The lengths of windows in tokens, and the runs' inputs, if any of the analyses reads."""
+    """Choose the window lengths in tokens, and the runs' inputs if any analysis needs them."""
     no_lengths = options.lengths is None and options.multiples is None
     multiples = DEFAULT_ANALYSIS_MULTIPLES if no_lengths else options.multiples
     eval_options = EvaluationOptions(
@@ -170,39 +180,46 @@ def _choose_lengths_and_inputs(
         text = load_common_text(runs, options.data)
         return lengths, inputs_from_text(text, lengths, options.windows, inside_documents=apart)
     if options.data is not None:
-        raise UserError("--data names a text, and nothing that was asked for reads one")
+        raise UserError("--data: no requested analysis reads a text")
     if options.windows != AnalysisOptions.model_fields["windows"].default:
-        raise UserError("--windows is of a text, and nothing that was asked for reads one")
+        raise UserError("--windows: no requested analysis reads a text")
     return lengths, None
 
 
 def inputs_from_text(
     text: EvalText, lengths: Sequence[int], count: int, *, inside_documents: bool = False
 ) -> AnalysisInputs:
-    """Windows of a text, as protocol `last` chooses them. Raises UserError if the text is too short.
+    """Choose windows of a text as protocol `last` does.
 
-    inside_documents: a model has learned to read documents by themselves. Then windows lie within one document each,
-        if any is as long as the longest window; if none is, they cross documents and are read as one.
+    Args:
+        inside_documents: True if a model was trained with document masking. Windows then lie within one document each
+            if any document is long enough. Otherwise they cross documents, and are treated as one document.
+
+    Raises:
+        UserError: the text is too short.
     """
     plan = build_scoring_plan(len(text.tokens), lengths, "last", targets=[1], windows=count)
     ends, where = plan.starts[plan.lengths[0]] + plan.lengths[0], ""
     if inside_documents and text.vocabulary.eod is not None:
         own_ends = find_ends_inside_documents(text.tokens, text.vocabulary.eod, plan.lengths[-1], count)
-        where = " each within one document," if len(own_ends) else " across documents, none of which is long enough,"
+        where = " each within one document," if len(own_ends) else " across documents, because none is long enough,"
         ends = own_ends if len(own_ends) else ends
     windows = {
         length: [np.asarray(text.tokens[end - length : end]) for end in ends.tolist()] for length in plan.lengths
     }
     description = (
         f"Windows of {_format_lengths(lengths)} tokens of {text.name} (tokenizer {text.vocabulary.name}),{where} "
-        f"{len(ends)} of each length; those of all lengths end at the same tokens."
+        f"{len(ends)} of each length; windows of all lengths end at the same tokens."
     )
     return AnalysisInputs(description, windows)
 
 
 def find_ends_inside_documents(tokens: np.ndarray, eod: int, length: int, count: int) -> np.ndarray:
-    """Places in a text [N] before which `length` tokens are of one document each: `count` of them, or as many as there
-    are, spread evenly over all such places. int64 [places]."""
+    """Find window ends in a text [N] such that the `length` tokens before each end belong to one document.
+
+    Returns:
+        `count` ends, or fewer if there are not enough, evenly spread over all candidates, int64 [ends].
+    """
     stops = np.append(np.flatnonzero(tokens == eod) + 1, len(tokens))
     starts = np.append(0, stops[:-1])
     places = np.maximum(stops - starts - length + 1, 0)
@@ -214,17 +231,18 @@ def find_ends_inside_documents(tokens: np.ndarray, eod: int, length: int, count:
 
 
 def inputs_from_task(task_eval: TaskEval) -> AnalysisInputs:
-    """Fresh sequences of a task at each length of its input, placeholders and answers included.
+    """Sample sequences of a task at each input length, including placeholders and answers.
 
-    Raises UserError for a task that says positions of its own: analyses read tokens at their indices.
+    Raises:
+        UserError: the task sets position ids, which analyses do not support.
     """
     if task_eval.task_config.task.position_limit is not None:
-        raise UserError(f"{task_eval.task_config.label} says positions of its own, and analyses read tokens at indices")
+        raise UserError(f"{task_eval.task_config.label} sets position ids, which analyses do not support")
     batches = {length: task_eval.sample_batch(length).tokens for length in task_eval.lengths}
     windows = {tokens.shape[1]: list(tokens) for tokens in batches.values()}
     description = (
-        f"Fresh sequences of the task {task_eval.task_config.label}, {task_eval.num_sequences} at each "
-        f"length of its input ({_format_lengths(task_eval.lengths)}); with the places of the answers they have "
+        f"New sequences of the task {task_eval.task_config.label}, {task_eval.num_sequences} for each "
+        f"input length ({_format_lengths(task_eval.lengths)}). Including the answers, sequences have "
         f"{_format_lengths(list(windows))} tokens."
     )
     return AnalysisInputs(description, windows)
@@ -236,8 +254,6 @@ def _format_lengths(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class UntrainedJob:
-    """A configuration that was not trained."""
-
     config: Config
     name: str
     work_item: WorkItem
@@ -247,7 +263,7 @@ AnalysisJob = RunJob | UntrainedJob
 
 
 def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
-    """The runs, then the configurations, with names that tell them apart."""
+    """Build jobs for the runs, then for the configurations, with distinct names."""
     options = request.options
     overrides = list_overrides(options)
     names = name_runs(request.runs, **overrides)
@@ -258,7 +274,7 @@ def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
     ]
     sources = [*(run.name for run in request.runs), *(text for text, _ in request.untrained)]
     unique_names: list[str] = []
-    for name, source in zip(names, sources, strict=True):  # the seeds of a method share a name in evaluations
+    for name, source in zip(names, sources, strict=True):  # in evaluations the seeds of a method share a name
         unique_names.append(f"{name} [{source}]" if name in unique_names else name)
     num_runs = len(request.runs)
     run_names, untrained_names = unique_names[:num_runs], unique_names[num_runs:]
@@ -279,14 +295,18 @@ def _sum_costs(request: AnalysisRequest, trained: bool) -> float:
 
 
 def estimate_relative_cost(analysis: str, request: AnalysisRequest, trained: bool) -> float:
-    """Roughly how long an analysis takes, in units of one that reads nothing."""
+    """Estimate the cost of an analysis relative to one that needs no inputs."""
     if request.inputs is None or not trained or not needs_text(analysis):
         return 1.0
     return 1.0 + sum(len(windows) * (length / 512) ** 2 for length, windows in request.inputs.windows.items())
 
 
 def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> AnalysisContext:
-    """Load a model, or build the encodings of a configuration. Raises RunError if a checkpoint is damaged."""
+    """Load a model, or build the encodings of a configuration.
+
+    Raises:
+        RunError: a checkpoint is damaged.
+    """
     options, config = request.options, job.config
     if isinstance(job, UntrainedJob):
         encodings = _build_untrained_encodings(config, options)
@@ -294,7 +314,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
     from megatron.analysis.attention_capture import list_attention_layers
 
     model = job.load("chunked", **list_overrides(options)).model
-    model.end_of_document = None  # what it reads is one document (`inputs_from_text`)
+    model.end_of_document = None  # each window is treated as one document (`inputs_from_text`)
     attentions = list_attention_layers(model)
     encodings = _group_encodings(
         [(each.encoding, each.window) for each in attentions],
@@ -305,7 +325,7 @@ def load_analysis_context(job: AnalysisJob, request: AnalysisRequest) -> Analysi
 
 
 def _group_encodings(layers: Sequence[tuple[Encoding, int | None]], *, is_shared: bool) -> list[LayerEncoding]:
-    """One for each layer, or for each kind of layers that share an encoding and have the same window."""
+    """Group encodings: one for each layer, or for each set of layers that share an encoding and a window."""
     if not is_shared:
         return [LayerEncoding(encoding, (layer,), window) for layer, (encoding, window) in enumerate(layers)]
     kinds: dict[tuple[int, int | None], list[int]] = {}
@@ -318,7 +338,7 @@ def _group_encodings(layers: Sequence[tuple[Encoding, int | None]], *, is_shared
 
 
 def _build_untrained_encodings(config: Config, options: AnalysisOptions) -> list[LayerEncoding]:
-    """The encodings that training would begin with, as the options have them read."""
+    """Build the encodings at the start of training, with the overrides of the options."""
     import torch
 
     from megatron.model.position_modules import (

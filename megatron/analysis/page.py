@@ -1,7 +1,7 @@
-"""One self-contained page of all analyses: text, charts, tables and pictures, with nothing that must lie beside it.
+"""Self-contained page of all analyses: text, charts, tables, and figures.
 
-Functions are charts that answer the pointer. Maps are pictures, embedded as base64, each in two widths, so that the
-page reads well on 400 pixels too. What an analysis has nothing to say of stands there in words.
+Functions are shown as interactive charts. Maps are images embedded as base64, in two widths, so that the page is
+readable on screens of 400 pixels. If an analysis does not apply to a model, the page states the reason.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,32 +23,32 @@ from megatron.reports.html_page import (
 )
 
 MIN_TEXT_LENGTH = 40
-"""Columns with a longer cell hold text and not numbers."""
+"""Maximum cell length of a numeric column; columns with longer cells are text."""
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """An analysis on the page."""
+    """Section of one analysis."""
 
     name: str
     title: str
     text: str
     blocks: Sequence[Block]
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Name of a model → why the analysis has nothing to say of it."""
+    """Name of a model → reason why the analysis does not apply."""
     file: str | None = None
-    """Where its data lie, beside the page."""
+    """Name of the data file, next to the page."""
 
     @property
     def missing_reasons(self) -> list[str]:
-        """A sentence for each reason, which names all models that it holds for."""
+        """Sentence for each reason, with the names of the models."""
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in self.missing.items():
             names_by_reason.setdefault(reason, []).append(name)
         return [_format_reason(names, reason) for reason, names in names_by_reason.items()]
 
     def draw_blocks(self) -> Iterator["PageBlock"]:
-        """What stands under the text, in order; pictures are drawn now."""
+        """Yield the blocks below the text, in order. Figures are drawn now."""
         for is_chart, blocks in groupby(self.blocks, key=lambda block: isinstance(block, Chart)):
             if is_chart:
                 yield PageBlock(charts=cast(Sequence[Chart], list(blocks)))
@@ -58,15 +58,15 @@ class PageSection:
 
 @dataclass(frozen=True)
 class PageBlock:
-    """One of four things on the page."""
+    """Block of the page, of one of four kinds."""
 
     paragraph: str | None = None
     picture: HtmlPicture | None = None
     charts: Sequence[Chart] = ()
-    """Side by side."""
+    """Charts side by side."""
     table: HtmlTable | None = None
     summary: str | None = None
-    """Of a table that is shown when this is clicked on."""
+    """Summary line of a collapsed table."""
 
 
 def render_analysis_page(
@@ -77,14 +77,15 @@ def render_analysis_page(
     facts: Mapping[str, str],
     command: str | None = None,
 ) -> str:
-    """The page as a string of HTML.
+    """Render the page as an HTML string.
 
     Args:
-        summary: paragraphs under the title.
-        sections: in order.
-        models: a table of the models that were analysed, which it names by their methods.
-        facts: machine, software and the like.
-        command: that made the page, if one did.
+        title: title of the page.
+        summary: paragraphs below the title.
+        sections: sections, in order.
+        models: table of the analyzed models, named by their methods.
+        facts: machine, software, and similar facts.
+        command: command that made the page, if any.
     """
     return render_template(
         Path(__file__).parent / "templates" / "analysis.html",
@@ -98,10 +99,10 @@ def render_analysis_page(
 
 
 def _format_reason(names: Sequence[str], reason: str) -> str:
-    """That an analysis has nothing to say of some models, and why."""
+    """Format the reason why an analysis does not apply to some models."""
     if len(names) == 1:
         return f"Does not apply to {names[0]}. {reason}"
-    return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. Of each: {reason[0].lower()}{reason[1:]}"
+    return f"Does not apply to {', '.join(names[:-1])} and {names[-1]}. For each: {reason[0].lower()}{reason[1:]}"
 
 
 def _draw_block(block: str | Figure | Table) -> PageBlock:

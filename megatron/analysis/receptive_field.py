@@ -1,14 +1,14 @@
-"""The receptive field of a series: how many of its first terms hold all but a share ε of its sum.
+"""Receptive field of a series: the number of first terms that contain all but a share ε of its sum.
 
-Two definitions of Qin et al. 2023 (Exploring Transformer Extrapolation), which differ in more than ties:
+Qin et al. 2023 (Exploring Transformer Extrapolation) use two definitions, which differ in more than ties:
 
-* `theoretical`, equation 22: min{j ≥ 1 : Σ_{t<j} b_t > (1 − ε)·Σ_{t≥0} b_t}, over the infinite series. What lies beyond
-  the terms that are added up is bounded by the form that the encoding declares (`megatron.position.series_tails`);
-  where the bounds leave several answers open, the field is an interval.
-* `finite`, the algorithm of the paper's plots (appendix E): of m terms, the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m}
-  a_t, and m at ε = 0.
+* `theoretical`, equation 22: min{j ≥ 1 : Σ_{t<j} b_t > (1 − ε)·Σ_{t≥0} b_t}, over the infinite series. The remainder
+  after the explicit terms is bounded by the form that the encoding declares (`megatron.position.series_tails`). If the
+  bounds allow several answers, the field is an interval.
+* `finite`, the algorithm of the paper's plots (appendix E): of m terms, the smallest j with
+  Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0.
 
-Keys are counted with the query's own. Two sums that differ by less than a few roundings count as equal.
+The count of keys includes the query's own. Two sums are equal if they differ by less than a few rounding errors.
 """
 
 import math
@@ -21,21 +21,21 @@ from torch import Tensor
 from megatron.position.series_tails import SeriesTail
 
 MAX_FIELD = 2**53
-"""Above this whole numbers are not exact in float64; no receptive field is looked for beyond."""
+"""Largest receptive field that is searched for; larger whole numbers are not exact in float64."""
 TIE_TOLERANCE = 1e-12
-"""Relative difference below which sums are equal: 2^16 terms in float64 are added to better than that."""
+"""Relative difference below which sums are equal. Sums of 2^16 float64 terms are more accurate than this."""
 PLOTTED_EPSILONS: tuple[float, ...] = tuple(torch.linspace(1, 0, 50, dtype=torch.float64).tolist())
-"""The values of ε in the paper's plots."""
+"""Values of ε in the paper's plots."""
 
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """The receptive field, or bounds of it."""
+    """Receptive field, or its bounds."""
 
     low: float
-    """Whole, or infinite where the series diverges."""
+    """Lower bound: a whole number, or infinity if the series diverges."""
     high: float
-    """The same as `low` where it is known exactly; infinite where only a lower bound is."""
+    """Upper bound: equal to `low` if the field is known exactly; infinity if only a lower bound is known."""
 
     @property
     def exact(self) -> bool:
@@ -55,21 +55,21 @@ UNBOUNDED = ReceptiveField(math.inf, math.inf)
 
 
 def compute_theoretical_field(bias: Tensor, tail: SeriesTail, epsilons: Sequence[float]) -> list[ReceptiveField]:
-    """The receptive field by equation 22 at each ε.
+    """Compute the receptive field by equation 22 at each ε.
 
     Args:
         bias: ln b_t of the first terms, float64 [N]; −∞ for a term that is 0.
-        tail: what is known of the terms from N on.
-        epsilons: each in (0, 1].
+        tail: asymptotic form of the terms from N on.
+        epsilons: values in (0, 1].
 
     Returns:
-        A field for each ε; infinite where the series diverges.
+        A field for each ε; infinite if the series diverges.
     """
     if tail.converges is False:
         return [UNBOUNDED] * len(epsilons)
     count = len(bias)
     remainder_bounds = tail.log_remainder_bounds(count)
-    # ln Σ_{t ≥ j} b_t for j = 0 … N, with either bound of the terms from N on.
+    # ln Σ_{t ≥ j} b_t for j = 0 … N, using the lower and the upper bound of the terms from N on.
     low, high = (
         torch.logcumsumexp(torch.cat([bias, torch.tensor([bound], dtype=torch.float64)]).flip(0), 0).flip(0)
         for bound in remainder_bounds
@@ -77,7 +77,7 @@ def compute_theoretical_field(bias: Tensor, tail: SeriesTail, epsilons: Sequence
     fields = []
     for epsilon in epsilons:
         below, above = math.log(epsilon) + low[0].item(), math.log(epsilon) + high[0].item()
-        # Where the bounds say nothing, the field is at least 1, and at most anything.
+        # Without useful bounds, the field is at least 1 and has no upper limit.
         lower = _find_first(low, above, lambda j: tail.log_remainder_bounds(j)[0], unknown=1, beyond=MAX_FIELD)
         upper = _find_first(high, below, lambda j: tail.log_remainder_bounds(j)[1], unknown=math.inf, beyond=math.inf)
         fields.append(ReceptiveField(lower, upper))
@@ -87,14 +87,14 @@ def compute_theoretical_field(bias: Tensor, tail: SeriesTail, epsilons: Sequence
 def _find_first(
     inside: Tensor, bound: float, outside: Callable[[int], float], *, unknown: float, beyond: float
 ) -> float:
-    """The least j ≥ 1 with ln Σ_{t ≥ j} b_t < bound.
+    """Find the smallest j ≥ 1 with ln Σ_{t ≥ j} b_t < bound.
 
     Args:
-        inside: one bound of ln Σ_{t ≥ j} b_t for j = 0 … N.
-        bound: what it has to fall below.
+        inside: one bound of ln Σ_{t ≥ j} b_t, for j = 0 … N.
+        bound: threshold.
         outside: the same bound for j > N.
-        unknown: what is returned if the bound is not finite: the sum of all, or what is beyond the terms, is not known.
-        beyond: what is returned if there is no such j up to MAX_FIELD.
+        unknown: return value if the threshold is not finite, because the total or the remainder is unknown.
+        beyond: return value if there is no such j up to MAX_FIELD.
     """
     bound -= TIE_TOLERANCE
     if not math.isfinite(bound):
@@ -107,8 +107,10 @@ def _find_first(
 
 
 def _bisect(holds: Callable[[int], bool], fails: int) -> int | None:
-    """The least j for which a condition holds that fails for `fails` and all before; None if that is past
-    MAX_FIELD."""
+    """Find the smallest j that satisfies a monotone condition which is false up to `fails`.
+
+    Return None if j exceeds MAX_FIELD.
+    """
     step = max(fails, 1)
     while not holds(fails + step):
         fails += step
@@ -123,13 +125,14 @@ def _bisect(holds: Callable[[int], bool], fails: int) -> int | None:
 
 
 def compute_finite_field(terms: Tensor, epsilons: Sequence[float] = PLOTTED_EPSILONS) -> list[int]:
-    """The receptive field of m terms at each ε, as the paper's plots have it.
+    """Compute the receptive field of m terms at each ε, as in the paper's plots.
 
-    It is the least j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0, where terms may be too small to be seen.
+    It is the smallest j with Σ_{t<j} a_t ≥ (1 − ε)·Σ_{t<m} a_t, and m at ε = 0, because terms may be too small to
+    change the sum.
 
     Args:
         terms: a_t ≥ 0, float64 [m].
-        epsilons: each in [0, 1].
+        epsilons: values in [0, 1].
     """
     total = terms.sum()
     sums = torch.cat([total.new_zeros(1), terms.cumsum(0)])

@@ -1,7 +1,7 @@
-"""`./deepy.py analyze RUN…`: trained runs and configurations in, one page with its data out.
+"""`./deepy.py analyze RUN…`: analyze trained runs and configurations, and write one page with its data.
 
-Models are analyzed one after the other, each by every analysis; then the page shows them side by side. The data of an
-analysis are written as soon as a model has been analyzed, so what was measured stays whatever happens later.
+All analyses are applied to one model after another; then the page shows the models side by side. Data are written after
+each model, so that results survive a later failure.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
     from megatron.analysis.page import PageSection
 
-# What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
+# torch and matplotlib are imported inside functions, so that errors in the options are reported at once.
 
 LOCK_FILE = ".analysis.lock"
-LOCKED_MESSAGE = "another analysis is writing there; wait for its end, or choose another folder"
+LOCKED_MESSAGE = "another analysis is writing to this folder; wait for it to finish, or choose another folder"
 
 
 def analyze(
@@ -63,22 +63,22 @@ def analyze(
     """Analyze models side by side.
 
     Args:
-        runs: run folders (their latest checkpoint is taken) or checkpoint folders.
-        options: which analyses, of what; the defaults if None.
-        configs: configurations to analyze untrained, each as `train` takes them.
-        output: folder for the page and its data; `analysis` in a single run's folder if None.
-        console: where the progress and the names of the files go; None is silent.
+        runs: run folders (the latest checkpoint is used) or checkpoint folders.
+        options: analysis options; the defaults if None.
+        configs: untrained configurations in the format of `train`.
+        output: folder for the page and its data; if None, `analysis` in a single run's folder.
+        console: console for progress and file names; None is silent.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        UserError: anything that would keep the models from being analyzed, before any work.
-        RunError: a checkpoint is damaged, or what fails on the way.
+        UserError: a model cannot be analyzed; raised before any work.
+        RunError: a checkpoint is damaged, or an analysis fails.
     """
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
-    log(f"the page will be written to {request.folder / PAGE_FILE}")
+    log(f"the page will be saved as {request.folder / PAGE_FILE}")
     lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy=LOCKED_MESSAGE, patience=0.0)
     try:
         return _write_analysis(request, console, log)
@@ -119,23 +119,23 @@ def _write_analysis(request: AnalysisRequest, console: Console | None, log: LogF
 
 
 class AnalysisResults:
-    """The results of one analysis of all models, its file, and its part of the page.
+    """Results of one analysis for all models, with its data file and its section of the page.
 
     Args:
         name, analysis: the analysis.
-        folder: where its file is written.
+        folder: folder of the data file.
     """
 
     def __init__(self, name: str, analysis: Analysis, folder: Path) -> None:
         self.name, self.analysis = name, analysis
         self.file = folder / f"{name}.{analysis.data_format}"
         self.by_model: dict[str, Any] = {}
-        """Name of a model → what was measured."""
+        """Name of a model → result."""
         self.missing: dict[str, str] = {}
-        """Name of a model → why there is nothing to measure."""
+        """Name of a model → reason why the analysis does not apply."""
 
     def measure(self, context: AnalysisContext) -> None:
-        """Measure a model, and write the data of all until now."""
+        """Measure a model, and write the data of all models so far."""
         try:
             self.by_model[context.name] = self.analysis.measure(context)
         except NotApplicable as reason:
@@ -144,7 +144,7 @@ class AnalysisResults:
             write_text_atomically(self.file, self._format_data())
 
     def _format_data(self) -> str:
-        """The rows as CSV or JSON, `method` first in each."""
+        """Format the rows as CSV or JSON, with `method` as the first field."""
         rows = [
             {"method": name, **row} for name, result in self.by_model.items() for row in self.analysis.list_rows(result)
         ]
@@ -157,7 +157,7 @@ class AnalysisResults:
         return out.getvalue()
 
     def to_section(self, models: Sequence[str]) -> PageSection:
-        """Its part of the page. `models` are the names of all on it."""
+        """Build the section of the page, given the names of all models on it."""
         from megatron.analysis.page import PageSection
 
         return PageSection(
@@ -180,7 +180,7 @@ def _build_page(
     from megatron.reports.citation import format_command
 
     names = [job.name for job in jobs]
-    title = f"What {', '.join(names[:4])}{' and others' * (len(names) > 4)} attend to"
+    title = f"Attention of {', '.join(names[:4])}{' and others' * (len(names) > 4)}"
     facts = {
         "machine": describe_machine(),
         "software": list_software_versions(),
@@ -190,17 +190,17 @@ def _build_page(
     models = _build_model_table(jobs)
     drawings = WorkItem("the page", "draw", 2.0 * sum(isinstance(b, Figure) for s in sections for b in s.blocks))
     with ProgressMeter(console, [drawings]) as meter:
-        meter.begin(drawings, "drawing its pictures")
+        meter.begin(drawings, "drawing figures")
         sections = [replace(section, blocks=_report_drawings(section.blocks, drawings, meter)) for section in sections]
         return render_analysis_page(title, _build_summary(request), sections, models, facts, format_command())
 
 
 def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: ProgressMeter) -> list[Block]:
-    """The same blocks, whose pictures tell the meter when they are drawn, each in two widths."""
+    """Wrap the figures in blocks so that they report when they are drawn, once for each width."""
 
     def report(draw: Callable[[bool], bytes], narrow: bool) -> bytes:
         drawn = draw(narrow)
-        meter.update(drawings.done + 1, "drawing its pictures")
+        meter.update(drawings.done + 1, "drawing figures")
         return drawn
 
     return [
@@ -210,7 +210,7 @@ def _report_drawings(blocks: Sequence[Block], drawings: WorkItem, meter: Progres
 
 def _build_summary(request: AnalysisRequest) -> list[str]:
     if request.inputs is None:
-        return ["No text was read: what stands here follows from the biases alone."]
+        return ["No text was read: these results depend on the biases only."]
     return [f"{request.inputs.description} Layers and heads are counted from 0."]
 
 
@@ -223,5 +223,5 @@ def _build_model_table(jobs: Sequence[AnalysisJob]) -> Table:
         if isinstance(job, RunJob):
             rows.append([*cells, f"{job.run.trainer_state.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])
         else:
-            rows.append([*cells, "–", "a configuration, not trained"])
-    return Table(["method", "layers × width", "training length", "step", "where it comes from"], rows)
+            rows.append([*cells, "–", "untrained configuration"])
+    return Table(["method", "layers × width", "training length", "step", "source"], rows)

@@ -1,5 +1,8 @@
-"""Masks of documents: backends and methods that compute all documents of a row at once (`documents.mask_documents`),
-and masks that a backend prepares before the layers."""
+"""Document masks: which backends and methods compute all documents of a row at once, and masks prepared before the
+layers.
+
+See also `documents.mask_documents`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +26,8 @@ def can_mask_documents(
 ) -> bool:
     """Return True if attention is computed for all documents of a row at once.
 
-    Randomized positions are drawn for each document's own length, so that distances in a row are not differences of
-    columns; and what a processor reads of rows above must not be another document's.
+    Randomized positions are drawn for the length of each document, so distances in a row are not differences of
+    columns. A processor that reads rows above must not read rows of another document.
     """
     is_right = processor is None or processor.takes_first_columns
     return takes_first_keys(backend) and is_right and not randomized and not depends_on_document_start(encoding)
@@ -40,16 +43,16 @@ def compute_document_masks(
     *,
     dropout: bool,
 ) -> tuple[Segment, ...]:
-    """The segments with what a backend makes of their documents, which all layers share, and their recomputation.
+    """Return the segments with masks that the backend prepares once for all layers and their recomputation.
 
     Args:
-        segments: of all tokens from column P on, or of some of them.
-        starts: as `documents.check_document_starts` wants them.
-        backend: of all layers, whether it has `compute_document_mask` or not.
-        encoding: of a layer.
-        window: of the layers.
-        like: has the queries' type and device.
-        dropout: are attention weights dropped?
+        segments: segments of all tokens from column P on, or of some of them.
+        starts: document starts, as defined by `documents.check_document_starts`.
+        backend: backend of all layers, with or without `compute_document_mask`.
+        encoding: encoding of a layer.
+        window: window of the layers.
+        like: tensor with the type and device of the queries.
+        dropout: True if attention weights are dropped.
     """
     compute = getattr(backend, "compute_document_mask", None)
     if compute is None:

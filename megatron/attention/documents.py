@@ -1,22 +1,21 @@
-"""Documents of a packed row that are kept apart: each is read as if it were alone.
+"""Separated documents of a packed row: each is read as if it were alone.
 
-A row of training data holds several documents, one after another. Kept apart, a token sees its own document only, and
-indices begin at 0 at its first token: so do positions, distances, windows, and the edge that a processor's convolutions
-see. Queries and keys are turned, and embeddings added, for all tokens at once (`restart_positions`). Attention is
-computed in one of two ways, which give the same:
+A row of training data contains several documents, one after another. If they are separated, a token sees only its own
+document, and indices start at 0 at the first token of each document. The same holds for positions, distances, windows,
+and the edge seen by a processor's convolutions. Queries and keys are rotated, and embeddings added, for all tokens at
+once (`restart_positions`). Attention is computed in one of two equivalent ways:
 
-* document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is asked
-  about a document alone, so nothing can differ. Many short documents make many small calls.
-* all documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is right where the
-  scores of a query and a key do not depend on where their document begins: a bias or weight of the distance alone, and
-  contextual terms of what lies between the two. Which backends and methods allow it, and what a backend prepares for
-  it, is in `document_masks.py`.
+* Document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is
+  called for one document at a time, so results cannot differ. Many short documents cause many small calls.
+* All documents at once (`mask_documents`): each token sees the keys from its `first_keys` on. This is correct if the
+  scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
+  distance, and contextual terms of the tokens between. `document_masks.py` defines which backends and methods allow it,
+  and what a backend prepares for it.
 
-Where documents begin, the tokens say (`find_document_starts`): whoever prepared a row, and be it of a training, of an
-evaluation or a prompt, it is divided alike. A document that goes on in the next row begins there anew, as any text that
-is cut into rows.
+The tokens determine where documents begin (`find_document_starts`), so rows of training, evaluation and prompts are
+divided in the same way. A document that continues in the next row restarts there, like any text that is cut into rows.
 
-B batch, T tokens of the forward pass, P tokens that came before them.
+B batch, T tokens of the forward pass, P tokens before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +28,15 @@ from megatron.position.token_range import SampledPositions, TokenRange
 
 
 def find_document_starts(tokens: Tensor, eod: int | bool, mask: Tensor | None = None) -> Tensor:
-    """Return for each token of rows the column of its document's first token. The token that ends a document belongs to
-    it, and the next one begins another.
+    """Return the column of the first token of each token's document. The token that ends a document belongs to it.
 
     Args:
-        tokens: int64 [..., T]; or bool, which of them end a document.
+        tokens: int64 [..., T]; or bool, True for tokens that end a document.
         eod: the end-of-document token; or True.
-        mask: bool [..., T], False for padding at either end of a row; that counts as a document by itself.
+        mask: bool [..., T], False for padding at either end of a row, which counts as a separate document.
 
     Returns:
-        int64 [..., T], on the tokens' device.
+        int64 [..., T], on the device of the tokens.
     """
     is_first = torch.nn.functional.pad(tokens[..., :-1] == eod, (1, 0))
     if mask is not None:
@@ -49,13 +47,13 @@ def find_document_starts(tokens: Tensor, eod: int | bool, mask: Tensor | None = 
 
 
 def check_document_starts(starts: Tensor, batch: int, length: int) -> None:
-    """Refuse what says nothing of `length` tokens so far, or contradicts itself.
+    """Check that document starts have the right shape and are consistent.
 
     Args:
         starts: int64 [B, P + T] on the CPU: the column at which each token's document begins.
 
     Raises:
-        ValueError: says what it should be.
+        ValueError: describes the expected value.
     """
     if starts.shape != (batch, length) or starts.dtype != torch.int64 or starts.device.type != "cpu":
         raise ValueError(
@@ -65,17 +63,18 @@ def check_document_starts(starts: Tensor, batch: int, length: int) -> None:
     columns = torch.arange(length)
     is_first = starts == columns
     if not bool((is_first | (starts == starts.roll(1, dims=1))).all() and is_first[:, :1].all()):
-        raise ValueError("document_starts must be, of each token, the column of the first token of its document")
+        raise ValueError("document_starts must contain the column of the first token of each token's document")
 
 
 def split_documents(starts: Tensor, past: int = 0, sample: SampleFunction = no_sampling) -> tuple[Segment, ...]:
-    """A segment for each document that has a token at column P or after; for all rows together where all are divided
-    alike.
+    """Return a segment for each document that has a token at column P or later.
+
+    If all rows are divided equally, a segment covers all rows together.
 
     Args:
-        starts: as `check_document_starts` wants them.
+        starts: document starts, as defined by `check_document_starts`.
         past: P.
-        sample: of randomized positions.
+        sample: sampling function of randomized positions.
     """
     if bool((starts == starts[:1]).all()):
         return tuple(_split_row(starts[0], ALL_SEQUENCES, past, sample))
@@ -93,7 +92,10 @@ def _split_row(starts: Tensor, sequences: slice, past: int, sample: SampleFuncti
 
 
 def mask_documents(starts: Tensor, past: int, device: torch.device) -> tuple[Segment, ...]:
-    """All tokens from column P on as one segment, each seeing its own document: arguments as above."""
+    """Return all tokens from column P on as one segment in which each token sees its own document.
+
+    The arguments are those of `split_documents`.
+    """
     first_keys = starts[:, past:].to(device=device, dtype=torch.int32, non_blocking=True)
     return (Segment(TokenRange(past, starts.shape[1] - past), first_keys=first_keys),)
 
@@ -105,14 +107,15 @@ def restart_positions(
     segments: Sequence[Segment] = (),
     capacity: int | None = None,
 ) -> TokenRange:
-    """The positions of the tokens at some columns of all sequences, those at one column next to each other: T · B.
+    """Return the positions of the tokens at some columns of all sequences, T · B, with tokens of one column next to
+    each other.
 
     Args:
-        starts: as above.
+        starts: document starts, as defined by `check_document_starts`.
         columns: int64 [T] on the CPU.
-        device: where the positions go.
-        segments: those of the whole rows, if their positions are sampled.
-        capacity: tokens that rows will have at most; None for no more than these.
+        device: device of the positions.
+        segments: segments of the whole rows, if their positions are sampled.
+        capacity: maximum number of tokens of a row; None if rows do not grow.
     """
     indices = torch.arange(starts.shape[1]) - starts
     positions, limit = indices, int(indices.max()) + 1

@@ -1,7 +1,7 @@
-"""What attention is computed from, as one value, and the same cut into blocks of query rows.
+"""Inputs of attention as one value, and their division into blocks of query rows.
 
-What a row depends on beside itself a processor declares (`rows_above`, `row_terms`), and a block of rows is given that
-too. So a block against its own columns is exactly those rows of the whole.
+A processor declares what a row depends on besides itself (`rows_above`, `row_terms`), and a block of rows includes
+that. So a block against its own columns gives exactly the same rows as the whole.
 
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension.
 """
@@ -22,15 +22,15 @@ from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 BackendT = TypeVar("BackendT")
 
 DenseFunction = Callable[[TokenRange, TokenRange, Tensor, slice], ScoreTerms]
-"""Computes what `Encoding.dense` computes, from the same arguments: a kernel may do it in the encoding's stead."""
+"""Replacement for `Encoding.dense` with the same arguments, such as a kernel."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Everything that the attention of some query rows depends on."""
+    """All inputs of attention for some query rows."""
 
     q: Tensor
-    """Rotated queries [B, H, R, e]; without a processor [B, h, R, e]. e is d unless the encoding has it otherwise
+    """Rotated queries [B, H, R, e]; without a processor [B, h, R, e]. e is d unless the encoding changes it
     (`Encoding.qk_head_dim`)."""
     k: Tensor
     """Rotated keys [B, H or h, C, e]."""
@@ -43,50 +43,53 @@ class AttentionInputs:
     key_mask: Tensor | None = None
     """Bool [B, C] or [B, R, C], False for padding."""
     first_keys: Tensor | None = None
-    """int32 [B, R]: the index of the first key of each row's document, which never falls from row to row. Keys before
-    it are outside of the row's sequence, as columns before index 0 are: nothing of the row depends on them, and a
-    processor sees an edge there. For backends and encodings of which `document_masks.can_mask_documents` says so."""
+    """int32 [B, R]: index of the first key of each row's document, which never decreases from row to row.
+
+    Keys before it are outside the row's sequence, as columns before index 0 are: the row does not depend on them, and a
+    processor sees an edge there. Only for backends and encodings that support it (`document_masks.can_mask_documents`).
+    """
     document_mask: Any = None
-    """What the backend made of `first_keys` for these very rows before the layers (`AttentionBackend`s that have
-    `compute_document_mask`)."""
+    """Mask that the backend prepared from `first_keys` for these rows before the layers (`compute_document_mask`)."""
     row_bias: Tensor | None = None
-    """Float32 or float64 [B, H or h, R] as the queries: is added to the scores of a row, with `key_bias`."""
+    """Float32 or float64 [B, H or h, R], as the queries: added to the scores of a row, together with `key_bias`."""
     key_bias: Tensor | None = None
-    """The same of keys [B, H or h, C]. Beside the encoding's own bias, which is the same for all sequences."""
+    """Float32 or float64 [B, H or h, C]: added to the scores of a key. The encoding's own bias is the same for all
+    sequences."""
     window: int | None = None
-    """A row sees the last `window` keys only, its own included."""
+    """Number of last keys that a row sees, including its own; None for all."""
     softcap: float | None = None
-    """Bound of q·k/√d, before anything of the encoding or the processor (`numerics.soft_cap`)."""
+    """Bound of q·k/√d, applied before any term of the encoding or the processor (`numerics.soft_cap`)."""
     heads: slice = field(default_factory=lambda: ALL_HEADS)  # slices are not hashable before Python 3.12
-    """The requested heads: a tensor-parallel rank's own."""
+    """Requested heads: those of a tensor-parallel rank."""
     sinks: Tensor | None = None
-    """float32 [H]: of each head a logit that joins those of every row's keys in the softmax and has no value."""
+    """float32 [H]: a logit per head that joins the softmax of every row and has no value."""
     breaks_sticks: bool = False
-    """Stick-breaking in the place of the softmax (`softmax.py`), of which there are no sinks."""
+    """True for stick-breaking instead of the softmax (`softmax.py`), which has no sinks."""
     adds_remainder: bool = False
-    """True if stick-breaking gives a row's own key what the other keys leave."""
+    """True if stick-breaking gives the remaining weight to a row's own key."""
     dropout: float = 0.0
     """Probability of dropping an attention weight; 0 outside training."""
     dense: DenseFunction | None = None
-    """Computes the encoding's matrices in its stead, where a backend knows a faster way."""
+    """Replacement for the encoding's `dense`, if a backend has a faster one."""
     table: ScoreTerms | None = None
-    """The encoding's table [H, N] over the distances of these rows and columns or of more, where it was computed
-    before (`reference.precompute_terms`)."""
+    """The encoding's table [H, N] over at least the distances of these rows and columns, if precomputed
+    (`reference.precompute_terms`)."""
     processor_terms: Any = None
-    """What the backend made of the processor and the table before the layers (`AttentionBackend`s that have
-    `compute_processor_terms`)."""
+    """Values that the backend computed from the processor and the table before the layers
+    (`compute_processor_terms`)."""
     bias_contribution: BiasContribution | None = None
-    """The bias's own part of the processor's first layer, where it was computed before."""
+    """Contribution of the bias to the first layer of the processor, if precomputed."""
     q_above: Tensor | None = None
-    """Rotated queries [B, H, A, d] of the A rows right above, for a processor that reads rows above
-    (`Processor.reads_rows_above`): as many as it reads, or all on which no `row_sums` tell; None for none."""
+    """Rotated queries [B, H, A, d] of the A rows directly above, for a processor that reads rows above; None for none.
+
+    These are as many as the processor reads, or all rows that are not included in `row_sums`.
+    """
     row_sums: Tensor | None = None
-    """float32 [B, C]: for a processor with `row_terms` their sum over the rows above those of `q_above`; None for
-    zero."""
+    """float32 [B, C]: sum of a processor's `row_terms` over the rows above those of `q_above`; None for zero."""
 
     @property
     def score_heads(self) -> slice:
-        """The heads whose scores are needed: a processor reads the scores of all."""
+        """Heads whose scores are needed. A processor reads the scores of all heads."""
         return self.heads if self.processor is None else ALL_HEADS
 
     @property
@@ -98,14 +101,15 @@ class AttentionInputs:
 
     @property
     def head_sinks(self) -> Tensor | None:
-        """`sinks` of the requested heads, [h]."""
+        """Sinks of the requested heads, [h]."""
         return None if self.sinks is None else select_heads(self.sinks, self.heads)
 
     def drop_tensors(self) -> "AttentionInputs":
-        """Itself without queries, keys, values, sinks and tables: for a function that the backward pass recomputes.
+        """Return the inputs without queries, keys, values, sinks and tables, for a function that the backward pass
+        recomputes.
 
-        What such a function holds stays until then, even where the layer around it is recomputed. What it is handed as
-        an argument does not: the layer's recomputation brings it back.
+        Tensors captured by such a function stay in memory until then, even if the layer around it is recomputed.
+        Tensors passed as arguments do not, because recomputation of the layer restores them.
         """
         empty = self.q.new_empty(0)
         return replace(
@@ -123,7 +127,7 @@ class AttentionInputs:
         )
 
     def select_rows_above(self, start: int) -> Tensor | None:
-        """`q_above` of the rows from number `start` on."""
+        """Return `q_above` of the rows from index `start` on."""
         if self.processor is None or not self.processor.reads_rows_above:
             return None
         above = self.q[:, :, :start]
@@ -134,14 +138,14 @@ class AttentionInputs:
         return above if above.shape[2] else None
 
     def join_rows_above(self) -> "AttentionInputs":
-        """The rows above and its own as one, whose first rows know no rows above."""
+        """Join the rows above and these rows. The first of the joined rows have no rows above."""
         if self.q_above is None:
             return self
         count = self.q_above.shape[2]
         query = replace(self.query, start=self.query.start - count, length=self.query.length + count)
         mask = self.key_mask
         if mask is not None and mask.dim() == 3:
-            raise ValueError("a processor that reads rows above takes no mask for each row")
+            raise ValueError("a processor that reads rows above does not support a mask per row")
         row_bias = self.row_bias
         if row_bias is not None:
             row_bias = torch.cat([self.select_row_bias_above(), row_bias], dim=2)
@@ -149,16 +153,18 @@ class AttentionInputs:
         return replace(self, q=q, query=query, row_bias=row_bias, q_above=None)
 
     def select_row_bias_above(self) -> Tensor:
-        """`row_bias` of the rows above: a sum of gates, which is their keys' too, with the other sign."""
+        """Return `row_bias` of the rows above: a sum of gates, which is the negative of their `key_bias`."""
         assert self.q_above is not None
         assert self.key_bias is not None
         last = self.query.start - self.key.start
         return -self.key_bias[:, :, last - self.q_above.shape[2] : last]
 
     def select_rows(self, start: int, stop: int, row_sums: Tensor | None = None) -> "AttentionInputs":
-        """Rows start … stop − 1, without the columns that none of them depends on.
+        """Select rows start … stop − 1, without columns that none of them depends on.
 
-        row_sums: float32 [B, C], what the processor reads of all rows above, where that is known: they are left out.
+        Args:
+            row_sums: float32 [B, C], the processor's sums over all rows above, if known; the rows above are then
+                omitted.
         """
         query = replace(self.query, start=self.query.start + start, length=stop - start)
         q_above = self.select_rows_above(start) if row_sums is None else None
@@ -170,7 +176,7 @@ class AttentionInputs:
         first_keys = self.first_keys
         if first_keys is not None:
             first_keys = first_keys[:, start:stop]
-            if first_keys.device.type == "cpu":  # a GPU would have to be waited for
+            if first_keys.device.type == "cpu":  # on a GPU this would wait for the device
                 left = max(left, int(first_keys[:, 0].min()) - self.key.start)
         sums = self.row_sums if row_sums is None else row_sums
         mask = self.key_mask
@@ -194,8 +200,10 @@ class AttentionInputs:
 
 
 def pad_values(attend: Callable[[BackendT, AttentionInputs], Tensor]) -> Callable[[BackendT, AttentionInputs], Tensor]:
-    """A backend's `__call__` whose fused attention takes queries, keys and values of one length: values get zeros at
-    their end where rotated queries are longer, and the output loses them again."""
+    """Decorate a backend's `__call__` whose fused attention needs queries, keys and values of equal length.
+
+    If rotated queries are longer, values are padded with zeros, and the output is cut to its length.
+    """
 
     @wraps(attend)
     def attend_padded(backend: BackendT, inputs: AttentionInputs) -> Tensor:
@@ -208,6 +216,6 @@ def pad_values(attend: Callable[[BackendT, AttentionInputs], Tensor]) -> Callabl
 
 
 def iter_row_blocks(inputs: AttentionInputs, size: int) -> Iterator[AttentionInputs]:
-    """The rows in blocks of `size`, each without the columns that none of its rows depends on."""
+    """Yield the rows in blocks of `size`, each without columns that none of its rows depends on."""
     for start in range(0, inputs.query.length, size):
         yield inputs.select_rows(start, min(start + size, inputs.query.length))

@@ -1,8 +1,7 @@
-"""What an attention temperature is told of the query rows of a forward pass, and how it is put on the queries.
+"""Inputs of an attention temperature for the query rows of a forward pass, and scaling of the queries.
 
-Tokens stand in segments (`segments.py`): a rank's chunks of a sequence, sequences that are padded, documents that are
-kept apart, or steps of decoding. A row's factor follows from its own position and from the number of keys that it sees,
-whatever segment it stands in.
+Tokens belong to segments (`segments.py`): a rank's chunks of a sequence, padded sequences, separated documents, or
+decoding steps. The factor of a row depends on its own position and on the number of keys it sees, in any segment.
 
 B batch, h heads of a rank, T tokens of the forward pass, d head dimension.
 """
@@ -19,7 +18,7 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class QueryRows(NamedTuple):
-    """What a temperature is told of query rows, float32 [B or 1, T] (`Temperature.forward`)."""
+    """Inputs of a temperature for query rows, float32 [B or 1, T] (`Temperature.forward`)."""
 
     positions: Tensor
     num_keys: Tensor
@@ -28,17 +27,17 @@ class QueryRows(NamedTuple):
 def describe_query_rows(
     segments: Sequence[Segment], window: int | None, batch: int, length: int, device: torch.device
 ) -> QueryRows:
-    """Position and number of visible keys of each token.
+    """Return the position and the number of visible keys of each token.
 
     Args:
-        segments: of the forward pass.
-        window: of the layer.
+        segments: segments of the forward pass.
+        window: window of the layer.
         batch, length: B and T.
-        device: where the answer goes.
+        device: device of the result.
     """
     if len(segments) == 1 and segments[0].tokens.length == length and _has_all_sequences(segments[0]):
         return QueryRows(*(rows.float() for rows in _describe_segment(segments[0], window, device)))
-    # Of many segments on the CPU, from where they go in one copy, unless they have tensors of the device.
+    # Describe several segments on the CPU and copy the result once, unless they have tensors on the device.
     place = device if any(s.key_mask is not None or s.first_keys is not None for s in segments) else torch.device("cpu")
     positions, num_keys = torch.zeros(batch, length, device=place), torch.ones(batch, length, device=place)
     for segment in segments:
@@ -54,15 +53,15 @@ def _has_all_sequences(segment: Segment) -> bool:
 
 
 def _describe_segment(segment: Segment, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The same of a segment's tokens: int64 [sequences or 1, tokens]."""
+    """Return positions and numbers of keys of a segment's tokens: int64 [sequences or 1, tokens]."""
     indices = segment.tokens.indices(device)[None]
     positions = segment.tokens.positions(device)[None]
-    if segment.first_keys is not None:  # the index within a document, whose positions are not randomized
+    if segment.first_keys is not None:  # the index within a document; positions are not randomized here
         indices = positions = indices - segment.first_keys
     num_keys = indices + 1
     if window is not None:
         num_keys = num_keys.clamp_max(window)
-    if segment.key_mask is not None:  # a hidden key is not seen, though its index is counted
+    if segment.key_mask is not None:  # a hidden key is not seen, but its index counts
         total = torch.nn.functional.pad(segment.key_mask.cumsum(1), (1, 0))
         stop = indices + 1
         seen = total.gather(1, stop.expand(len(total), -1)) - total.gather(1, (stop - num_keys).expand(len(total), -1))
@@ -71,13 +70,13 @@ def _describe_segment(segment: Segment, window: int | None, device: torch.device
 
 
 def scale_queries(q: Tensor, temperature: Temperature, rows: QueryRows, heads: slice = ALL_HEADS) -> Tensor:
-    """Queries [B, h, T, d] times the factors of their heads and rows, which are float32 in every compute type.
+    """Multiply queries [B, h, T, d] by the factors of their heads and rows, which are float32 in every compute type.
 
     Args:
-        q: rotated queries of this rank's heads.
-        temperature: of the layer.
-        rows: from `describe_query_rows`.
-        heads: this rank's.
+        q: rotated queries of the heads of this rank.
+        temperature: temperature of the layer.
+        rows: result of `describe_query_rows`.
+        heads: heads of this rank.
     """
     scale = temperature(rows.positions, rows.num_keys)  # [H or 1, B or 1, T]
     if scale.shape[0] > 1:

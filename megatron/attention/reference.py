@@ -1,4 +1,4 @@
-"""The attention formula in plain PyTorch: the logits of any block of query rows against any block of keys.
+"""Reference implementation of attention in plain PyTorch: logits of any block of query rows against any block of keys.
 
 Every backend either calls this or is tested to equal it.
 
@@ -19,24 +19,24 @@ from megatron.position.numerics import promote_to_float32, soft_cap, toeplitz
 from megatron.position.token_range import ALL_HEADS, TokenRange, causal_mask, count_distances, select_heads
 
 MAX_ENTRIES_TOGETHER = 1 << 24
-"""Of the tables of all layers that are computed at once: 64 MiB."""
+"""Maximum number of entries of the tables of all layers computed at once: 64 MiB."""
 
 
 ROUND_TO_GRID = 1.5 * 2.0**24
-"""Added to a float64 and taken away again it leaves a multiple of 2⁻²⁸, and the gradient as it is."""
+"""Constant that rounds a float64 to a multiple of 2⁻²⁸ if added and subtracted, and leaves the gradient unchanged."""
 
 ROWS_PER_SUM = 256
-"""Rows that are added at once to what a cache keeps of all rows so far."""
+"""Number of rows added at once to the sums over all rows in a cache."""
 
 
 def arange_distances(count: int, device: torch.device | str | None = None) -> Tensor:
-    """0, 1, …, count − 1 as float32, which is exact up to 2²⁴."""
+    """Return 0, 1, …, count − 1 as float32, which is exact up to 2²⁴."""
     return torch.arange(count, dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=8)
 def _keep_distances(count: int, device: torch.device) -> Tensor:
-    """The same for a GPU, from layer to layer and step to step: not to be changed."""
+    """Return distances on a GPU, cached for all layers and steps. Do not modify the result."""
     with torch.inference_mode(False):
         return arange_distances(count, device)
 
@@ -44,20 +44,22 @@ def _keep_distances(count: int, device: torch.device) -> Tensor:
 def compute_table(
     encoding: Encoding, query: TokenRange, key: TokenRange, device: torch.device | str | None = None
 ) -> ScoreTerms | None:
-    """The encoding's table [H, N] over every distance that occurs, or None for one that is not Toeplitz, and where
-    positions are continuous."""
+    """Compute the encoding's table [H, N] over all distances of the rows and columns.
+
+    Returns None if the encoding is not Toeplitz or if positions are continuous.
+    """
     return compute_table_of_ranges(encoding, [(query, key)], device)
 
 
 def compute_table_of_ranges(
     encoding: Encoding, ranges: Iterable[tuple[TokenRange, TokenRange]], device: torch.device | str | None = None
 ) -> ScoreTerms | None:
-    """The same for several ranges of rows and columns together."""
+    """Compute the encoding's table for several ranges of rows and columns together."""
     if not type(encoding).overrides_hook("table"):
         return None
     ranges = list(ranges)
     if any(query.is_continuous for query, _ in ranges):
-        return None  # hardly two distances are the same
+        return None  # almost all distances differ
     return encoding.table(_get_distances(max(count_distances(*pair) for pair in ranges), device))
 
 
@@ -69,8 +71,11 @@ def _get_distances(count: int, device: torch.device | str | None) -> Tensor:
 def compute_tables_of_layers(
     encodings: Sequence[Encoding], ranges: Iterable[tuple[TokenRange, TokenRange]], device: torch.device | str | None
 ) -> list[ScoreTerms] | None:
-    """The same of the layers' own encodings, all at once; None where their heads are not independent, or where all
-    tables together are large, of which one layer needs but its own at a time."""
+    """Compute the tables of all layers' own encodings at once.
+
+    Returns None if their heads are not independent, or if all tables together are large, because a layer only needs its
+    own.
+    """
     first = encodings[0]
     ranges = list(ranges)
     if any(query.is_continuous for query, _ in ranges):
@@ -86,15 +91,17 @@ def compute_tables_of_layers(
 
 
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
-    """The same inputs with what all blocks of their rows share: the encoding's table, and what the processor makes of
-    the bias alone. The latter is left out where keys are hidden that stand before a row, and where sequences begin at
-    other columns than 0."""
+    """Return the inputs with terms shared by all blocks of rows: the table, and the processor's contribution of the
+    bias.
+
+    The contribution is omitted if keys before a row are hidden, or if sequences do not begin at column 0.
+    """
     table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     bias = None if table is None else table.bias
     nothing_hidden = inputs.key_mask is None and inputs.first_keys is None and inputs.window is None
     all_keys_seen = nothing_hidden and inputs.key.start == 0
     contribution = None
-    all_keys_seen = all_keys_seen and inputs.key_bias is None  # which would be another bias for every sequence
+    all_keys_seen = all_keys_seen and inputs.key_bias is None  # a key bias differs between sequences
     if inputs.processor is not None and bias is not None and all_keys_seen and inputs.query.sampled is None:
         contribution = inputs.processor.bias_contribution(bias)
     return replace(inputs, table=table, bias_contribution=contribution)
@@ -108,13 +115,13 @@ def compute_dense_terms(
     table: ScoreTerms | None = None,
     heads: slice = ALL_HEADS,
 ) -> ScoreTerms:
-    """Bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or from its `dense` hook.
+    """Compute bias and weight as matrices [h, R, C], from the table of a Toeplitz encoding or its `dense` hook.
 
     Args:
         encoding: the encoding.
-        query, key: where rows and columns stand.
+        query, key: token ranges of rows and columns.
         like: a tensor of the type and on the device of the queries.
-        table: the encoding's table over these distances or more, if it was computed before.
+        table: the encoding's table over at least these distances, if precomputed.
         heads: the requested heads.
     """
     if table is None:
@@ -129,16 +136,20 @@ def compute_dense_terms(
 
 
 def sum_gates(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """`AttentionInputs.row_bias` and `key_bias` of a segment, F_i and −F_j, F being the running sum of its gates; none
-    without gates.
+    """Compute `AttentionInputs.row_bias` and `key_bias` of a segment: F_i and −F_j, where F is the running sum of its
+    gates.
 
-    A row differs from its nearest keys by less than 1 where F may be tens of thousands, so F is float64. Gates are
-    rounded to multiples of 2⁻²⁸, of which float64 adds up 2²⁵ without rounding: a difference is then the same to the
-    bit wherever the sum began, in the whole of a row, in one of its documents or in a cache that dropped keys.
+    A row differs from its nearest keys by less than 1 while F may be tens of thousands, so F is float64. Gates are
+    rounded to multiples of 2⁻²⁸, of which float64 adds up 2²⁵ without rounding. A difference is then bitwise identical
+    wherever the sum begins: in the whole row, in one of its documents, or in a cache that dropped keys.
 
     Args:
-        gates: float32 [B, H or h, C], of the segment's keys (`Encoding.gate`). Where the sum begins does not matter.
-        num_rows: R, the last of these tokens.
+        gates: float32 [B, H or h, C], gates of the segment's keys (`Encoding.gate`), or None. The start of the sum is
+            arbitrary.
+        num_rows: R, the number of last tokens that are rows.
+
+    Returns:
+        Both tensors, or None twice without gates.
     """
     if gates is None:
         return None, None
@@ -147,12 +158,12 @@ def sum_gates(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tu
 
 
 def add_row_and_key_bias(row_bias: Tensor, key_bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their sums for all rows and keys, [B, H, R, C], rounded to the type only then."""
+    """Return the sums for all rows and keys, [B, H, R, C], rounded to the type at the end."""
     return (row_bias[..., :, None] + key_bias[..., None, :]).to(dtype)
 
 
 def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
-    """Bool [B or 1, 1, R, C]: may the row see the key?"""
+    """Return the visibility mask, bool [B or 1, 1, R, C]: True if the row sees the key."""
     visible = causal_mask(inputs.query, inputs.key, inputs.q.device, inputs.window)[None, None]
     if inputs.first_keys is not None:
         visible = visible & (inputs.key.indices(inputs.q.device) >= inputs.first_keys[:, None, :, None])
@@ -162,13 +173,14 @@ def compute_visible_mask(inputs: AttentionInputs) -> Tensor:
 
 
 def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-    """What a processor reads, or what is added up without one: the weighted and contextual scores [B, h, R, C], and
-    the bias [h, R, C] if there is one, or [B, h, R, C] where it depends on the sequence, of all heads with a processor.
-    Nothing is masked.
+    """Compute the unmasked scores [B, h, R, C] and the bias, the two inputs of a processor.
 
-    A soft cap bounds q·k/√d alone: what an encoding multiplies by or adds, and what a processor makes of it, comes
-    after. A bias must stay free to fall to −∞ with the distance. Contextual terms that read the scores (CoPE's gates)
-    read capped ones.
+    Scores include weights and contextual terms. The bias is [h, R, C], or [B, h, R, C] if it depends on the sequence,
+    or None. With a processor, both cover all heads.
+
+    A soft cap bounds only q·k/√d. Terms that an encoding adds or multiplies, and a processor, come after it, because a
+    bias must be free to fall to −∞ with the distance. Contextual terms that read the scores (CoPE's gates) read capped
+    ones.
     """
     q, k, encoding, heads = inputs.q, inputs.k, inputs.encoding, inputs.score_heads
     scores = soft_cap(_compute_products(q, k, inputs), inputs.softcap)
@@ -191,7 +203,8 @@ def compute_scores_and_bias(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 
 
 def _compute_products(q: Tensor, k: Tensor, inputs: AttentionInputs) -> Tensor:
-    """q·k/√e [B, h, R, C] of rotated queries and keys, whose length is e; of two rotations that of the distance."""
+    """Compute q·k/√e [B, h, R, C] of rotated queries and keys of length e, with the rotation of the distance if there
+    are two."""
 
     def multiply(q: Tensor, k: Tensor) -> Tensor:
         return torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
@@ -205,7 +218,7 @@ def _compute_products(q: Tensor, k: Tensor, inputs: AttentionInputs) -> Tensor:
 
 
 def compute_row_terms(inputs: AttentionInputs) -> Tensor:
-    """What each row adds to the sums that a processor reads of all rows above: float32 [B, R, C]."""
+    """Compute what each row adds to the sums over rows above that a processor reads: float32 [B, R, C]."""
     processor = inputs.processor
     assert processor is not None
     heads = processor.summed_heads
@@ -221,7 +234,7 @@ def compute_row_terms(inputs: AttentionInputs) -> Tensor:
 
 
 def add_row_terms(row_sums: Tensor, block: AttentionInputs, first_key: int) -> Tensor:
-    """The sums [B, C], whose first column is the key at index `first_key`, with those of a block's rows."""
+    """Add the terms of a block's rows to the sums [B, C], whose first column is the key at index `first_key`."""
     total = compute_row_terms(block).sum(1)
     left = block.key.start - first_key
     return row_sums + torch.nn.functional.pad(total, (left, row_sums.shape[1] - left - total.shape[1]))
@@ -230,11 +243,11 @@ def add_row_terms(row_sums: Tensor, block: AttentionInputs, first_key: int) -> T
 def compute_row_sums(
     inputs: AttentionInputs, size: int | None = None, add: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """What a processor reads of all rows above these: float32 [B, C].
+    """Compute the sums over all rows above that a processor reads: float32 [B, C].
 
     Args:
-        size: of blocks in which the rows above are looked at; all at once if None.
-        add: computes what `add_row_terms` does.
+        size: rows above per block; all at once if None.
+        add: replacement for `add_row_terms`.
     """
     sums = inputs.row_sums
     if sums is None:
@@ -252,7 +265,7 @@ def compute_row_sums(
 
 
 def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
-    """The same for rows that follow these."""
+    """Compute the sums for rows that follow these."""
     rows = inputs.join_rows_above()
     following = replace(rows.query, start=rows.query.stop, length=0)
     none = replace(rows, q=rows.q[:, :, :0], query=following, q_above=rows.q)
@@ -262,10 +275,10 @@ def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
 
 
 def compute_logits(inputs: AttentionInputs) -> Tensor:
-    """Masked logits of the query rows against the keys, ready for the softmax: float32 [B, h, R, C], −inf where the
-    row may not see the column.
+    """Compute masked logits of the query rows, the inputs of the softmax: float32 [B, h, R, C], −inf for hidden
+    columns.
 
-    The bias is added after the scaling by 1/√d, as KERPLE's released code does (its equation 2 has it inside).
+    The bias is added after scaling by 1/√d, as in KERPLE's released code (in its equation 2 it is inside).
     """
     if inputs.processor is not None and inputs.processor.reads_rows_above:
         return _compute_logits_of_rows(inputs)[:, :, -inputs.query.length :]
@@ -273,13 +286,13 @@ def compute_logits(inputs: AttentionInputs) -> Tensor:
 
 
 def _compute_logits_of_rows(inputs: AttentionInputs) -> Tensor:
-    """The same of a processor that reads rows above, and before its own rows those above that it reads."""
+    """Compute the logits of a processor that reads rows above, including the rows above that it reads."""
     processor = inputs.processor
     assert processor is not None
     if not processor.overrides("row_terms"):
         return _compute_logits(inputs.join_rows_above())
     own = replace(inputs, q_above=None)
-    # Of the rows above each row: without its own.
+    # Sum over the rows above each row, excluding the row itself.
     totals = compute_row_terms(own).cumsum(1)
     sums = compute_row_sums(inputs)[:, None] + torch.nn.functional.pad(totals[:, :-1], (0, 0, 1, 0))
     return processor.apply_row_sums(_compute_logits(own), sums)
@@ -291,20 +304,22 @@ def _compute_logits(inputs: AttentionInputs) -> Tensor:
     if inputs.processor is not None:
         contribution = inputs.bias_contribution
         rows = None if contribution is None else contribution.for_rows(inputs.query, inputs.key.length)
-        # Where a row's logits depend on nothing before its first visible key, the mask says it all.
+        # If a row's logits depend on nothing before its first visible key, the mask is sufficient.
         edge = {}
         if inputs.first_keys is not None and inputs.processor.left_context > 0:
             edge = {"first_columns": inputs.first_keys - inputs.key.start}
         logits = inputs.processor(scores, bias, visible, inputs.heads, rows, **edge)
         return logits.masked_fill_(~visible, float("-inf"))
-    # The mask joins the bias while that is still without a batch dimension: one pass over the scores instead of two.
+    # Combine mask and bias before the bias gets a batch dimension: one pass over the scores instead of two.
     mask = torch.zeros(visible.shape, device=inputs.q.device).masked_fill_(~visible, float("-inf"))
     return promote_to_float32(scores) + (mask if bias is None else mask + bias)
 
 
 def compute_weights(inputs: AttentionInputs) -> Tensor:
-    """Attention weights of the query rows, before dropout: float32 [B, h, R, C], 0 where a row may not see the column.
-    A row that sees no key (a padding query) has none."""
+    """Compute attention weights of the query rows before dropout: float32 [B, h, R, C], 0 for hidden columns.
+
+    A row that sees no key (a padding query) has zero weights.
+    """
     processor = inputs.processor
     if processor is None or not processor.overrides("process_weights"):
         return _weigh_logits(compute_logits(inputs), inputs)
@@ -317,7 +332,7 @@ def compute_weights(inputs: AttentionInputs) -> Tensor:
 
 
 def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
-    """The same from masked logits of the requested heads, before a processor changes them."""
+    """Compute weights from masked logits of the requested heads, before a processor changes them."""
     if inputs.breaks_sticks:
         device = inputs.q.device
         own = inputs.query.indices(device)[:, None] == inputs.key.indices(device)
@@ -329,7 +344,7 @@ def _weigh_logits(logits: Tensor, inputs: AttentionInputs) -> Tensor:
 
 
 def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """weights · v.
+    """Compute weights · v.
 
     Args:
         weights: float32 [B, H, R, C].
@@ -345,7 +360,7 @@ def apply_weights(weights: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
 
 
 def compute_attention(inputs: AttentionInputs) -> Tensor:
-    """All rows at once, their whole score map materialised: [B, h, R, d]."""
+    """Compute attention of all rows at once with the whole score map materialized: [B, h, R, d]."""
     output = apply_weights(compute_weights(inputs), inputs.v, inputs.dropout)
     processor = inputs.processor
     if processor is not None and processor.overrides("process_output"):
@@ -359,29 +374,29 @@ def compute_attention_in_blocks(
     compute_block: Callable[[AttentionInputs], Tensor] = compute_attention,
     add: Callable[..., Tensor] = add_row_terms,
 ) -> Tensor:
-    """The rows in blocks of `size`, each against its causal columns; what all blocks need is computed once.
+    """Compute attention in blocks of `size` rows, each against its causal columns. Shared terms are computed once.
 
     Args:
-        compute_block, add: compute what `compute_attention` and `add_row_terms` do.
+        compute_block, add: replacements for `compute_attention` and `add_row_terms`.
     """
     inputs = precompute_terms(inputs)
     blocks: Iterable[AttentionInputs] = iter_row_blocks(inputs, size)
     if inputs.processor is not None and inputs.processor.overrides("row_terms"):
         blocks = _iter_blocks_with_sums(inputs, size, add)
     if torch.is_grad_enabled():
-        # Autograd goes back in the reverse of the order of the operations: where a block's columns are taken right
-        # before it is computed, their gradients are added up right after its own, before there are those of the next.
+        # Autograd runs in reverse order of the operations. If a block's columns are selected right before the block is
+        # computed, their gradients are accumulated right after its own, before those of the next block exist.
         outputs = [compute_block(block) for block in blocks]
     else:
-        # The last block has the most columns. Where nothing is kept for a backward pass it comes first, so that what an
-        # allocator took for its maps serves all others: in rising order each is a little too large for what the one
-        # before left, and memory grows with T².
+        # The last block has the most columns. Without a backward pass it runs first, so that memory allocated for its
+        # maps serves all others. In rising order each block would be slightly too large for the memory of the previous
+        # one, and memory would grow with T².
         outputs = [compute_block(block) for block in reversed(list(blocks))][::-1]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def _iter_blocks_with_sums(inputs: AttentionInputs, size: int, add: Callable[..., Tensor]) -> Iterator[AttentionInputs]:
-    """Blocks of rows, each with what the processor reads of all rows above it instead of with these."""
+    """Yield blocks of rows with the sums over all rows above instead of the rows above."""
     sums, total = compute_row_sums(inputs, size, add), inputs.query.length
     for start in range(0, total, size):
         block = inputs.select_rows(start, min(start + size, total), sums)

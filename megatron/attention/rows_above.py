@@ -1,5 +1,4 @@
-"""What a processor reads of rows above those of a segment, from wherever they are: the same forward pass, other ranks,
-or a cache of earlier steps.
+"""Rows above a segment that a processor reads: from the same forward pass, other ranks, or a cache of earlier steps.
 
 B batch, H heads, d head dimension.
 """
@@ -15,24 +14,24 @@ from megatron.attention.segments import Segment
 
 @dataclass(frozen=True)
 class RowsAbove:
-    """The queries at hand, and what sums up the rows before them."""
+    """Available queries, and sums over the rows before them."""
 
     queries: Tensor
-    """[B, H, n, d] of the last n of all tokens so far."""
+    """Queries [B, H, n, d] of the last n of all tokens so far."""
     num_keys: int
-    """Of how many of all tokens so far the keys are at hand."""
+    """Number of tokens so far whose keys are available."""
     sums: Tensor | None
-    """float32 [B, keys at hand]: in decoding, a processor's sums over the rows before the queries; None for none."""
+    """float32 [B, available keys]: in decoding, a processor's sums over the rows before the queries; None for none."""
 
     def join(self, inputs: AttentionInputs, segment: Segment) -> AttentionInputs:
-        """The segment's inputs with what its processor reads of rows above."""
+        """Return the inputs of a segment with the rows above that its processor reads."""
         assert inputs.processor is not None
         count = None if inputs.processor.overrides("row_terms") else inputs.processor.rows_above
         sums = None if self.sums is None else segment.select_context(self.sums, 1)
         return replace(inputs, q_above=segment.select_rows_above(self.queries, self.num_keys, count), row_sums=sums)
 
     def add_rows(self, inputs: AttentionInputs, segment: Segment) -> None:
-        """Add what a segment's rows, and those above that are at hand, contribute to the sums. Without gradients."""
+        """Add the contribution of a segment's rows, and of available rows above, to the sums, without gradients."""
         assert self.sums is not None
         first = segment.first_key_column
         columns = slice(first, first + segment.context.length)

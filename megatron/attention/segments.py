@@ -1,13 +1,13 @@
-"""Where the tokens of a forward pass stand in their sequences.
+"""Segments: where the tokens of a forward pass are in their sequences.
 
-Usually all sequences of a batch stand at the same tokens. They do not where some are padded on the left, so that all
-end together, where ranks share a sequence, each holding two chunks of it, and where a row holds several documents
-(`documents.py`). All are described by segments: consecutive tokens of some of the sequences. Rotation, embedding and
-attention go segment by segment, everything else takes the batch as it is.
+Usually all sequences of a batch cover the same tokens. They do not if some are padded on the left so that all end
+together, or if ranks share a sequence and each holds two chunks of it. The same holds if a row contains several
+documents (`documents.py`). All of these are described by segments: consecutive tokens of some of the sequences.
+Rotation, embedding and attention run per segment, and everything else on the whole batch.
 
-Hiding padding from attention is not enough. A sequence that begins later has other positions (for encodings that know
-absolute ones, and for randomized ones), and CDAPE's convolutions see the edge of the sequence, where a hidden key is
-not the same as none. In its segment a padded sequence begins at index 0, so it is read as it would be alone.
+Hiding padding from attention is not enough. A sequence that begins later has other positions (for absolute encodings
+and randomized positions). CDAPE's convolutions see the edge of the sequence, where a hidden key differs from no key. In
+its segment a padded sequence begins at index 0, so it is read as it would be alone.
 
 B batch, H heads, T tokens of the forward pass, d head dimension.
 """
@@ -27,7 +27,7 @@ from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRang
 ALL_SEQUENCES = slice(None)
 
 SampleFunction = Callable[[int], SampledPositions | None]
-"""The positions of a sequence of a length, where they are sampled."""
+"""Function that returns the positions of a sequence of a given length, or None if positions are not sampled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,41 +36,41 @@ class Segment:
 
     tokens: TokenRange
     sequences: Tensor | slice = field(default_factory=lambda: ALL_SEQUENCES)
-    """Which ones: int64 indices, consecutive ones, or all."""
+    """Sequences of the segment: int64 indices, a slice, or all."""
     first_column: int = 0
-    """The column of the forward pass's tokens at which it begins."""
+    """First column of the segment in the forward pass."""
     first_key_column: int = 0
-    """The column of `first_key`, in all tokens so far: after padding, or after other documents."""
+    """Column of `first_key` in all tokens so far: after padding, or after other documents."""
     key_mask: Tensor | None = None
-    """Bool [sequences, tokens so far], False for keys that must not be seen."""
+    """Bool [sequences, tokens so far], False for hidden keys."""
     first_keys: Tensor | None = None
-    """int32 [sequences, tokens]: the index of the first key of each token's document, where not every one is 0."""
+    """int32 [sequences, tokens]: index of the first key of each token's document; None if all are 0."""
     first_key: int = 0
-    """The index of the first key at hand; those before it are hidden by a window."""
+    """Index of the first available key; earlier keys are hidden by a window."""
     document_mask: Any = None
     """Mask that the backend made of these tokens' `first_keys` before the layers
     (`document_masks.compute_document_masks`)."""
 
     @property
     def context(self) -> TokenRange:
-        """Its tokens and all before them whose keys are at hand."""
+        """Token range of the segment and all tokens before it whose keys are available."""
         return TokenRange(self.first_key, self.tokens.stop - self.first_key, self.tokens.sampled)
 
     def select_tokens(self, x: Tensor, dim: int) -> Tensor:
-        """What x has of the segment's tokens along `dim`, of its sequences along the first dimension."""
+        """Select the tokens of the segment along `dim`, and its sequences along the first dimension."""
         return _select(x, self.sequences, dim, self.first_column, self.tokens.length)
 
     def select_context(self, x: Tensor, dim: int) -> Tensor:
-        """What x, which holds all tokens so far along `dim`, has of those from `first_key` to the segment's end."""
+        """Select the tokens from `first_key` to the segment's end along `dim` of x, which holds all tokens so far."""
         return _select(x, self.sequences, dim, self.first_key_column, self.context.length)
 
     def select_rows_above(self, q: Tensor, num_keys: int, count: int | None) -> Tensor | None:
-        """Queries of the rows of its sequence right above its first token, as far as they are at hand; None for none.
+        """Select queries of the available rows directly above the segment; None if there are none.
 
         Args:
-            q: [B, H, n, d], of the last n of all tokens so far.
-            num_keys: of how many of these the keys are at hand.
-            count: how many are wanted; None for all.
+            q: [B, H, n, d], queries of the last n of all tokens so far.
+            num_keys: number of these tokens whose keys are available.
+            count: maximum number of rows; None for all.
         """
         above = self.tokens.start if count is None else min(self.tokens.start, count)
         column = self.first_key_column + self.tokens.start - self.first_key + q.shape[2] - num_keys
@@ -78,21 +78,22 @@ class Segment:
         return _select(q, self.sequences, 2, column - above, above) if above > 0 else None
 
     def narrow(self, start: int, length: int, first_column: int) -> "Segment":
-        """Its tokens start … start + length − 1, standing at a column of another forward pass."""
+        """Return the segment of tokens start … start + length − 1, at a column of another forward pass."""
         tokens = replace(self.tokens, start=self.tokens.start + start, length=length)
         first_keys = None if self.first_keys is None else self.first_keys[:, start : start + length]
         return replace(self, tokens=tokens, first_column=first_column, first_keys=first_keys, document_mask=None)
 
 
 def _select(x: Tensor, sequences: Tensor | slice, dim: int, start: int, length: int) -> Tensor:
-    """x itself where that is all of it: the gradient of a slice fills a whole tensor with zeros first."""
+    """Select from x, or return x itself if everything is selected: the gradient of a slice zero-fills a whole
+    tensor."""
     if isinstance(sequences, Tensor) or sequences != ALL_SEQUENCES:
         x = x[sequences]
     return x if start == 0 and length == x.shape[dim] else x.narrow(dim, start, length)
 
 
 def no_sampling(length: int) -> None:
-    """Positions are the indices themselves."""
+    """Return None: positions are the indices themselves."""
 
 
 def build_segments(
@@ -102,19 +103,19 @@ def build_segments(
     sample: SampleFunction = no_sampling,
     capacity: int | None = None,
 ) -> tuple[Segment, ...]:
-    """The segments of a batch.
+    """Build the segments of a batch.
 
     Args:
         length: T.
-        mask: bool [B, past + T], False for padding. Where it is False before a sequence's first token, the sequence
-            begins after it; elsewhere it hides the key, whose index stays counted.
-        past: tokens that came before those of the forward pass.
-        sample: of randomized positions.
-        capacity: tokens that there will be at most, padding included; None for no more than these.
+        mask: bool [B, past + T], False for padding. If False before a sequence's first token, the sequence begins after
+            it. Elsewhere it hides the key, but its index counts.
+        past: number of tokens before those of the forward pass.
+        sample: sampling function of randomized positions.
+        capacity: maximum number of tokens, padding included; None if the sequence does not grow.
 
     Returns:
-        One segment if no sequence is padded on the left, else one for each amount of padding; where positions are
-        sampled, for each amount of padding on either side. Padding on the left is in none.
+        One segment if no sequence is padded on the left, else one for each amount of left padding. If positions are
+        sampled, one for each amount of padding on either side. Left padding is in no segment.
     """
     total = past + length
     if mask is None:
@@ -123,13 +124,14 @@ def build_segments(
 
 
 def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
-    """Segments of all sequences, one after another in the columns of the forward pass."""
+    """Return segments of all sequences, one after another in the columns of the forward pass."""
     first_columns = accumulate((tokens.length for tokens in ranges), initial=0)
     return tuple(Segment(tokens, first_column=first) for tokens, first in zip(ranges, first_columns, strict=False))
 
 
 def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int) -> tuple[Segment, ...]:
-    """What the segments have of the last n of `length` tokens, as if the forward pass had those alone."""
+    """Return the parts of the segments in the last n of `length` tokens, as for a forward pass with only those
+    tokens."""
     num_skipped = max(length - num_tokens, 0)
     remaining = []
     for segment in segments:
@@ -141,7 +143,7 @@ def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int
 
 
 def drop_keys(segments: Sequence[Segment], count: int) -> tuple[Segment, ...]:
-    """The segments where the keys of the first `count` of all tokens so far are no longer at hand."""
+    """Return the segments after the keys of the first `count` of all tokens so far have been dropped."""
     remaining = []
     for segment in segments:
         lost = max(count - segment.first_key_column, 0)
@@ -157,10 +159,13 @@ def drop_keys(segments: Sequence[Segment], count: int) -> tuple[Segment, ...]:
 def select_chunks(
     segments: Sequence[Segment], chunks: Sequence[tuple[int, int]], *, join_neighbours: bool = True
 ) -> tuple[Segment, ...]:
-    """What the segments have of some columns, (first, number) of each chunk, as if the forward pass had those alone.
+    """Return the parts of the segments in some columns, given as (first, length) of each chunk.
 
-    join_neighbours: chunks that follow on one another are one. Where only some of the ranks that divide parameters
-    (ZeRO 3) have such chunks, they must not: all ranks call the modules of a layer equally often.
+    The result is as for a forward pass with only those columns.
+
+    Args:
+        join_neighbours: join adjacent chunks. Must be False if only some of the ranks that shard parameters (ZeRO-3)
+            have adjacent chunks, because all ranks must call the modules of a layer equally often.
     """
     selected: list[Segment] = []
     for segment in segments:
@@ -171,7 +176,7 @@ def select_chunks(
             stop = min(first + length, segment.first_column + segment.tokens.length)
             column = place + start - first
             if start < stop:
-                # What has come before it fills the columns before it, so that only the row has to be looked at.
+                # Earlier tokens fill the columns before it, so only the row needs to be compared.
                 if join_neighbours and parts and parts[-1][1] == start:
                     parts[-1] = (parts[-1][0], stop, parts[-1][2])
                 else:
@@ -187,8 +192,7 @@ def _build_padded_segments(
 ) -> Iterator[Segment]:
     total = past + length
     left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
-    # No token looks at padding that comes after it, so that may stay; but it must not count where positions are
-    # sampled.
+    # No token sees padding after it, so that may stay, but it must not count if positions are sampled.
     right_padding = (mask.flip(1).cumsum(dim=1) == 0).sum(dim=1)
     if sample is no_sampling:
         right_padding = torch.zeros_like(left_padding)
@@ -209,11 +213,12 @@ def _build_padded_segments(
 def add_position_embeddings(
     hidden: Tensor, encoding: Encoding, segments: Sequence[Segment], restarted: TokenRange | None = None
 ) -> Tensor:
-    """Token embeddings [B, T, D] with what the encoding adds to them.
+    """Add the encoding's position embeddings to token embeddings [B, T, D].
 
-    restarted: where positions begin anew with documents, see `documents.restart_positions`.
+    Args:
+        restarted: positions that restart with documents, see `documents.restart_positions`.
 
-    Raises ValueError past the encoding's last position.
+    Raises ValueError beyond the last position of the encoding.
     """
     if restarted is not None:
         vectors = encoding.embed(restarted, hidden)  # [T · B, D]
@@ -231,13 +236,15 @@ def rotate_segments(
     restarted: TokenRange | None = None,
     heads: slice = ALL_HEADS,
 ) -> tuple[Tensor, Tensor]:
-    """Queries [B, h, T, d] and keys [B, g, T, d] turned by their positions, [B, h or g, T, e]: their heads side by
-    side, all at once, where the encoding turns both alike.
+    """Rotate queries [B, h, T, d] and keys [B, g, T, d] by their positions, to [B, h or g, T, e].
 
-    restarted: where positions begin anew with documents, see `documents.restart_positions`.
-    heads: which of the encoding's the queries are of.
+    If the encoding rotates both alike, their heads are concatenated and rotated at once.
 
-    Raises OptionError: the encoding cannot turn so many tokens.
+    Args:
+        restarted: positions that restart with documents, see `documents.restart_positions`.
+        heads: heads of the encoding that the queries belong to.
+
+    Raises OptionError if the encoding does not support so many tokens.
     """
     if not type(encoding).overrides_hook("rotate"):
         return q, k
@@ -258,9 +265,9 @@ def _rotate_heads(
     segments: Sequence[Segment],
     restarted: TokenRange | None,
 ) -> Tensor:
-    """The heads of all parts side by side, turned."""
+    """Rotate the concatenated heads of all parts."""
     if restarted is not None:
-        # All tokens as those of one sequence, [heads, T · B, d]: activations lie as [T, B, …].
+        # Treat all tokens as one sequence, [heads, T · B, d]: the memory layout of activations is [T, B, …].
         batch, _, length, _ = parts[0].shape
         one_row = _concatenate([x.permute(1, 2, 0, 3).flatten(1, 2) for x in parts], 0)
         return rotate(one_row[None], restarted)[0].unflatten(1, (length, batch)).permute(2, 0, 1, 3)
@@ -279,14 +286,14 @@ def attend_segments(
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, Segment], Tensor],
     gates: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [B, h, T, d] of the forward pass's tokens, zero where there is padding.
+    """Compute the attention output [B, h, T, d] of the forward pass's tokens, zero for padding.
 
     Args:
-        q: of the forward pass's tokens, [B, H, T, d].
-        k, v: of all tokens so far, [B, H or h, past + T, d].
-        segments: of the forward pass.
-        attend: from queries, keys, values and gates of a segment, the keys beginning at index 0.
-        gates: of all tokens so far, [B, H or h, past + T]; None where the encoding has none.
+        q: queries of the forward pass's tokens, [B, H, T, d].
+        k, v: keys and values of all tokens so far, [B, H or h, past + T, d].
+        segments: segments of the forward pass.
+        attend: function of queries, keys, values and gates of a segment; the keys begin at index 0.
+        gates: gates of all tokens so far, [B, H or h, past + T]; None if the encoding has none.
     """
     rows = _split_segments(q, segments, 2)
     keys, values = (_split_contexts(x, segments, 2) for x in (k, v))
@@ -296,13 +303,15 @@ def attend_segments(
 
 
 def hide_nothing(segments: Sequence[Segment]) -> bool:
-    """Is there no padding and no key that must not be seen?"""
+    """Return True if there is no padding and no hidden key."""
     return all(isinstance(segment.sequences, slice) and segment.key_mask is None for segment in segments)
 
 
 def _group_by_rows(segments: Sequence[Segment], batch: int, length: int) -> dict[tuple[int, int], list[int]] | None:
-    """The numbers of the segments of the same rows, first and last (exclusive) of a batch, if one group after the other
-    has all rows, and its segments, one after the other, all columns; else None."""
+    """Group the indices of segments by rows (first, last + 1) of a batch.
+
+    Returns None unless the groups cover all rows in order, and the segments of each group cover all columns in order.
+    """
     groups: dict[tuple[int, int], list[int]] = {}
     for number, segment in enumerate(segments):
         if isinstance(segment.sequences, Tensor):
@@ -326,12 +335,12 @@ def _concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _split_rows(x: Tensor, rows: Collection[tuple[int, int]]) -> Sequence[Tensor]:
-    """Its rows in parts, one after the other; one gradient for all, unlike slices."""
+    """Split x into groups of rows, with one gradient for all, unlike slices."""
     return [x] if len(rows) == 1 else x.split([last - first for first, last in rows])
 
 
 def _split_segments(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
-    """What x has of the tokens of each segment along `dim`."""
+    """Select the tokens of each segment along `dim`."""
     groups = _group_by_rows(segments, x.shape[0], x.shape[dim]) if len(segments) > 1 else None
     if groups is None:
         return [segment.select_tokens(x, dim) for segment in segments]
@@ -343,18 +352,18 @@ def _split_segments(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
 
 
 def _find_rows(segment: Segment, num_sequences: int) -> tuple[int, int]:
-    """The first of a segment's sequences, which follow one another, and the one behind its last."""
+    """Return the first of a segment's consecutive sequences, and the index after its last."""
     assert isinstance(segment.sequences, slice)
     start, stop, _ = segment.sequences.indices(num_sequences)
     return start, stop
 
 
 def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequence[Tensor]:
-    """What x, which holds all tokens so far along `dim`, has of each segment's sequence from index 0 to its end."""
+    """Select each segment's sequence from index 0 to its end along `dim` of x, which holds all tokens so far."""
     starts_elsewhere = any(segment.first_key_column for segment in segments)
     if not starts_elsewhere or any(isinstance(segment.sequences, Tensor) for segment in segments):
         return [segment.select_context(x, dim) for segment in segments]
-    # Documents are split off once each, so that their gradients are put together once and not added up.
+    # Split off each document once, so that its gradients are concatenated once and not summed.
     ends: dict[tuple[int, int], dict[int, int]] = {}
     for segment in segments:
         documents, start = ends.setdefault(_find_rows(segment, x.shape[0]), {}), segment.first_key_column
@@ -374,7 +383,7 @@ def _split_contexts(x: Tensor, segments: Sequence[Segment], dim: int) -> Sequenc
 
 
 def _scatter_outputs(outputs: Sequence[Tensor], segments: Sequence[Segment], like: Tensor, dim: int) -> Tensor:
-    """The outputs of all segments at the columns of their tokens along `dim`; zero where there are none."""
+    """Place the outputs of all segments at the columns of their tokens along `dim`; zero elsewhere."""
     groups = _group_by_rows(segments, like.shape[0], like.shape[dim])
     if groups is not None:
         rows = [_concatenate([outputs[number] for number in numbers], dim) for numbers in groups.values()]

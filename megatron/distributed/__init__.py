@@ -1,8 +1,8 @@
-"""Who this process is among those of a run, and what they tell each other.
+"""Rank of this process in a run, and communication between the processes.
 
-`mesh.py` is arithmetic alone: the coordinates of a rank and the members of its groups. `launcher_environment.py` reads
-from the environment which rank this is, `hardware.py` what the machine has to compute on; none of them imports torch.
-`process_groups.py` joins the processes and holds their groups, `collectives.py` moves tensors between ranks, `rng.py`
-says who draws the same random numbers, `sharding.py` who holds which part of parameters, layers and sequences.
-Nothing else in the project asks torch.distributed or megatron-core's parallel state; a test keeps it so.
+`mesh.py` computes the coordinates of a rank and the members of its groups. `launcher_environment.py` reads the rank
+from the environment, and `hardware.py` detects the machine's hardware; none of the three imports torch.
+`process_groups.py` initializes the processes and holds their groups. `collectives.py` moves tensors between ranks.
+`rng.py` defines which ranks draw the same random numbers, and `sharding.py` how parameters, layers and sequences are
+sharded. A test checks that no other package uses torch.distributed or megatron-core's parallel state.
 """

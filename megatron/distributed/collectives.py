@@ -1,4 +1,4 @@
-"""Tensors between processes that share a layer or a sequence, with the gradients that follow."""
+"""Collectives between processes that share a layer or a sequence, with their gradients."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.distributed.process_groups import EmbeddingGroup, ProcessGroups
 
 
 class _AllGather(torch.autograd.Function):
-    """The pieces of all ranks, joined. `order` names each by its rank and its number among that rank's pieces."""
+    """Concatenate the chunks of all ranks. `order` lists the rank and the index on that rank of each chunk."""
 
     @staticmethod
     def forward(
@@ -39,13 +39,13 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension, *, reduce_grad: bool) -> Tensor:
-    """The parts of all ranks along a dimension of the mesh, joined along a dimension of the tensor.
+    """Gather the shards of all ranks along a dimension of the mesh, concatenated along a dimension of the tensor.
 
-    Along `context` they are joined in the order of places, else in the order of ranks.
+    Along `context` they are concatenated in the order of tokens, otherwise in the order of ranks.
 
     Args:
-        reduce_grad: each rank goes on with the whole in its own way, so that the gradient is the sum over ranks;
-            otherwise all go on alike, and each has the whole gradient already.
+        reduce_grad: True if each rank uses the whole tensor differently, so that the gradient is the sum over ranks.
+            False if all ranks use it alike, and each already has the whole gradient.
     """
     size = groups.mesh.axis(dimension).size
     if size == 1:
@@ -55,7 +55,7 @@ def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension,
 
 
 def _send_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, h, T, d] → [B, H, T / ranks, d], see `exchange_heads_for_rows`."""
+    """Send rows: [B, h, T, d] → [B, H, T / ranks, d], see `exchange_heads_for_rows`."""
     ranks = group.size()
     owners = list_chunk_owners(ranks)
     pieces = dict(zip(owners, x.chunk(2 * ranks, dim=2), strict=True))
@@ -66,7 +66,7 @@ def _send_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _return_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, H, T / ranks, d] → [B, h, T, d]: what `_send_rows` undoes."""
+    """Return rows: [B, H, T / ranks, d] → [B, h, T, d], the inverse of `_send_rows`."""
     ranks = group.size()
     sent = x.unflatten(1, (ranks, -1)).unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5).flatten(0, 1).contiguous()
     received = torch.empty_like(sent)
@@ -75,7 +75,7 @@ def _return_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows are sent, or returned; the gradient goes the other way."""
+    """Send or return rows; the gradient goes in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sends: bool) -> Tensor:
@@ -88,28 +88,29 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange_heads_for_rows(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """Some heads of all rows become all heads of some rows: [B, h, T, d] → [B, H, T / ranks, d] along `tensor`.
+    """Exchange some heads of all rows for all heads of some rows: [B, h, T, d] → [B, H, T / ranks, d] along `tensor`.
 
-    Cut into two chunks per rank, rows go to ranks as tokens do in context parallelism (`mesh.list_chunk_owners`): a
-    rank has one chunk from either end, in order, so that causal rows are equal work. T divides into them.
+    Rows are divided into two chunks per rank, as tokens are in context parallelism (`mesh.list_chunk_owners`). A rank
+    has one chunk from either end, in order, which balances the work of causal rows. T must be divisible into these
+    chunks.
     """
     return _Exchange.apply(x, groups.group("tensor"), True)
 
 
 def exchange_rows_for_heads(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """The way back: [B, H, T / ranks, d] → [B, h, T, d]."""
+    """Exchange all heads of some rows for some heads of all rows: [B, H, T / ranks, d] → [B, h, T, d]."""
     return _Exchange.apply(x, groups.group("tensor"), False)
 
 
 def all_reduce_sum_(x: Tensor, groups: ProcessGroups, *along: Dimension | EmbeddingGroup) -> None:
-    """Make x, in place, the sum over the processes that differ in these dimensions alone."""
+    """Replace x in place by its sum over the processes that differ only in these dimensions."""
     group = groups.group(*along)
     if group.size() > 1:
         dist.all_reduce(x, group=group)
 
 
 def sum_grad(x: Tensor, groups: ProcessGroups) -> Tensor:
-    """x, which each tensor-parallel rank goes on with for its own heads: its gradient is the sum over ranks."""
+    """Return x with a gradient that is the sum over tensor-parallel ranks, each of which uses x for its own heads."""
     if groups.mesh.tensor.size == 1 or not x.requires_grad:
         return x
     own = x.view_as(x)
@@ -118,7 +119,7 @@ def sum_grad(x: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def register_grad_all_reduce(module: nn.Module, groups: ProcessGroups) -> None:
-    """From now on, gradients of these parameters are sums over the tensor-parallel ranks."""
+    """Register hooks that sum the gradients of these parameters over the tensor-parallel ranks."""
     if groups.mesh.tensor.size == 1:
         return
     for parameter in module.parameters():

@@ -1,9 +1,9 @@
-"""What this machine has to compute on, and GPUs that are known by name; found without importing torch.
+"""Hardware of this machine, and specifications of known GPUs, without importing torch.
 
-Of known GPUs it says how fast they compute, how much they hold, and how fast they talk to their neighbours. Peaks are
-dense, without sparsity, from the vendors' data sheets. Memory is what PyTorch finds: about 1.5% less than the sheet
-says, and 7.5% less on cards whose GDDR memory corrects errors. The link is one direction of what joins the GPUs of a
-node: NVLink where there is one, else PCIe.
+The specifications of a GPU are its speed, its memory and its link bandwidth. Peaks are dense, without sparsity, from
+the vendors' data sheets. Memory is the size that PyTorch reports: about 1.5% less than the data sheet, and 7.5% less on
+cards with error correction of GDDR memory. The link is one direction of the connection between the GPUs of a node:
+NVLink if present, otherwise PCIe.
 """
 
 import importlib.util
@@ -19,36 +19,39 @@ from megatron.utils.suggestions import format_choices
 
 
 def count_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 DEVICE_FOLDER = Path("/dev")
 PROCESSES_PER_CORE = 4
-"""Several processes may share a core, to try out what runs on several GPUs elsewhere. More would only wait for each
-other, at about a gigabyte of memory each."""
+"""Maximum number of processes per core.
+
+Several processes may share a core, to try out configurations for several GPUs. More would only wait for each other, and
+each takes about a gigabyte of memory.
+"""
 
 
 @dataclass(frozen=True)
 class LocalHardware:
-    """What there is to compute on."""
+    """Hardware available to a run."""
 
     num_gpus: int
     num_cores: int
     memory: int | None = None
-    """Bytes that its processes may use together; None if that is not known."""
+    """Memory available to all processes together, in bytes, or None if unknown."""
     gpu_memory: int | None = None
-    """Bytes of its largest GPU; None if that is not known."""
+    """Memory of the largest GPU, in bytes, or None if unknown."""
 
     @staticmethod
     def detect() -> "LocalHardware":
-        """This machine, as far as this process may use it."""
+        """Detect the hardware of this machine that this process may use."""
         num_gpus = count_gpus()
         return LocalHardware(num_gpus, count_cores(), detect_memory(), detect_gpu_memory() if num_gpus else None)
 
 
 def detect_memory() -> int | None:
-    """Bytes of memory and swap of this machine, or what this process's control group may use of them."""
+    """Return the size of memory and swap in bytes, limited by this process's control group; None if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
         total = sum(1024 * int(lines[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
@@ -57,20 +60,20 @@ def detect_memory() -> int | None:
     for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:
             total = min(total, int(limit.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # none there, or "max"
+        except (OSError, ValueError):  # no such file, or "max"
             continue
     return total
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use; 0 where torch was built without CUDA."""
+    """Return the number of NVIDIA GPUs that this process may use; 0 if torch was built without CUDA."""
     if not torch_has_cuda():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = _count_installed_gpus()
     if visible is None or installed == 0:
         return installed
-    # As CUDA does: entries count up to the first that is not valid, so -1 hides all that follow.
+    # As in CUDA, entries count up to the first invalid one, so -1 hides all that follow.
     count = 0
     for entry in (part.strip() for part in visible.split(",")):
         if not entry or entry == "-1" or (entry.isdigit() and int(entry) >= installed):
@@ -80,14 +83,14 @@ def count_gpus() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Is the installed torch a CUDA build? `torch.version.cuda`, read from the file instead of imported."""
+    """Return True if the installed torch is a CUDA build, read from its version file instead of importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     try:
         text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return True  # an unusual build: let torch itself say no
+        return True  # an unusual build: leave the error to torch
     match = re.search(r"^cuda\b[^=]*=\s*(.+)$", text, re.MULTILINE)
     return match is None or match.group(1).strip() != "None"
 
@@ -96,7 +99,7 @@ def _count_installed_gpus() -> int:
     devices = [path for path in DEVICE_FOLDER.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if devices:
         return len(devices)
-    tool = shutil.which("nvidia-smi")  # where GPUs are not files: Windows' Linux
+    tool = shutil.which("nvidia-smi")  # GPUs are not device files on Windows Subsystem for Linux
     if tool is None:
         return 0
     try:
@@ -107,21 +110,21 @@ def _count_installed_gpus() -> int:
 
 
 def read_gpu_name() -> str | None:
-    """The first GPU's name, as its driver tells it; None if it does not."""
+    """Return the name of the first GPU as reported by the driver, or None."""
     names = _query_gpus("name")
     return names[0].strip() if names else None
 
 
 def detect_gpu_memory() -> int | None:
-    """Bytes of the largest GPU of this machine, as its driver tells it; None if it does not."""
+    """Return the memory of the largest GPU in bytes as reported by the driver, or None."""
     try:
         return max((int(mib) << 20 for mib in _query_gpus("memory.total")), default=None)
-    except ValueError:  # "[N/A]", where the GPU shares the host's memory
+    except ValueError:  # "[N/A]" if the GPU shares the host's memory
         return None
 
 
 def _query_gpus(field: str) -> list[str]:
-    """What the driver's tool says of each GPU; nothing if there is none, or it cannot say."""
+    """Return the values of a field for all GPUs from nvidia-smi; an empty list if it is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -134,19 +137,19 @@ def _query_gpus(field: str) -> list[str]:
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """What one GPU can do."""
+    """Specifications of a GPU."""
 
     half_tflops: float
     """Peak TFLOP/s in bfloat16 and float16."""
     single_tflops: float
     """Peak TFLOP/s in float32, without TF32."""
     gib: float
-    """Memory; of several sizes the smallest."""
+    """Memory in GiB; the smallest size if there are several."""
     nvlink_gb_per_s: float
-    """GB/s to another GPU of the node, in one direction."""
+    """Bandwidth to another GPU of the node in one direction, in GB/s."""
 
     def get_peak_tflops(self, precision: str) -> float:
-        """Peak TFLOP/s in a precision (fp32, bf16, fp16)."""
+        """Return the peak TFLOP/s in a precision (fp32, bf16, fp16)."""
         return self.single_tflops if precision == "fp32" else self.half_tflops
 
 
@@ -172,30 +175,33 @@ GPUS = {
     "RTX 4090": GpuSpec(165.2, 82.6, 23.6, 32),
     "RTX 3090": GpuSpec(71.0, 35.6, 23.6, 32),
 }
-"""By a part of the name that the driver gives them; the first one that occurs in it counts, so the more special one
-stands first."""
+"""GPU specifications by a part of the driver's name. The first match counts, so more specific names come first."""
 
 MEMORY_SIZES = {"A100 40GB": 39.4, "A100 80GB": 79.1, "V100 16GB": 15.8, "V100 32GB": 31.5}
-"""GiB of the GPUs above that are sold with more than one memory."""
+"""Memory in GiB of GPUs that are sold with several sizes."""
 
 
 def find_gpu_spec(name: str) -> GpuSpec | None:
-    """The GPU of a driver's name ("NVIDIA A100-SXM4-80GB"), if it is known. Its memory is better asked of it."""
+    """Return the specifications of a GPU by its driver name ("NVIDIA A100-SXM4-80GB"), or None if unknown.
+
+    The memory reported by the GPU itself is more accurate.
+    """
     return next((gpu for part, gpu in GPUS.items() if part in name), None)
 
 
 def list_gpu_names() -> list[str]:
-    """The GPUs above as `--gpu` has them, those of several sizes once for each."""
+    """Return the GPU names accepted by `--gpu`, one per memory size."""
     sized = {name.split()[0] for name in MEMORY_SIZES}
     return [name.lower().replace(" ", "-") for name in sorted([*(GPUS.keys() - sized), *MEMORY_SIZES])]
 
 
 def resolve_gpu_name(text: str) -> str:
-    """The name of `list_gpu_names` that a person meant: a100-40gb, A100_40GB, a100-40, "RTX 4090". Of several sizes the
-    smallest is meant where none is said: a100.
+    """Resolve a GPU name written by a user to one of `list_gpu_names`: a100-40gb, A100_40GB, a100-40, "RTX 4090".
+
+    A name without a size (a100) means the smallest size.
 
     Raises:
-        UserError: it is not known; names those that are.
+        UserError: the name is unknown; the message lists known ones.
     """
     wanted, names = _normalize_name(text), list_gpu_names()
     for name in names:
@@ -204,17 +210,17 @@ def resolve_gpu_name(text: str) -> str:
     sizes = [name for name in MEMORY_SIZES if _normalize_name(name.split()[0]) == wanted]
     if sizes:
         return min(sizes, key=MEMORY_SIZES.__getitem__).lower().replace(" ", "-")
-    raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}")
+    raise UserError(f"--gpu {text}: unknown GPU; {format_choices(text.lower(), names)}")
 
 
 def get_gpu_spec(text: str) -> GpuSpec:
-    """The GPU of a name that a person wrote. Raises UserError as `resolve_gpu_name`."""
+    """Return the specifications of a GPU by a name written by a user. Raises UserError as `resolve_gpu_name` does."""
     wanted = resolve_gpu_name(text)
     for name in (*MEMORY_SIZES, *GPUS):
         if _normalize_name(name) == _normalize_name(wanted):
             gpu = GPUS[name if name in GPUS else name.split()[0]]
             return replace(gpu, gib=MEMORY_SIZES.get(name, gpu.gib))
-    raise AssertionError(f"{wanted} is named and not listed")
+    raise AssertionError(f"{wanted} is a known name without specifications")
 
 
 def _normalize_name(name: str) -> str:

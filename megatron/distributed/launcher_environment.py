@@ -1,14 +1,13 @@
-"""Which of a run's processes this one is, as whoever started it says in the environment.
+"""Rank of this process in a run, read from the environment variables of its launcher.
 
 torch, DeepSpeed and this project read torchrun's variables: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT. What other launchers set is turned into them.
+MASTER_ADDR, MASTER_PORT. Variables of other launchers are translated into them.
 
-`LAUNCHERS` is the table of launchers, the innermost first: torchrun may run inside a SLURM step, or mpirun, and then
-says what counts. A launcher that started one process has said nothing: such a process is a run by itself, and may start
-others.
+`LAUNCHERS` lists the launchers, innermost first: torchrun may run inside a SLURM step or mpirun, and then its variables
+count. A launcher that started a single process is ignored: such a process is a run of its own, and may start others.
 
-SLURM sets SLURM_PROCID and SLURM_NTASKS in the batch script too. Only a step that srun started has SLURM_STEP_ID, and
-only there are the other variables those of the ranks.
+SLURM sets SLURM_PROCID and SLURM_NTASKS in the batch script too. Only steps started by srun have SLURM_STEP_ID, and
+only there do the other variables describe ranks.
 """
 
 import os
@@ -22,23 +21,23 @@ from megatron.utils.errors import UserError
 Environment = Mapping[str, str]
 ADDRESS = "127.0.0.1"
 PORTS = range(20000, 30000)
-"""Where jobs meet that were given no port: below those that the system gives to connections (Linux: from 32768)."""
+"""Ports for jobs without a configured port, below the system's ephemeral ports (Linux: from 32768)."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process among all of a run."""
+    """Rank of one process of a run."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Among the processes of this machine: the GPU that is its own."""
+    """Index among the processes of this machine, which is the index of its GPU."""
     local_world_size: int | None = None
-    """Processes of the run on this machine; None: all of them."""
+    """Number of processes of the run on this machine, or None if all are."""
 
     @staticmethod
     def from_environment(environment: Environment = os.environ) -> "RankInfo":
-        """What `to_environment` wrote."""
+        """Read the variables written by `to_environment`."""
         rank, world_size, local_rank, local_world_size = (
             int(environment[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         )
@@ -46,11 +45,11 @@ class RankInfo:
 
     @property
     def ranks_on_node(self) -> int:
-        """Processes of the run on this machine."""
+        """Number of processes of the run on this machine."""
         return self.local_world_size or self.world_size
 
     def to_environment(self, address: str, port: int) -> dict[str, str]:
-        """The environment that says this place, and where the processes meet: a host's name or number, and a port."""
+        """Return the environment variables of this rank and the rendezvous: host name or address, and port."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -63,28 +62,28 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """A launcher, and the variables that it sets for each process it starts."""
+    """A launcher, and the environment variables that it sets for each process."""
 
     name: str
     marker: str
-    """Set in its processes, and nowhere else."""
+    """Variable that is set only in processes of this launcher."""
     rank: str
     world_size: str
     local_rank: str
     local_world_size: str
-    """How many of its processes are on this machine: a number, or SLURM's `4(x2),3`, one number for each machine."""
+    """Variable with the number of processes per machine: a number, or SLURM's list such as `4(x2),3`."""
     title: str
-    """What a person calls a job of it."""
+    """Name of a job of this launcher in messages."""
     job: tuple[str, ...]
-    """What names this start among all others, and is the same in all processes; a port follows from it."""
+    """Variables that identify a start uniquely and are equal in all processes; a port is derived from them."""
     machine: str | None = None
-    """This machine's index in such a list."""
+    """Variable with the index of this machine in such a list."""
     hosts: str | None = None
-    """The machines' names; the first process is on the first."""
+    """Variable with the names of the machines; the first process is on the first."""
     restarts: str | None = None
-    """How often the job was started before."""
+    """Variable with the number of restarts."""
     cores: str | None = None
-    """CPU cores of each process."""
+    """Variable with the number of CPU cores per process."""
 
 
 TORCHRUN = LauncherVariables(
@@ -105,29 +104,29 @@ LAUNCHERS = (TORCHRUN, MPIRUN, SRUN)
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """A process that was started as one of several."""
+    """Launch context of a process that was started as one of several."""
 
     rank_info: RankInfo
     address: str
-    """Where the processes meet: the first one's machine."""
+    """Rendezvous address: the machine of the first process."""
     port: int | None
-    """Where they meet there, as the environment says; None where it does not."""
+    """Rendezvous port from the environment, or None."""
     job_port: int
-    """One that follows from the job's number, for where nobody says."""
+    """Port derived from the job number, used if none is configured."""
     cores: int | None
-    """CPU cores of each process, where the launcher says."""
+    """Number of CPU cores per process, if the launcher reports it."""
 
     def to_environment(self, configured_port: int | None = None) -> dict[str, str]:
-        """The environment, in torchrun's words. `configured_port` is where to meet if the environment does not say."""
+        """Return torchrun's environment variables. `configured_port` is used if the environment has no port."""
         ports = (self.port, configured_port, self.job_port)
         return self.rank_info.to_environment(self.address, next(port for port in ports if port is not None))
 
 
 def read_launcher_environment(environment: Environment = os.environ) -> LaunchContext | None:
-    """Which process of a run this is, as a launcher says; None if there is no launcher, or it started one process.
+    """Read the rank of this process from its launcher; None if there is none, or if it started a single process.
 
     Raises:
-        UserError: variables that are missing, are no numbers, or contradict each other.
+        UserError: variables are missing, not numbers, or contradict each other.
     """
     launchers = [
         (launcher, rank_info)
@@ -151,20 +150,20 @@ def read_launcher_environment(environment: Environment = os.environ) -> LaunchCo
 
 
 def in_slurm_job(environment: Environment = os.environ) -> bool:
-    """Is this process part of a SLURM job, its batch script included?"""
+    """Return True if this process is part of a SLURM job, including its batch script."""
     return SRUN.job[0] in environment
 
 
 def describe_job(environment: Environment = os.environ) -> str | None:
-    """The job that this process belongs to, and how often it was started before, as one line; None outside of one.
+    """Describe the job of this process and its number of restarts in one line; None outside of a job.
 
-    Also for what a scheduler started as a single process.
+    Also works for single processes started by a scheduler.
     """
     for launcher in LAUNCHERS:
         if (job_id := environment.get(launcher.job[0])) is not None:
             count = environment.get(launcher.restarts or "", "0")
             restarts = "" if count == "0" else f", restart {count} ({launcher.restarts})"
-            # torchrun's number is the word none, unless --rdzv-id is given.
+            # torchrun's run ID is "none" unless --rdzv-id is given.
             return f"{f'started by {launcher.name}' if job_id == 'none' else f'{launcher.title} {job_id}'}{restarts}"
     return None
 
@@ -175,7 +174,7 @@ def _read_rank_info(launcher: LauncherVariables, environment: Environment) -> Ra
     required = (launcher.rank, launcher.world_size, launcher.local_rank)
     if missing := [name for name in required if name not in environment]:
         if launcher is TORCHRUN and environment.get(launcher.world_size, "1") == "1":
-            return None  # left by something else: one process needs no place
+            return None  # stale variables: a single process needs no rank
         raise UserError(f"environment: {launcher.marker} is set, but {', '.join(missing)} is not; {_HINT}")
     rank, world_size, local_rank = (_read_number(name, environment) for name in required)
     local_world_size = _read_local_world_size(launcher, environment)
@@ -200,7 +199,7 @@ def _read_number(name: str, environment: Environment) -> int:
 
 
 def _read_local_world_size(launcher: LauncherVariables, environment: Environment) -> int | None:
-    """Processes on this machine, or None where nobody says."""
+    """Return the number of processes on this machine, or None if unknown."""
     if launcher.local_world_size not in environment:
         return None
     if launcher.machine is None or launcher.machine not in environment:
@@ -220,7 +219,7 @@ def _check_agreement(
     others: list[tuple[LauncherVariables, RankInfo]],
     environment: Environment,
 ) -> None:
-    """Refuse what a batch script exported and would make ranks wait for each other for ever."""
+    """Raise UserError for exported variables that would make ranks wait for each other forever."""
     other_world_size = environment.get(TORCHRUN.world_size)
     if other_world_size is not None and other_world_size != str(rank_info.world_size):
         raise UserError(
@@ -228,14 +227,14 @@ def _check_agreement(
             f"processes ({launcher.world_size}); "
             "unset WORLD_SIZE"
         )
-    # torchrun itself numbers its processes as they come, and mpirun has one process of srun's on each machine.
+    # torchrun numbers its processes in order of arrival, and mpirun has one srun process per machine.
     exported = launcher is TORCHRUN and TORCHRUN.job[0] not in environment
     for other, other_rank in others[:1] if exported else ():
         if other_rank.world_size == rank_info.world_size and other_rank.rank != rank_info.rank:
             raise UserError(
                 f"environment: {launcher.rank} is {rank_info.rank}, but {other.rank} is {other_rank.rank}; unset "
-                f"{launcher.rank}: "
-                f"{other.name} says which process this is"
+                f"{launcher.rank}, because "
+                f"{other.name} sets the rank of this process"
             )
 
 
@@ -247,7 +246,7 @@ def _find_address(launcher: LauncherVariables, rank_info: RankInfo, environment:
     if launcher is not TORCHRUN and rank_info.local_world_size is None:
         return ADDRESS
     hint = f"{launcher.name} -x MASTER_ADDR=NAME" if launcher is MPIRUN else _HINT
-    raise UserError(f"environment: {launcher.rank} is set, but MASTER_ADDR is not: the first process's machine; {hint}")
+    raise UserError(f"environment: {launcher.rank} is set, but MASTER_ADDR (the first machine) is not; {hint}")
 
 
 def _read_port(launcher: LauncherVariables, environment: Environment) -> int | None:
@@ -264,6 +263,6 @@ def _derive_port(launcher: LauncherVariables, environment: Environment) -> int:
 
 
 def get_first_hostname(hosts: str) -> str:
-    """The first name of SLURM's short form: `gpu[08-11,20],login` begins with gpu08. Containers have no scontrol."""
+    """Return the first name of SLURM's compact form: gpu08 for `gpu[08-11,20],login`. Containers have no scontrol."""
     name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", name.group() if name else hosts)

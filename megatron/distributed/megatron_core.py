@@ -1,4 +1,4 @@
-"""The one door to megatron-core's process groups and random states, imported without PyTorch's compiler."""
+"""Single import point of megatron-core's process groups and random states, without PyTorch's compiler."""
 
 from megatron.utils.imports import trim_imports
 

@@ -1,13 +1,13 @@
-"""Ranks as points of a mesh (tensor, context, data and pipeline parallelism), and the layers and tokens that each
-holds: arithmetic, without torch and without any process.
+"""Mesh of ranks (tensor, context, data and pipeline parallelism), and the layers and tokens of each rank.
 
-Ranks count through the dimensions in megatron-core's order, tensor fastest and pipeline slowest:
+This is arithmetic, without torch and without any process. Ranks are numbered in megatron-core's order, tensor fastest
+and pipeline slowest:
 
     rank = tensor + T · (context + C · (data + D · pipeline)),    T, C, D, P ranks along each, T·C·D·P in all
 
-What the dimensions divide: tensor each layer, context the tokens of a sequence, data the sequences of a batch, pipeline
-the stack of layers. So ranks that differ in tensor or pipeline alone hold the same tokens, and a sum over tokens goes
-over data × context; ranks that differ in context or data alone hold the same weights.
+Tensor parallelism divides each layer, context the tokens of a sequence, data the sequences of a batch, and pipeline the
+stack of layers. So ranks that differ only in tensor or pipeline hold the same tokens, and a sum over tokens goes over
+data × context. Ranks that differ only in context or data hold the same weights.
 """
 
 from dataclasses import dataclass, fields
@@ -16,14 +16,14 @@ from typing import Literal, TypeVar
 
 Dimension = Literal["tensor", "context", "data", "pipeline"]
 DIMENSION_ORDER: tuple[Dimension, ...] = ("tensor", "context", "data", "pipeline")
-"""From neighbours in rank order to the farthest."""
+"""Dimensions in rank order, fastest first."""
 
 NumberT = TypeVar("NumberT", int, float)
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ranks there are along each dimension."""
+    """Number of ranks along each dimension."""
 
     tensor: int = 1
     context: int = 1
@@ -33,19 +33,20 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; a mesh has at least one rank along it")
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be at least 1")
 
     @staticmethod
     def from_world_size(world_size: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1) -> "ParallelSizes":
-        """The mesh of `world_size` ranks: what the other dimensions leave is data parallel.
+        """Build the mesh of `world_size` ranks: the remaining ranks are data parallel.
 
         Raises:
-            ValueError: they do not divide the ranks.
+            ValueError: the number of ranks is not divisible by the other dimensions.
         """
         model_size = tensor * context * pipeline
         if world_size % model_size:
             raise ValueError(
-                f"{world_size} ranks: tensor {tensor} × context {context} × pipeline {pipeline} is {model_size}"
+                f"{world_size} ranks are not divisible by tensor {tensor} × context {context} × pipeline {pipeline} = "
+                f"{model_size}"
             )
         return ParallelSizes(tensor, context, world_size // model_size, pipeline)
 
@@ -54,22 +55,22 @@ class ParallelSizes:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.tensor * self.context * self.data * self.pipeline
 
     def coordinates(self, rank: int) -> dict[Dimension, int]:
-        """Where a rank stands along each dimension."""
+        """Return the coordinate of a rank along each dimension."""
         coordinates: dict[Dimension, int] = {}
         for dimension in DIMENSION_ORDER:
             rank, coordinates[dimension] = divmod(rank, getattr(self, dimension))
         return coordinates
 
     def first_rank_of_data(self, data: int) -> int | None:
-        """The first rank that reads the sequences of a data index; None if there are fewer of these."""
+        """Return the first rank that reads the sequences of a data index; None if the index is out of range."""
         return self.tensor * self.context * data if data < self.data else None
 
     def list_groups(self, *dimensions: Dimension) -> list[tuple[int, ...]]:
-        """All ranks in groups whose members differ in these dimensions alone, in rank order."""
+        """Return all ranks in groups whose members differ only in these dimensions, in rank order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
@@ -79,12 +80,12 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension, or several taken together, as one rank sees it."""
+    """One dimension, or several combined, from the view of one rank."""
 
     index: int = 0
-    """This rank's coordinate along it, from 0."""
+    """Coordinate of this rank along the axis, from 0."""
     size: int = 1
-    """Ranks along it."""
+    """Number of ranks along the axis."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.size:
@@ -93,7 +94,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh as one rank sees it."""
+    """The mesh from the view of one rank."""
 
     rank: int = 0
     sizes: ParallelSizes = ParallelSizes()
@@ -104,36 +105,36 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Total number of ranks."""
         return self.sizes.world_size
 
     @cached_property
     def tensor(self) -> Axis:
-        """Ranks that share each layer."""
+        """Axis of ranks that share each layer."""
         return self.axis("tensor")
 
     @cached_property
     def context(self) -> Axis:
-        """Ranks that share each sequence."""
+        """Axis of ranks that share each sequence."""
         return self.axis("context")
 
     @cached_property
     def data(self) -> Axis:
-        """Ranks that read different sequences. Batches are drawn, and seeds made, by its index."""
+        """Axis of ranks that read different sequences. Its index determines batches and seeds."""
         return self.axis("data")
 
     @cached_property
     def pipeline(self) -> Axis:
-        """Ranks that hold different layers."""
+        """Axis of ranks that hold different layers."""
         return self.axis("pipeline")
 
     @cached_property
     def dp_cp(self) -> Axis:
-        """Data × context: ranks among which the tokens of a batch are divided."""
+        """Axis data × context of ranks that divide the tokens of a batch."""
         return self.axis("context", "data")
 
     def axis(self, *dimensions: Dimension) -> Axis:
-        """These dimensions taken together, the faster one first."""
+        """Return the axis of these dimensions combined, the faster one first."""
         coordinates, index, size = self.sizes.coordinates(self.rank), 0, 1
         for dimension in (d for d in DIMENSION_ORDER if d in dimensions):
             index += size * coordinates[dimension]
@@ -141,47 +142,51 @@ class Mesh:
         return Axis(index, size)
 
     def list_members(self, *dimensions: Dimension) -> tuple[int, ...]:
-        """The ranks that differ from this one in these dimensions alone, itself included, in rank order."""
+        """Return the ranks that differ from this one only in these dimensions, itself included, in rank order."""
         return next(group for group in self.sizes.list_groups(*dimensions) if self.rank in group)
 
     def count_once(self, value: NumberT) -> NumberT:
-        """`value` on one of the ranks that hold the same tokens and 0 on the others, so that a sum over all ranks
-        counts each token once. It is the rank that has the losses: of the last stage, the first that shares its layers.
+        """Return `value` on one of the ranks that hold the same tokens and 0 on the others.
+
+        A sum over all ranks then counts each token once. The counting rank is the one with the losses: in the last
+        stage, the first rank that shares its layers.
         """
         return value if self.tensor.index == 0 and self.pipeline.index == self.pipeline.size - 1 else type(value)(0)
 
 
 def list_context_chunks(length: int, context: Axis) -> tuple[tuple[int, int], ...]:
-    """The chunks of a sequence that a context-parallel rank holds: (first index, number of tokens) of each, in order.
+    """Return the chunks of a sequence on a context-parallel rank, in order: (first index, number of tokens) of each.
 
-    A causal row sees all tokens before it, so C equal parts of a sequence would be unequal work: the last rank's rows
-    see about twice as many keys as the mean. Cut into 2C chunks instead, rank r holds chunk r and chunk 2C − 1 − r, one
-    from either end, and every rank has the same number of scores:
+    A causal row sees all tokens before it, so dividing a sequence into C equal parts would give unequal work: rows of
+    the last rank see about twice as many keys as the mean. Instead the sequence is cut into 2C chunks, and rank r holds
+    chunk r and chunk 2C − 1 − r, one from either end. Every rank then has the same number of scores:
 
         C = 2:   chunk    0  1  2  3
                  rank     0  1  1  0
 
     Raises:
-        ValueError: the sequence does not divide into chunks.
+        ValueError: the sequence is not divisible into chunks.
     """
     if context.size == 1:
         return ((0, length),)
     if length % (2 * context.size):
-        raise ValueError(f"a sequence of {length} tokens does not divide into {2 * context.size} chunks (2 per rank)")
+        raise ValueError(f"a sequence of {length} tokens is not divisible into {2 * context.size} chunks (2 per rank)")
     size = length // (2 * context.size)
     return tuple((size * chunk, size) for chunk in (context.index, 2 * context.size - 1 - context.index))
 
 
 def list_chunk_owners(size: int) -> tuple[tuple[int, int], ...]:
-    """Who holds the chunks of a sequence, in the order of its tokens: (rank, which of its chunks) of each."""
+    """Return the owners of the chunks of a sequence, in token order: (rank, index among the rank's chunks) of each."""
     if size == 1:
         return ((0, 0),)
     return (*((rank, 0) for rank in range(size)), *((rank, 1) for rank in reversed(range(size))))
 
 
 def pipeline_layer_range(num_layers: int, stage: Axis) -> range:
-    """The layers of a pipeline stage. Where they do not divide evenly, the first stages have one more: the last one
-    also computes the logits."""
+    """Return the layers of a pipeline stage.
+
+    If the layers do not divide evenly, the first stages have one more, because the last stage also computes the logits.
+    """
     base_count, num_larger = divmod(num_layers, stage.size)
     first = base_count * stage.index + min(stage.index, num_larger)
     return range(first, first + base_count + (stage.index < num_larger))

@@ -1,5 +1,4 @@
-"""The processes of a run: how they meet, their groups, what they agree on between steps, the mesh as DeepSpeed asks for
-it, and the store in which each leaves its heartbeat."""
+"""Processes of a run: initialization, groups, host-side collectives, DeepSpeed's view of the mesh, and heartbeats."""
 
 import atexit
 import os
@@ -25,10 +24,10 @@ from megatron.utils.errors import (
 )
 
 INIT_TIMEOUT = timedelta(minutes=30)
-"""Longest wait of a collective; megatron-core's groups and gloo's have the same."""
+"""Timeout of collectives, the same as that of megatron-core's groups and gloo."""
 
 EmbeddingGroup = Literal["ends"]
-"""Of the pipeline dimension the first and the last stage."""
+"""Name of the group of the first and last pipeline stages."""
 
 _GROUPS: dict[frozenset[Dimension | EmbeddingGroup], Callable[[], dist.ProcessGroup]] = {
     frozenset({"tensor"}): parallel_state.get_tensor_model_parallel_group,
@@ -39,17 +38,18 @@ _GROUPS: dict[frozenset[Dimension | EmbeddingGroup], Callable[[], dist.ProcessGr
     frozenset({"ends"}): parallel_state.get_embedding_group,
     frozenset({"tensor", "pipeline"}): parallel_state.get_model_parallel_group,
 }
-"""megatron-core's groups, by the dimensions in which their members differ."""
+"""megatron-core's groups by the dimensions in which their members differ."""
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """This process among all of a run."""
+    """This process and its groups in a run."""
 
     mesh: Mesh = field(default_factory=Mesh)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: dist.ProcessGroup | None = None
-    """All processes, over gloo: small numbers on the host, so that agreeing never waits for a GPU. None if alone."""
+    """Group of all processes over gloo, for small values on the host, so that agreement never waits for a GPU; None if
+    alone."""
 
     @property
     def rank(self) -> int:
@@ -57,23 +57,25 @@ class ProcessGroups:
 
     @property
     def world_size(self) -> int:
-        """All processes of the run, whatever they divide among them."""
+        """Total number of processes of the run."""
         return self.mesh.world_size
 
     @property
     def is_main(self) -> bool:
-        """Is this the process that writes and reports?"""
+        """True on the process that writes and reports."""
         return self.rank == 0
 
     def group(self, *along: Dimension | EmbeddingGroup) -> dist.ProcessGroup:
-        """The processes that differ from this one in these dimensions alone; of `ends`, the first and the last pipeline
-        stage, for a process of one of them."""
+        """Return the group of processes that differ from this one only in these dimensions.
+
+        `ends` is the group of the first and the last pipeline stage, for processes in one of them.
+        """
         return _GROUPS[frozenset(along)]()
 
     def all_reduce_sum(self, *values: NumberT) -> list[NumberT]:
-        """The sum of each value over all processes: of whole numbers exactly, else in float64. All must call it.
+        """Sum each value over all processes: integers exactly, other values in float64. All processes must call it.
 
-        For what the processes of a mesh count several times, see `Mesh.count_once`.
+        For values that several ranks of a mesh share, see `Mesh.count_once`.
         """
         if self.host is None:
             return list(values)
@@ -83,7 +85,7 @@ class ProcessGroups:
         return tensor.tolist()
 
     def all_reduce_max(self, value: float) -> float:
-        """The largest value of any process. All must call it."""
+        """Return the maximum of a value over all processes. All processes must call it."""
         if self.host is None:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
@@ -91,11 +93,11 @@ class ProcessGroups:
         return float(tensor)
 
     def find_first_error(self, error: str | None) -> str | None:
-        """The first error that any process reports, so that all stop together instead of waiting for one that left."""
+        """Return the first error of any process, so that all stop together instead of waiting for one that has left."""
         return next((text for text in self.gather_objects(error) if text is not None), None)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The value of every process, in the order of ranks. All must call it."""
+        """Gather the value of every process, in rank order. All processes must call it."""
         if self.host is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -104,11 +106,11 @@ class ProcessGroups:
 
 
 class ModelParallelUnit:
-    """The mesh as DeepSpeed asks for it: `mpu` of `deepspeed.initialize`, an object with these nine functions.
+    """DeepSpeed's view of the mesh: `mpu` of `deepspeed.initialize`, an object with these nine methods.
 
-    To DeepSpeed, ranks that divide the tokens of a batch (data and context) are data-parallel, and those that hold
-    parts of one model (tensor and pipeline) are model-parallel. A function of sequence parallelism must not be here:
-    its presence changes what DeepSpeed does.
+    In DeepSpeed, ranks that divide the tokens of a batch (data and context) are data-parallel, and ranks that hold
+    parts of one model (tensor and pipeline) are model-parallel. A method of sequence parallelism must not be here,
+    because its presence changes what DeepSpeed does.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -146,11 +148,11 @@ class ModelParallelUnit:
 
 
 class HeartbeatStore:
-    """What each process of a run tells the others about itself, without waiting for anybody: small texts in a store.
+    """Store of small texts through which the processes of a run report their state, without waiting for each other.
 
-    The store is the one over which the processes met (torch's TCPStore, which the first process serves), so nothing
-    here is a collective: any thread may write and read, also while others wait in a collective that never ends. A
-    thread that may have to wait for the store has a view of its own (`copy`).
+    It is the store used for initialization (torch's TCPStore, served by the first process), so nothing here is a
+    collective. Any thread may read and write, also while others wait in a collective that never ends. A thread that may
+    have to wait for the store uses its own connection (`copy`).
     """
 
     def __init__(self, groups: ProcessGroups, store: Any = None) -> None:
@@ -164,67 +166,68 @@ class HeartbeatStore:
         self._store = store
 
     def copy(self) -> "HeartbeatStore":
-        """The same texts over a connection of its own."""
+        """Return the same store over a separate connection."""
         return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
 
     def set(self, key: str, text: str, rank: int | None = None) -> None:
-        """Set a text of this process, or for another `rank`. Costs microseconds: no answer is waited for."""
+        """Set a text of this process, or of another `rank`. It takes microseconds, because it does not wait for a
+        response."""
         self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", text)
 
     def get(self, key: str, rank: int = 0) -> str | None:
-        """A text of a process, None if it has set none."""
+        """Return a text of a process, or None if it is not set."""
         full_key = f"beats/{key}/{rank}"
         return self._store.get(full_key).decode() if self._store.check([full_key]) else None
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """The ranks of one of torch's groups, by the name that its flight recorder gives; none if there is no such."""
+    """Return the ranks of a torch group by its name in the flight recorder; an empty list if there is no such group."""
     world = dist.distributed_c10d._world
     group = next((group for group, own in world.pg_names.items() if own == name), None)
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
 GLOO_FILES, GLOO_FILES_PER_RANK = 100, 12
-"""Files that a rank with gloo's groups opens, and more for each rank of the run: 123 with 2 ranks, 146 with 4."""
+"""Number of files opened by a rank with gloo groups, and per rank of the run: 123 with 2 ranks, 146 with 4."""
 
 
 def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, backend: str) -> ProcessGroups:
-    """Meet the other processes (once; later calls find the groups that are there) and take this one's device.
+    """Initialize the process groups (once; later calls find existing groups) and select the device of this process.
 
     Args:
-        rank_info: which process this is.
-        sizes: of the mesh of all processes.
-        device: cpu, or cuda for the GPU that is this process's own.
-        backend: of what GPUs exchange, nccl or gloo.
+        rank_info: rank of this process.
+        sizes: sizes of the mesh of all processes.
+        device: cpu, or cuda for the GPU of this process.
+        backend: backend of communication between GPUs, nccl or gloo.
 
     Raises:
-        RunError: the GPU cannot be used, the other processes cannot be reached, or they met before as another mesh.
+        RunError: the GPU cannot be used, other processes cannot be reached, or they were initialized as another mesh.
     """
     if sizes.tensor > 1:
-        # Read when CUDA starts: megatron-core reduces a layer's input gradient while it computes its weights', which
-        # wants the first of the two to reach the card first.
+        # Read when CUDA starts: megatron-core reduces the gradient of a layer's input while it computes that of its
+        # weights, so the first kernel must reach the card first.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if backend == "gloo" and rank_info.world_size > 1:
-        # Without enough files, gloo aborts the process or waits for good.
+        # Without enough files, gloo aborts the process or waits forever.
         check_file_limit(GLOO_FILES + GLOO_FILES_PER_RANK * rank_info.world_size)
     own_device = _select_device(device, rank_info.local_rank)
-    # DeepSpeed reads these when it is imported and when the engine is made.
+    # DeepSpeed reads these at import and when the engine is built.
     os.environ["DS_ACCELERATOR"] = own_device.type
     os.environ["LOCAL_RANK"] = str(own_device.index or 0)
     if sizes.pipeline > 1:
-        # What stages send each other is in the order of the schedule, and its group has nothing else to do.
+        # Stages communicate in the order of the schedule, and their group is used for nothing else.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     try:
         _init_process_group(rank_info, backend, own_device)
         if dist.get_world_size() != rank_info.world_size:
             raise RunError(
-                f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already one of "
+                f"environment: WORLD_SIZE is {rank_info.world_size}, but this process is already in a group of "
                 f"{dist.get_world_size()}"
             )
         _make_groups(sizes)
         host = None if rank_info.world_size == 1 else dist.new_group(backend="gloo")
     except RuntimeError as error:
-        # Without a file left, gloo may also say that it cannot resolve an address.
+        # Without a free file descriptor, gloo may also report that it cannot resolve an address.
         if is_out_of_files(error) or is_near_file_limit():
             raise RunError(describe_file_limit()) from error
         raise
@@ -232,10 +235,10 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
 
 
 def single_process() -> ProcessGroups:
-    """This process by itself, for a model that it holds whole: an evaluation, an export, a test.
+    """Return the groups of a single process that holds a whole model: for evaluation, export or a test.
 
-    megatron-core's layers want process groups even so: unless some are there, groups of one process are made in memory,
-    without port or file.
+    megatron-core's layers need process groups even then. Unless groups exist, single-process groups are created in
+    memory, without a port or file.
 
     Raises:
         RunError: this process shares layers with others.
@@ -248,7 +251,7 @@ def single_process() -> ProcessGroups:
 def _select_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
-    # A scheduler may show each process its own GPU alone.
+    # A scheduler may make only its own GPU visible to each process.
     device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
     configure_cuda()
     try:
@@ -259,14 +262,14 @@ def _select_device(kind: str, local_rank: int) -> torch.device:
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""By which users tell PyTorch's allocator how to work."""
+"""Environment variables with which users configure PyTorch's allocator."""
 
 
 def configure_cuda() -> None:
-    """What holds in every process that computes on a GPU; before its first allocation.
+    """Set the CUDA options of every process that uses a GPU, before its first allocation.
 
-    float32 is float32: PyTorch lets cuDNN's convolutions round to TF32, with 10 bits, unless told. And memory is mapped
-    into growing segments: chunks of attention grow from one to the next, and in segments of fixed size each would need
+    float32 is exact: by default, PyTorch lets cuDNN's convolutions round to TF32, with 10 bits. Memory is mapped into
+    expandable segments. Chunks of attention grow from one to the next, and with segments of fixed size each would need
     a new one (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with).
     """
     torch.backends.cudnn.allow_tf32 = False
@@ -279,11 +282,11 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
         return
     options: dict[str, Any] = {"rank": rank_info.rank, "world_size": rank_info.world_size}
     if rank_info.world_size == 1:
-        options["store"] = dist.HashStore()  # in memory: no port is taken
+        options["store"] = dist.HashStore()  # in memory, without a port
     if backend == "nccl":
         options["device_id"] = device
         options["timeout"] = (
-            INIT_TIMEOUT  # NCCL's own is shorter than what names the rank that hangs (training/watchdog.py)
+            INIT_TIMEOUT  # NCCL's own is shorter than the watchdog that names a hanging rank (training/watchdog.py)
         )
     atexit.register(_leave_group, os.getpid())
     try:
@@ -297,29 +300,31 @@ def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device)
 
 
 def abandon_groups() -> None:
-    """The groups of this process end without waiting for the others, since it failed: they may be inside a collective
-    that never ends, or gone."""
+    """End the groups of this process without waiting for others after a failure.
+
+    The others may have left, or may be inside a collective that never ends.
+    """
     global _finish_before_leaving
     _finish_before_leaving = False
 
 
 _finish_before_leaving = True
-"""Do the groups finish what is under way before they end?"""
+"""True if the groups finish pending work before they end."""
 
 
 def _leave_group(process: int) -> None:
-    """End all groups when the interpreter ends, whatever ended the run: NCCL complains of those that are left.
+    """End all groups at interpreter exit, because NCCL warns about groups that are left open.
 
-    Not after each run: what a process keeps of one, such as a model, still asks its groups.
+    Groups are kept after a run, because objects that outlive it, such as a model, still use them.
 
     Args:
-        process: which met the others; a fork of it has no part in its groups.
+        process: process that initialized the groups; a fork of it is not a member.
     """
     if os.getpid() != process or not dist.is_initialized():
         return
-    # The process's exit code says what happened; nothing that goes wrong here may change or hide it.
+    # The exit code reports the result; errors here must not change or hide it.
     with suppress(Exception):
-        # Destroying NCCL's groups waits for their last kernels. Gloo's have none.
+        # Destroying NCCL's groups waits for their last kernels. Gloo's groups have none.
         if _finish_before_leaving or dist.get_backend() != "nccl":
             dist.destroy_process_group()
         else:
@@ -328,8 +333,11 @@ def _leave_group(process: int) -> None:
 
 @contextmanager
 def _reuse_lone_group() -> Iterator[None]:
-    """Of one process, every group that is asked for meanwhile is the group of all: each of gloo's own would wake a
-    thread a hundred times a second, which took a twelfth of the processor time that a small model's training took."""
+    """Make every new group the world group inside the context, if there is a single process.
+
+    Each gloo group would wake a thread a hundred times a second, which took a twelfth of the CPU time of a small
+    model's training.
+    """
     if dist.get_world_size() > 1:
         yield
         return
@@ -342,14 +350,14 @@ def _reuse_lone_group() -> Iterator[None]:
 
 
 def _make_groups(sizes: ParallelSizes) -> None:
-    """megatron-core's groups, which are global: made once, and never for another mesh."""
+    """Create megatron-core's groups, which are global: once, and never for another mesh."""
     if not parallel_state.model_parallel_is_initialized():
         with _reuse_lone_group():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tensor,
                 pipeline_model_parallel_size=sizes.pipeline,
                 context_parallel_size=sizes.context,
-                create_gloo_process_groups=False,  # of megatron-core's own optimizer and checkpoints
+                create_gloo_process_groups=False,  # only for megatron-core's own optimizer and checkpoints
             )
     existing = ParallelSizes(
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -358,4 +366,4 @@ def _make_groups(sizes: ParallelSizes) -> None:
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     if existing != sizes:
-        raise RunError(f"this process is part of another mesh already: {existing}; not {sizes}")
+        raise RunError(f"this process already belongs to another mesh: {existing}, not {sizes}")

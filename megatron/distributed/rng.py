@@ -1,12 +1,13 @@
-"""Who draws the same random numbers. Seeds follow from the configuration's, the purpose and the data index: never from
-the rank, since ranks that share a layer or a sequence must draw alike, and since the draws should survive another
-number of them.
+"""Random seeds, and the ranks that share them.
 
-| purpose | the same on |
+Seeds are derived from the configured seed, the purpose and the data index, never from the rank. Ranks that share a
+layer or a sequence must draw the same numbers, and the draws should not depend on the number of ranks.
+
+| purpose | shared by |
 |---|---|
-| initialization | all ranks: megatron-core draws whole weights and keeps a rank's part |
-| dropout | ranks of one data index, which hold the same sequences |
-| positions | all ranks, in each step another: it follows from the first sample that the step reads |
+| initialization | all ranks: megatron-core draws whole weights and keeps the shard of a rank |
+| dropout | ranks with the same data index, which hold the same sequences |
+| positions | all ranks, different in each step: derived from the first sample that the step reads |
 """
 
 import hashlib
@@ -38,22 +39,22 @@ def derive_position_seed(seed: int, sample: int) -> int:
 
 
 def _hash_seed(text: str) -> int:
-    """Return a seed of 32 bits that follows from a text, the same in every process."""
+    """Return a 32-bit hash of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch and, where there is a GPU, the states that megatron-core keeps for it. Its groups must be there."""
+    """Seed torch and, if there is a GPU, megatron-core's states for it. The groups must be initialized."""
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def get_cuda_rng_states() -> dict[str, Any]:
-    """The states that megatron-core keeps for this process's GPU, by name."""
+    """Return megatron-core's random states for the GPU of this process, by name."""
     return dict(get_cuda_rng_tracker().get_states())
 
 
 def set_cuda_rng_states(states: dict[str, Any]) -> None:
-    """Put `get_cuda_rng_states` back."""
+    """Restore the states returned by `get_cuda_rng_states`."""
     get_cuda_rng_tracker().set_states(states)

@@ -1,11 +1,11 @@
-"""Of which parameters a rank holds a part, and which are the same on several ranks.
+"""Sharding of parameters: which ones are sharded over ranks, and which are replicated.
 
-Every parameter is the same on ranks that differ in data or context alone (ZeRO-3 divides it further, behind the
-engine). Along the tensor dimension, megatron-core marks what it divides: embedding, output layer, and the linear layers
-but for the bias that is added after their sum. The rest (norms, that bias, everything of encodings and processors) is
-held by every rank. Along the pipeline dimension a layer belongs to one stage; what several stages use (a tied
-embedding, an encoding that all layers share) each of them holds, and all but the first to do so hold a copy.
-Whatever counts elements or sums squares over the ranks that hold a model must count each parameter once.
+Every parameter is replicated on ranks that differ only in data or context (ZeRO-3 shards it further, inside the
+engine). Along the tensor dimension, megatron-core marks what it shards: the embedding, the output layer, and linear
+layers except for the bias added after their sum. All other parameters (norms, that bias, and those of encodings and
+processors) are replicated. Along the pipeline dimension a layer belongs to one stage. Parameters used by several stages
+(a tied embedding, an encoding shared by all layers) are held by each of them, and all but the first hold a copy. Code
+that counts elements or sums squares over the ranks of a model must count each parameter once.
 """
 
 from collections.abc import Sequence
@@ -19,49 +19,49 @@ from megatron.distributed.mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How tensor-parallel ranks divide a parameter."""
+    """Sharding of a parameter over tensor-parallel ranks."""
 
     dim: int
-    """The dimension that is cut."""
+    """Sharded dimension."""
     num_strips: int
-    """Matrices that lie behind one another along it and are cut one by one (two in a gated feed-forward layer)."""
+    """Number of matrices concatenated along it and sharded separately (two in a gated feed-forward layer)."""
 
 
 def get_shard_spec(parameter: nn.Parameter) -> ShardSpec | None:
-    """How tensor-parallel ranks divide a parameter; None if each holds it whole."""
+    """Return the sharding of a parameter over tensor-parallel ranks; None if it is replicated."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return None
     return ShardSpec(parameter.partition_dim, parameter.partition_stride)  # type: ignore[attr-defined]
 
 
 def shard_tensor(tensor: Tensor, spec: ShardSpec, axis: Axis) -> Tensor:
-    """What a tensor-parallel rank holds of a parameter."""
+    """Return the shard of a parameter on a tensor-parallel rank."""
     strips = tensor.chunk(spec.num_strips, spec.dim)
     return torch.cat([strip.chunk(axis.size, spec.dim)[axis.index] for strip in strips], spec.dim)
 
 
 def unshard_tensors(shards: Sequence[Tensor], spec: ShardSpec) -> Tensor:
-    """A whole parameter of what all tensor-parallel ranks hold, in their order."""
+    """Return the whole parameter from the shards of all tensor-parallel ranks, in their order."""
     strips = [shard.chunk(spec.num_strips, spec.dim) for shard in shards]
     return torch.cat([strip[index] for index in range(spec.num_strips) for strip in strips], spec.dim)
 
 
 def mark_replica(parameter: nn.Parameter) -> None:
-    """Say that an earlier pipeline stage holds this parameter too. DeepSpeed's norms read the same mark."""
+    """Mark a parameter that an earlier pipeline stage also holds. DeepSpeed's norms read the same mark."""
     parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def is_replica(parameter: nn.Parameter) -> bool:
-    """Does an earlier pipeline stage hold this parameter too?"""
+    """Return True if an earlier pipeline stage also holds this parameter."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def is_counted_here(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Is this rank the one, among those that hold the model together, that counts what it holds of the parameter?"""
+    """Return True if this rank counts its shard of the parameter, among the ranks that hold the model together."""
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 
 
 def full_numel(parameter: nn.Parameter, mesh: Mesh) -> int:
-    """Elements of a parameter over tensor-parallel ranks and those of ZeRO-3, copies counted once."""
+    """Return the number of elements of a parameter over tensor-parallel and ZeRO-3 ranks, copies counted once."""
     size: int = getattr(parameter, "ds_numel", parameter.numel())
     return size * mesh.tensor.size if get_shard_spec(parameter) is not None else size

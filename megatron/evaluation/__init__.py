@@ -1,6 +1,6 @@
-"""Perplexity at lengths never trained on: which tokens are scored, scoring them, and how sure the numbers are.
+"""Evaluate trained models, mainly their perplexity at lengths beyond the training length.
 
-`targets` chooses what models are asked: a text, a task or a probe. Of a text, `protocols` decides which tokens are
-scored with how much context, `perplexity` scores them, and `loss_records` makes records of the losses. What is made of
-records is in `megatron.reports`.
+`targets` chooses what to evaluate: a text, a task, or a probe. For a text, `protocols` selects the tokens to score and
+their context, `perplexity` computes their losses, and `loss_records` turns the losses into records. `megatron.reports`
+builds tables and pages from records.
 """

@@ -1,15 +1,14 @@
-"""What a model answers to the sequences of a task, and records of what is right of it.
+"""Score the answers of a model to the sequences of a task, and build accuracy records.
 
-accuracy        right answers over counted answers, of all sequences of a length together
-exact_match     share of the sequences without a mistake, for tasks whose answer is one whole
-mean_accuracy   mean of the accuracies at the lengths beyond training, each length as much as the other
+accuracy        correct answers divided by counted answers, over all sequences of a length
+exact_match     share of sequences without an error, for tasks with one answer of several tokens
+mean_accuracy   mean of the accuracies at the lengths beyond training, with equal weights
 intervals       95%, percentile bootstrap over sequences (`megatron.reports.bootstrap`)
 
-The loss is taken over the task's answers alone: what share of the softmax a model leaves to ids that are never right is
-not asked. Lengths have sequences of their own, so that the interval of a change, or of a mean, is made of draws that
-are independent.
+The loss is a softmax over the answers of the task only. It ignores the probability that a model assigns to other ids.
+Each length has its own sequences, so the draws behind the interval of a change or of a mean are independent.
 
-B sequences of a batch, T tokens of a sequence, n last positions, V vocabulary.
+B: sequences in a batch, T: tokens in a sequence, n: last positions, V: vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
     from megatron.model.kv_cache import KVCache
 
-# torch is imported where it is used: a mistake in the options is reported at once.
+# torch is imported inside functions, so that errors in the options are reported at once.
 
 MIN_SHARED_FRACTION = 0.1
-"""Of a sequence: fewer tokens at the beginning of all are not read apart."""
+"""Smallest share of a sequence for which a prefix common to all sequences is read only once."""
 
 
 def score_answers(
@@ -43,22 +42,22 @@ def score_answers(
     batch_tokens: int | None = None,
     after_batch: Callable[[float], None] = lambda fraction: None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Let a model answer sequences.
+    """Compute the losses and the correctness of a model's answers.
 
     Args:
-        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V]; where the sequences have
-            position ids, with `position_ids` too, int64 [B, T] on the CPU.
-        batch: the sequences.
-        choices: ids that may be answered; all of the model's if None.
-        batch_tokens: input tokens per forward pass; at least one sequence is always taken.
-        after_batch: called with the fraction of the sequences that is done.
+        model: called as `model(tokens [B, T], num_logits=n)`, returns logits [B, n, V]. If the sequences have position
+            ids, it also receives `position_ids`, int64 [B, T] on the CPU.
+        batch: sequences to answer.
+        choices: ids of valid answers; the whole vocabulary if None.
+        batch_tokens: input tokens per forward pass; a batch has at least one sequence.
+        after_batch: called with the fraction of the sequences scored so far.
 
     Returns:
         Losses at each position in nats, float64 [sequences, T], 0 where there is no loss; and whether the likeliest
-        answer is right, bool [sequences, T], False where nothing counts.
+            answer is correct, bool [sequences, T], False at positions that do not count.
 
     Raises:
-        RunError: the device's memory is too small for a single sequence.
+        RunError: a single sequence does not fit in device memory.
     """
     import torch
 
@@ -66,7 +65,7 @@ def score_answers(
 
     device = next(model.parameters()).device
     num_sequences, length = batch.tokens.shape
-    num_logits = length - int(batch.loss_mask.any(axis=0).argmax())  # there is no loss before
+    num_logits = length - int(batch.loss_mask.any(axis=0).argmax())  # earlier positions have no loss
     losses, correct = np.zeros(batch.labels.shape), np.zeros(batch.labels.shape, dtype=bool)
     num_done, first_choice = 0, choices.start if choices else 0
     cache = _read_shared_tokens(model, batch, num_logits, device)
@@ -78,7 +77,7 @@ def score_answers(
         placed: dict[str, Any] = {}
         if batch.position_ids is not None:
             placed["position_ids"] = torch.from_numpy(batch.position_ids[rows])
-        if cache is not None:  # what all begin with has been read once
+        if cache is not None:  # the cache holds the common prefix
             placed["kv_cache"] = cache.repeat(len(tokens))
         logits = model(tokens[:, num_shared:], num_logits=num_logits, **placed)
         logits = logits[:, :, first_choice : choices.stop if choices else None].float()
@@ -100,8 +99,10 @@ def score_answers(
 
 
 def _read_shared_tokens(model: nn.Module, batch: TaskBatch, num_logits: int, device: torch.device) -> KVCache | None:
-    """A cache of the tokens that all sequences begin with, read once for all of them; None where that is not worth it,
-    or the model cannot read a sequence in parts."""
+    """Build a KV cache of the prefix common to all sequences, computed once.
+
+    Return None if the prefix is too short to be worth it, or if the model cannot decode from a cache.
+    """
     import torch
 
     from megatron.model.gpt import GPT
@@ -125,23 +126,23 @@ def _read_shared_tokens(model: nn.Module, batch: TaskBatch, num_logits: int, dev
 
 
 class AccuracySample(NamedTuple):
-    """A metric at one length."""
+    """Value of a metric at one length, with its bootstrap draws."""
 
     record: Record
     draws: np.ndarray | None = None
-    """Of its value, by bootstrap [resamples]; None where its own scatter is not known."""
+    """Bootstrap draws of the value, float64 [resamples], or None if its variance is unknown."""
 
 
 def compute_accuracies(
     correct: np.ndarray, batch: TaskBatch, record_fields: Mapping[str, Any], *, exact_match: bool = False
 ) -> list[AccuracySample]:
-    """The metrics of a length.
+    """Compute the metrics of one length.
 
     Args:
-        correct: which answers are right, bool [sequences, T].
+        correct: True for correct answers, bool [sequences, T].
         batch: the sequences.
-        record_fields: of the records.
-        exact_match: also the share of sequences without a mistake.
+        record_fields: fields to add to the records.
+        exact_match: also compute the share of sequences without an error.
     """
     num_counted, num_right = batch.accuracy_mask.sum(axis=1), correct.sum(axis=1)
     numerators = {"accuracy": (num_right, num_counted)}
@@ -158,14 +159,18 @@ def compute_accuracies(
 
 
 def aggregate_accuracies(samples: Sequence[AccuracySample]) -> list[Record]:
-    """Records of one predictor at all lengths, with their changes, and their mean over lengths."""
+    """Build the records of one predictor at all lengths, with their changes and the mean over lengths."""
     draws = {(sample.record.metric, sample.record.length): sample.draws for sample in samples}
     records = add_relative_changes([sample.record for sample in samples])
     return [*(_add_change_interval(record, draws) for record in records), *_build_mean_record(samples)]
 
 
 def _add_change_interval(record: Record, draws: Mapping[tuple[str, int], np.ndarray | None]) -> Record:
-    """A record with the interval of its change, where both ends of it have draws (by metric and length)."""
+    """Add the interval of the change to a record, if both lengths have draws.
+
+    Args:
+        draws: bootstrap draws by metric and length.
+    """
     own = draws[record.metric, record.length]
     base = None if record.change_from is None else draws[record.metric, record.change_from]
     if own is None or base is None:
@@ -174,8 +179,11 @@ def _add_change_interval(record: Record, draws: Mapping[tuple[str, int], np.ndar
 
 
 def _unpair_draws(draws: np.ndarray, shift: int) -> np.ndarray:
-    """The same draws in another order. Those of all lengths come from one seed: at equal numbers of sequences the nth
-    draw has the same indices everywhere, which has no meaning between sequences that have nothing in common."""
+    """Rotate draws so that they are not paired with those of another length.
+
+    The draws of all lengths share a seed. With equal numbers of sequences, draw n would use the same indices at every
+    length, although the sequences are unrelated.
+    """
     return np.roll(draws, shift)
 
 
@@ -187,7 +195,7 @@ def _interval_fields(draws: np.ndarray | None, prefix: str = "") -> dict[str, An
 
 
 def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
-    """The mean over lengths beyond training; nothing if there is none."""
+    """Build the record of the mean over lengths beyond training, or no record if there are none."""
     beyond = [
         sample
         for sample in samples
@@ -207,15 +215,15 @@ def _build_mean_record(samples: Sequence[AccuracySample]) -> list[Record]:
         **(_interval_fields(np.mean(draws, axis=0)) if all_have_draws else {"low": None, "high": None}),
         "seconds": None,
         "cpu_seconds": None,
-        "remark": f"The mean over the lengths {lengths}. {records[-1].remark}",
+        "remark": f"Mean over the lengths {lengths}. {records[-1].remark}",
     }
     return [records[-1].replace(**fields)]
 
 
 def add_relative_changes(records: Sequence[Record]) -> list[Record]:
-    """Records of one predictor, each with the change from that at the shortest length by its metric and protocol.
+    """Add to each record of a predictor its change from the shortest length with the same metric and protocol.
 
-    This is for lengths that have sequences of their own: nothing is paired, and no interval is added here. Where all
+    Use this function if each length has its own sequences: the values are not paired, and no interval is added. If all
     lengths score the same tokens, `loss_records.py` adds both.
     """
     shortest: dict[tuple[str, str], Record] = {}

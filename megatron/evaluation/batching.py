@@ -1,4 +1,4 @@
-"""Forward passes over more rows than the memory holds at once: as many together as fit, fewer where they do not."""
+"""Run forward passes over many rows in batches, and halve a batch that does not fit in memory."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ import torch
 from megatron.utils.errors import RunError, is_out_of_memory
 
 DEFAULT_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-"""Input tokens per forward pass unless said otherwise: beyond these a batch only takes more memory."""
+"""Default number of input tokens per forward pass. Larger batches only use more memory."""
 
 
 def choose_batch_tokens(device: torch.device, batch_tokens: int | None) -> int:
-    """Input tokens of a forward pass on a device; what is usual there if None."""
+    """Return the input tokens per forward pass; the default of the device if `batch_tokens` is None."""
     return batch_tokens or DEFAULT_BATCH_TOKENS.get(device.type, DEFAULT_BATCH_TOKENS["cuda"])
 
 
@@ -25,19 +25,20 @@ def run_batched(
     batch_tokens: int | None = None,
     after: Callable[[int], None] | None = None,
 ) -> None:
-    """Compute all rows, consecutive ones together; a batch that the memory refuses is halved, as are those after it.
+    """Compute all rows in batches of consecutive rows. If a batch runs out of memory, halve the batch size from there
+    on.
 
     Args:
-        num_rows: how many there are.
-        length: tokens of each.
-        device: where they are computed.
-        forward: computes the rows of a slice, and stores their results.
-        too_large: the message where a single row does not fit.
-        batch_tokens: of a batch; at least one row is always taken.
+        num_rows: number of rows.
+        length: tokens per row.
+        device: device of the computation.
+        forward: computes the rows of a slice and stores their results.
+        too_large: error message if a single row does not fit.
+        batch_tokens: input tokens per batch; a batch has at least one row.
         after: called with the number of rows of each finished batch.
 
     Raises:
-        RunError: the device's memory is too small for a single row.
+        RunError: a single row does not fit in device memory.
     """
     batch_size = max(1, choose_batch_tokens(device, batch_tokens) // length)
     start = 0

@@ -1,7 +1,7 @@
-"""The interface of what models are asked, and what goes with every scoring.
+"""Interface of evaluation targets, and the context passed to every scoring call.
 
-A text, a task that was learned and a probe are targets (`targets.py` chooses). Each is made before torch is imported,
-and refuses then what cannot be asked.
+A target is a text, a task that the models were trained on, or a probe (`targets.py` selects one). Targets are built
+before torch is imported, so that unsupported requests fail early.
 """
 
 from __future__ import annotations
@@ -17,44 +17,48 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
 ProgressCallback = Callable[[int, float, float], None]
-"""Called after every batch with the length, the work done and the whole work (both in FLOPs)."""
+"""Callback after every batch, called with the length, the work done, and the total work (both in FLOPs)."""
 
 
 KeepRecords = Callable[[Sequence[Record]], None]
-"""Called with the records of the model that are whole, from the first on, to be found again after an interruption."""
+"""Callback that saves the finished records of a model, so that an interrupted evaluation can resume from them."""
 
 
 @dataclass(frozen=True)
 class ScoringContext:
-    """What goes with the scoring of a model, whatever it is asked."""
+    """Settings and callbacks for scoring one model, independent of the target."""
 
     record_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the records that say where the model comes from."""
+    """Record fields that identify the model."""
     batch_tokens: int | None = None
-    """Input tokens per forward pass; what is usual on the device if None."""
+    """Input tokens per forward pass; the default of the device if None."""
     progress: ProgressCallback = lambda length, done, total: None
     finished_records: Sequence[Record] = ()
-    """Those that an interrupted evaluation left, of any model: what is among them need not be measured again."""
+    """Records of any model, left by an interrupted evaluation. A target may reuse them instead of scoring again."""
     keep_records: KeepRecords = lambda records: None
 
 
 class EvalTarget(Protocol):
-    """What models are asked."""
+    """Text, task, or probe that models are evaluated on."""
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
-        """Tokens of the sequences that a model reads, at each length."""
+        """Sequence lengths that a model reads, in tokens."""
 
     def count_flops(self, model: GPT) -> dict[int, float]:
-        """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
-
-    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """Records of a model's answers, at each length that it has positions for.
+        """Return the FLOPs of scoring a model, for each length that it supports.
 
         Raises:
-            UserError: the model has positions for none of the lengths.
-            RunError: a loss is not finite, or the memory is too small.
+            UserError: the model supports none of the lengths.
+        """
+
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """Score a model at each length that it supports, and return the records.
+
+        Raises:
+            UserError: the model supports none of the lengths.
+            RunError: a loss is not finite, or device memory is too small.
         """
 
     def build_baseline_records(self) -> list[Record]:
-        """Records that stand beside the models' answers, and are of no model."""
+        """Return the records of trivial baselines, which belong to no model."""

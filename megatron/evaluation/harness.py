@@ -1,13 +1,14 @@
-"""lm-evaluation-harness over the project's own model: what its tasks ask of a language model, answered without export.
+"""Adapter that lets lm-evaluation-harness evaluate our models directly, without exporting them.
 
-The harness builds prompts and judges answers; the model answers three kinds of requests (`lm_eval.api.model.LM`):
+The harness builds prompts and scores answers. The model handles three request types (`lm_eval.api.model.LM`):
 
-    loglikelihood            how likely is a continuation after a context, and would greedy decoding write it?
-    loglikelihood_rolling    how likely is a document, in windows of `max_length` that score each token once?
-    generate_until           what does the model write after a context?
+    loglikelihood            log-likelihood of a continuation after a context, and whether greedy decoding generates it
+    loglikelihood_rolling    log-likelihood of a document, in windows of `max_length` that score each token once
+    generate_until           text that the model generates after a context
 
-Contexts that are too long lose tokens on the left, as `lm_eval --model hf` does it. Shorter requests of a batch are
-padded on the left, which changes nothing. Nothing of transformers is imported. Needs the package lm_eval.
+Contexts that are too long are truncated on the left, as in `lm_eval --model hf`. Shorter requests of a batch are padded
+on the left; padding does not affect the results. This module does not use transformers. It requires the package
+lm_eval.
 """
 
 import hashlib
@@ -31,17 +32,17 @@ from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import RunError, is_out_of_memory
 
 DEFAULT_MAX_GEN_TOKENS = 256
-"""Tokens that a task lets a model write, unless it says how many: the harness's own default."""
+"""Default limit of generated tokens for tasks that set none; the harness uses the same."""
 
 _GENERATION_KEYS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-"""Options of generation that tasks may give."""
+"""Generation options that tasks may set."""
 
 _TokenRequest = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A request's texts, if it has any, and the tokens of its context and of its continuation."""
+"""Texts of a request, if any, and the tokens of its context and continuation."""
 
 
 class LoglikelihoodAnswer(NamedTuple):
-    """The likelihood of a continuation."""
+    """Log-likelihood of a continuation, and whether greedy decoding would generate it."""
 
     loglikelihood: float
     greedy: bool
@@ -49,26 +50,26 @@ class LoglikelihoodAnswer(NamedTuple):
 
 @dataclass
 class RequestCounts:
-    """The requests of a task."""
+    """Statistics of the requests of one task."""
 
     num_tokens: int = 0
-    """Scored or generated."""
+    """Number of tokens scored or generated."""
     num_requests: int = 0
     num_truncated: int = 0
-    """Requests whose context was too long."""
+    """Number of requests whose context was truncated."""
     digest: Any = field(default_factory=hashlib.sha256)
-    """Equal for equal requests, whoever answers them."""
+    """Hash of the requests, independent of the model that answers them."""
 
 
 class HarnessModel(TemplateLM):
-    """A trained model as the harness sees one.
+    """Trained model that implements the harness's model interface.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of its training.
-        max_length: tokens that the model is given at once, at most.
-        batch_tokens: tokens of a forward pass, padding included; None takes what is usual on the device.
-        after: called with the number of requests that are answered, and of all of the kind, after every batch.
+        model: a model in evaluation mode.
+        tokenizer: tokenizer that the model was trained with.
+        max_length: maximum input length in tokens.
+        batch_tokens: tokens per forward pass, padding included; the default of the device if None.
+        after: called after every batch with the number of answered requests and the total of this type.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class HarnessModel(TemplateLM):
         self.batch_tokens = choose_batch_tokens(self._device, batch_tokens)
         self._after = after or (lambda done, total: None)
         self.request_counts: dict[str, RequestCounts] = {}
-        """By the names of tasks."""
+        """Statistics by task name."""
         self._token_counts: list[tuple[int, bool]] = []
 
     @property
@@ -95,7 +96,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """Token that precedes a text without a context."""
         return self._tokenizer.eod if self._tokenizer.bos is None else self._tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -106,7 +107,9 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[LoglikelihoodAnswer]:
         empty = next((request for request in requests if not request.args[1]), None)
         if empty is not None:
-            raise RunError(f"{empty.task_name}: document {empty.doc_id} has an empty choice, which has no likelihood")
+            raise RunError(
+                f"{empty.task_name}: document {empty.doc_id} has an empty choice, whose likelihood is undefined"
+            )
         answers = super().loglikelihood(requests, disable_tqdm=True)
         self._record_requests(requests, self._token_counts)
         return answers
@@ -153,18 +156,23 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _read_generation_options(self, request: Instance) -> GenerationOptions:
-        """A task's options of generation. Raises RunError for those that are not supported."""
+        """Read the generation options of a task.
+
+        Raises:
+            RunError: an option is not supported.
+        """
         task_options: Any = normalize_gen_kwargs(dict(request.args[1]), DEFAULT_MAX_GEN_TOKENS)
         name, unsupported = request.task_name, sorted(set(task_options) - _GENERATION_KEYS)
         if unsupported:
             raise RunError(
-                f"{name}: writes with {', '.join(unsupported)}; known are {', '.join(sorted(_GENERATION_KEYS))}"
+                f"{name}: unsupported generation options {', '.join(unsupported)}; "
+                f"choose from {', '.join(sorted(_GENERATION_KEYS))}"
             )
         tokens = task_options["max_gen_toks"]
         if tokens >= self.max_length:
             raise RunError(
-                f"{name}: writes up to {tokens:,} tokens, which leaves no room for a context at length "
-                f"{self.max_length:,}; give greater --lengths"
+                f"{name}: generates up to {tokens:,} tokens, which leaves no room for a context at length "
+                f"{self.max_length:,}; use larger --lengths"
             )
         temperature = float(task_options.get("temperature", 1.0)) if task_options["do_sample"] else 0.0
         top_p = float(task_options.get("top_p", 1.0))
@@ -178,7 +186,7 @@ class HarnessModel(TemplateLM):
         )
 
     def _record_requests(self, requests: Sequence[Instance], counts: Sequence[tuple[int, bool]]) -> None:
-        """Count requests by task."""
+        """Add requests to the statistics of their tasks."""
         for request, (num_tokens, is_truncated) in zip(requests, counts, strict=True):
             task = self.request_counts.setdefault(request.task_name, RequestCounts())
             task.num_tokens += num_tokens
@@ -187,7 +195,7 @@ class HarnessModel(TemplateLM):
             task.digest.update(json.dumps([request.request_type, *request.args], default=str).encode())
 
     def _loglikelihood_tokens(self, requests: Sequence[_TokenRequest], **kwargs: Any) -> list[LoglikelihoodAnswer]:
-        """Requests that read the same tokens are answered by one row, as choices of a single token are."""
+        """Score continuations. Requests with the same input tokens, such as single-token choices, share a row."""
         self._token_counts = [
             (len(continuation), len(context) + len(continuation) > self.max_length + 1)
             for _, context, continuation in requests
@@ -197,7 +205,7 @@ class HarnessModel(TemplateLM):
             if not 0 < len(continuation) <= self.max_length:
                 raise RunError(
                     f"a continuation of {len(continuation):,} tokens cannot be scored at length {self.max_length:,}; "
-                    "give greater --lengths"
+                    "use larger --lengths"
                 )
             rows.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
         answers: list[LoglikelihoodAnswer | None] = [None] * len(requests)
@@ -212,7 +220,7 @@ class HarnessModel(TemplateLM):
         return [answer for answer in answers if answer is not None]
 
     def _iter_batches(self, rows: Sequence[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Consecutive rows, the longest first, that fit a forward pass."""
+        """Yield batches of consecutive rows that fit in a forward pass. Rows are sorted by length, longest first."""
         start = 0
         while start < len(rows):
             size = max(1, self.batch_tokens // len(rows[start]))
@@ -222,7 +230,7 @@ class HarnessModel(TemplateLM):
     def _score_rows(
         self, rows: Sequence[tuple[int, ...]], continuations: Sequence[list[list[int]]]
     ) -> list[list[LoglikelihoodAnswer]]:
-        """For each row the answers to the continuations that end it. A batch that is too large is divided."""
+        """Score the continuations at the end of each row. A batch that does not fit in memory is split in half."""
         try:
             return self._forward(rows, continuations)
         except (torch.OutOfMemoryError, RuntimeError) as error:

@@ -1,8 +1,8 @@
-"""`./deepy.py evaluate RUN… --tasks …`: tasks of lm-evaluation-harness, with records as results.
+"""`./deepy.py evaluate RUN… --tasks …`: evaluate runs on tasks of lm-evaluation-harness.
 
-Each run is given every task at every length: a length is the most tokens that the model sees at once, and the
-training's own if none is named. Values are those that the harness computes; its name of a metric is ours but for
-`perplexity`, which is that of the target text alone and not that of all tokens (`target_perplexity`).
+Each run is evaluated on every task at every length. A length is the maximum number of tokens in the model's context;
+the default is the training length. Values are computed by the harness. Metric names are also the harness's, except for
+`perplexity`: it covers only the target text, not all tokens, and is called `target_perplexity` here.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ OPTIONS_UNUSED_BY_HARNESS = (
     "data", "protocol", "windows", "targets", "stride", "min_context", "measures", "depths", "effective_score",
     *LOSS_OPTIONS,
 )  # fmt: skip
-"""Options that have no meaning for tasks."""
+"""Options that do not apply to harness tasks."""
 
 OWN_METRIC_NAMES = {"perplexity": "target_perplexity"}
-"""The harness's names of metrics that mean something else here."""
+"""Our names for harness metrics whose names have another meaning here."""
 
 NUM_BOOTSTRAP_SAMPLES = 1000
-"""Samples for the standard errors of metrics that are no means; the harness's 100,000 take minutes for the same two
-digits."""
+"""Bootstrap samples for the standard errors of metrics that are not means.
+
+The harness's default of 100,000 takes minutes and gives the same two digits.
+"""
 
 
 def evaluate_tasks(
@@ -77,23 +79,23 @@ def evaluate_tasks(
     output: str | Path | None = None,
     console: Console | None = None,
 ) -> list[Record]:
-    """Give runs the tasks of lm-evaluation-harness.
+    """Evaluate runs on tasks of lm-evaluation-harness.
 
     Args:
         runs, output, console: as for `megatron.evaluation.run.evaluate_runs`.
-        tasks: which, and how much of them.
-        options: how the models compute, and at which lengths; the defaults, and the training's length, if None.
+        tasks: names of the tasks and their options.
+        options: evaluation options, including the lengths. If None, the defaults at the training length.
 
     Returns:
-        The records of all runs, lengths and tasks. A group that has a value of its own has one record for that, and
-        none for its parts.
+        Records of all runs, lengths, and tasks. A group with its own score has one record, and its subtasks have none.
 
     Raises:
-        UserError: there is no such run or task, lm_eval is not installed, or an option says what a task says itself.
-        RunError: a task's data cannot be had, or it asks for something that cannot be done; finished runs stay.
+        UserError: a run or task does not exist, lm_eval is not installed, or an option conflicts with the tasks.
+        RunError: the data of a task are unavailable, or a task needs an unsupported feature. Results of finished runs
+            are kept.
     """
     options = options or EvaluationOptions()
-    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks bring their own")
+    refuse_choices_of_text(options, OPTIONS_UNUSED_BY_HARNESS, "tasks have their own")
     refuse_task_options(options)
     require_package("lm_eval", "--tasks")
     request = read_eval_request(runs, options, output)
@@ -123,24 +125,24 @@ def evaluate_tasks(
 
 @dataclass(frozen=True)
 class HarnessEval:
-    """The tasks that every run is given."""
+    """Tasks and lengths that every run is evaluated on."""
 
-    tasks: Any  # as `load_tasks` returns them
-    limit: int | None  # documents of each task
+    tasks: Any  # return value of `load_tasks`
+    limit: int | None  # documents per task
     lengths: Sequence[int]
     log: LogFunction
 
     def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: ScoringContext) -> list[Record]:
-        """The records of a run, by task, with their changes from the shortest length.
+        """Evaluate a model, and return its records by task with their changes from the shortest length.
 
         Args:
-            loaded: the run's model.
-            tokenizer: of its training.
-            scoring: what goes with every scoring.
+            loaded: model of the run.
+            tokenizer: tokenizer that the model was trained with.
+            scoring: settings and callbacks.
 
         Raises:
-            UserError: the model has positions for none of the lengths.
-            RunError: a task asks for something that cannot be done, or the memory is too small.
+            UserError: the model supports none of the lengths.
+            RunError: a task needs an unsupported feature, or device memory is too small.
         """
         from lm_eval import evaluator
 
@@ -163,59 +165,59 @@ class HarnessEval:
                 results = evaluator.evaluate(
                     model, self.tasks, limit=self.limit, bootstrap_iters=NUM_BOOTSTRAP_SAMPLES, log_samples=False
                 )
-            assert results is not None  # this process is alone
+            assert results is not None  # holds in a single process
             fields = {**shared, "length": length, **stop_stopwatch()}
             for name, counts in model.request_counts.items():
                 if counts.num_truncated:
                     truncated = f"{counts.num_truncated:,} of {counts.num_requests:,} requests"
-                    self.log(f"{name}: {truncated} were cut on the left to {length:,} tokens")
+                    self.log(f"{name}: {truncated} were truncated on the left to {length:,} tokens")
             records += build_task_records(results, model.request_counts, fields, self.log)
         return add_relative_changes(records)
 
 
 def load_tasks(options: TaskOptions, log: LogFunction) -> Any:
-    """The tasks that are named, as the harness has them.
+    """Load tasks by name, in the harness's format.
 
     Raises:
-        UserError: there is none of that name, or it shows images or runs code that a model writes.
-        RunError: one cannot be read, or its data cannot be had.
+        UserError: a task does not exist, is multimodal, or runs code generated by a model.
+        RunError: a task cannot be loaded, or its data are unavailable.
     """
     from lm_eval.tasks import TaskManager
 
     folder = options.include_path
     if folder is not None and not Path(folder).is_dir():
-        raise UserError(f"--include-path is {folder}, which is no folder")
+        raise UserError(f"--include-path {folder}: not a folder")
     metadata = _parse_metadata(options.metadata)
     manager = TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
     if not all(manager.match_tasks([name]) for name in options.tasks):
         manager = TaskManager(
             include_path=folder, metadata=metadata
-        )  # thousands of files: only where one of them is named
+        )  # searches thousands of files, so only if a name needs it
     names: list[str] = []
     for name in options.tasks:
         matches = manager.match_tasks([name])
         if not matches:
             suggestion = suggest_names(name, manager.all_tasks, max_suggestions=3)
-            raise UserError(f"--tasks: there is no task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}")
+            raise UserError(f"--tasks: unknown task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}")
         names += [match for match in matches if match not in names]
     try:
         loaded = manager.load(names)
     except ConnectionError as error:
         raise RunError(
-            f"--tasks {','.join(names)}: the data of a task are not in the cache of Hugging Face's hub, and the hub "
-            "cannot be reached; fetch them on a machine with a network, or name tasks of your own with --include-path"
+            f"--tasks {','.join(names)}: the data of a task are not in the Hugging Face cache, and the hub cannot be "
+            "reached; download them on a machine with a network, or use your own tasks with --include-path"
         ) from error
-    except Exception as error:  # whatever a task's code and its data's library raise
+    except Exception as error:  # the code and data libraries of tasks may raise anything
         raise RunError(
             f"--tasks {','.join(names)}: cannot be read: {type(error).__name__}: {describe_cause(error)}"
         ) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            reason = "runs code that a model writes" if getattr(task, "UNSAFE_CODE", False) else "shows images"
-            raise UserError(f"--tasks {name}: {reason}, which is not done here")
+            reason = "runs model-generated code" if getattr(task, "UNSAFE_CODE", False) else "needs images"
+            raise UserError(f"--tasks {name}: {reason}, which is not supported")
         task_num_fewshot = task.get_config("num_fewshot")
         if task_num_fewshot == 0 and options.num_fewshot:
-            log(f"{name}: always without examples, whatever --num-fewshot says")
+            log(f"{name}: always zero-shot; ignoring --num-fewshot")
         elif options.num_fewshot is not None or task_num_fewshot is None:
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=1234)
@@ -227,7 +229,9 @@ def _parse_metadata(text: str | None) -> dict[str, Any] | None:
         return None
     value = parse_scalar(text, "--metadata")
     if not isinstance(value, dict):
-        raise UserError(f"--metadata: {text!r} is no mapping; write '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'")
+        raise UserError(
+            f"--metadata: {text!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'"
+        )
     return value
 
 
@@ -237,13 +241,13 @@ def build_task_records(
     record_fields: Mapping[str, Any],
     log: LogFunction,
 ) -> list[Record]:
-    """Records of the harness's results.
+    """Build records from the harness's results.
 
     Args:
-        results: as `lm_eval.evaluator.evaluate` returns them.
-        request_counts: of its tasks, by their names.
-        record_fields: those that are the same for all, the length among them.
-        log: gets a line for each value that no record holds.
+        results: return value of `lm_eval.evaluator.evaluate`.
+        request_counts: request statistics by task name.
+        record_fields: fields common to all records, including the length.
+        log: called with a line for each value that does not fit in a record.
     """
     subtasks = results.get("group_subtasks", {})
     in_groups = {task for group in results.get("groups", {}) for task in _list_leaf_tasks(group, subtasks)}
@@ -262,28 +266,32 @@ def build_task_records(
         for metric, value, stderr, filter_ in _iter_metric_values(values):
             metric_name = OWN_METRIC_NAMES.get(metric, metric)
             protocol = ", ".join([name, f"{results['n-shot'].get(name, 0)}-shot", *filter_])
-            if metric.isdecimal():  # RULER names its metric by the length of the texts; −1 where there are none
+            if metric.isdecimal():  # RULER names metrics by text length; −1 means no texts of it
                 if value == -1:
                     continue
                 metric_name, protocol = "string_match", f"{protocol}, texts of {int(metric):,} tokens"
             if metric == "bits_per_byte":
-                continue  # said of the perplexity per byte
+                continue  # already part of the record of the perplexity per byte
             if (
                 metric_name not in METRICS
                 or METRICS[metric_name].invalid_reason(value) is not None
                 or not math.isfinite(value)
             ):
-                log(f"{protocol}: {metric} is {value:.6g}, which records have no place for")
+                log(f"{protocol}: {metric} = {value:.6g} does not fit in a record")
                 continue
             if METRICS[metric_name].comparison == "ratio":
-                stderr = None  # the harness has that of the value, which says little of its logarithm's
+                stderr = None  # the harness gives the error of the value, not of its logarithm
             bits: dict[str, Any] = {"bits_per_byte": math.log2(value)} if metric_name == "byte_perplexity" else {}
             records.append(Record(**shared, **bits, protocol=protocol, metric=metric_name, value=value, stderr=stderr))
     return records
 
 
 def _iter_metric_values(values: Mapping[str, Any]) -> Iterator[tuple[str, float, float | None, list[str]]]:
-    """What stands under `acc,none` and `acc_stderr,none`: metric, value, standard error, and the filter if any."""
+    """Yield the metrics of a result whose keys look like `acc,none` and `acc_stderr,none`.
+
+    Yields:
+        Metric, value, standard error (None if unknown), and a list with the name of the filter, if any.
+    """
     for key, value in values.items():
         metric, _, filter_ = key.partition(",")
         if not filter_ or metric.endswith("_stderr") or not isinstance(value, int | float):
@@ -294,7 +302,7 @@ def _iter_metric_values(values: Mapping[str, Any]) -> Iterator[tuple[str, float,
 
 
 def _list_leaf_tasks(name: str, subtasks: Mapping[str, Sequence[str]]) -> list[str]:
-    """The tasks that a group consists of; a task is its own."""
+    """Return the tasks in a group, recursively; a task that is not a group returns itself."""
     if not subtasks.get(name):
         return [name]
     return [leaf for subtask in subtasks[name] for leaf in _list_leaf_tasks(subtask, subtasks)]
@@ -302,7 +310,10 @@ def _list_leaf_tasks(name: str, subtasks: Mapping[str, Sequence[str]]) -> list[s
 
 @contextmanager
 def _preserve_random_state() -> Iterator[None]:
-    """Fixed seeds for whatever tasks draw; and standard errors by this process alone, for forks of it hold its GPU."""
+    """Set fixed random seeds, and restore the previous random states on exit.
+
+    Multiprocessing for standard errors is disabled, because forked processes would keep using the GPU.
+    """
     import numpy as np
     import torch
 

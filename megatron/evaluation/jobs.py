@@ -1,8 +1,8 @@
-"""Runs that `evaluate` and `analyze` work on: read and checked before torch is imported, then loaded one by one.
+"""Runs that `evaluate` and `analyze` process: validated before torch is imported, then loaded one at a time.
 
-A `RunJob` is a run with the device and type that it will be loaded to. `read_eval_request` and `run_eval_jobs` are the
-part of an evaluation that does not depend on what the models are asked: texts, probes and learned tasks (`run.py`) and
-tasks of lm-evaluation-harness (`harness_tasks.py`) share it.
+A `RunJob` is a run with its device and data type. `read_eval_request` and `run_eval_jobs` are the parts of an
+evaluation that do not depend on its target. They are shared by texts, probes, and trained tasks (`run.py`) and tasks of
+lm-evaluation-harness (`harness_tasks.py`).
 """
 
 from __future__ import annotations
@@ -48,39 +48,43 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.config.schema import Config
 
-# What needs torch or matplotlib is imported where it is used: a mistake in the options is reported at once.
+# torch and matplotlib are imported inside functions, so that errors in the options are reported at once.
 
 LogFunction = Callable[[str], None]
 
 UNFINISHED_FILE = "results.unfinished.json"
-"""In the folder of the results: parts of models' records while an evaluation runs, and after it was interrupted."""
+"""File in the results folder with the partial records of a running or interrupted evaluation."""
 
 
 @dataclass(frozen=True)
 class PartialRecords:
-    """What an evaluation keeps of models that are not whole yet, for the next one to go on from.
+    """Partial records of models whose evaluation is not finished. The next evaluation can resume from them.
 
     Args:
-        path: the file; None keeps nothing.
+        path: file of the records, or None to save nothing.
+        found: records left by an interrupted evaluation.
     """
 
     path: Path | None
     found: tuple[Record, ...]
-    """What an interrupted evaluation left there."""
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialRecords:
-        """Raises UserError if the file is there and not understood."""
+        """Open the partial records of a results folder.
+
+        Raises:
+            UserError: the file exists but cannot be parsed.
+        """
         path = None if folder is None else folder / UNFINISHED_FILE
         return cls(path, tuple(record_files.read_records(path)) if path is not None and path.exists() else ())
 
     def keep(self, records: Sequence[Record]) -> None:
-        """Write records beside those of other models, which other evaluations may be writing too."""
+        """Save records, and keep those of other models, which other evaluations may write at the same time."""
         if self.path is not None and records:
             self._rewrite(self.path, records, records)
 
     def remove(self, records: Sequence[Record]) -> None:
-        """Remove what belongs to an evaluation that is whole, whose records these are."""
+        """Remove the partial records of a finished evaluation, given its records."""
         if self.path is not None and self.path.exists():
             self._rewrite(self.path, records, ())
 
@@ -96,28 +100,28 @@ class PartialRecords:
 
 @dataclass(frozen=True)
 class RunJob:
-    """A run that is about to be loaded."""
+    """Run to be loaded and evaluated."""
 
     run: TrainedRun
-    name: str  # of its method
+    name: str  # name of its method
     device: torch.device
     dtype: torch.dtype
     work_item: WorkItem
-    note: str | None = None  # a line that is shown before the work begins
+    note: str | None = None  # printed before the work begins
 
     @property
     def config(self) -> Config:
         return self.run.config
 
     def load(self, backend: str | None, **overrides: Any) -> LoadedModel:
-        """The run's model; None is its own backend.
+        """Load the model of the run.
 
         Args:
-            backend: of attention.
-            overrides: of its positions (`override_position`).
+            backend: attention backend; that of the run's configuration if None.
+            overrides: position options to override (`override_position`).
 
         Raises:
-            UserError: its tokenizer cannot tell the documents apart that it is to keep so.
+            UserError: documents must be masked, but the tokenizer has no end-of-document token.
             RunError: the checkpoint is damaged.
         """
         with pause_garbage_collection():
@@ -140,11 +144,17 @@ class RunJob:
 
 
 def check_end_of_document(tokenizer: str, eod: int | None) -> int:
-    """The token that tells documents apart. Raises UserError if the tokenizer of that name has none."""
+    """Return the end-of-document token.
+
+    Args:
+        tokenizer: name of the tokenizer.
+        eod: its end-of-document token.
+
+    Raises:
+        UserError: the tokenizer has no such token.
+    """
     if eod is None:
-        raise UserError(
-            f"--attention-mask document: {tokenizer} has no end-of-document token, which tells documents apart"
-        )
+        raise UserError(f"--attention-mask document: {tokenizer} has no end-of-document token to separate documents")
     return eod
 
 
@@ -157,14 +167,14 @@ def build_run_jobs(
     precision: str,
     notes: Sequence[str | None] | None = None,
 ) -> list[RunJob]:
-    """Runs with their devices and types.
+    """Build jobs from runs, with their devices and data types.
 
     Args:
-        names, work_items, notes: of each run.
-        device, precision: of the options.
+        names, work_items, notes: one for each run.
+        device, precision: values of the options.
 
     Raises:
-        UserError: the device is not there, or cannot compute in that precision.
+        UserError: the device is unavailable or does not support the precision.
     """
     if not runs:
         return []
@@ -176,12 +186,12 @@ def build_run_jobs(
 
 
 def name_runs(runs: Sequence[TrainedRun], **overrides: Any) -> list[str]:
-    """The runs' methods (`provenance.assign_distinct_names`)."""
+    """Return distinct method names of the runs (`provenance.assign_distinct_names`)."""
     return assign_distinct_names([run.config for run in runs], [run.name for run in runs], **overrides)
 
 
 def make_log_function(console: Console | None) -> LogFunction:
-    """A function that prints a line; without a console it prints nothing."""
+    """Return a function that prints a line, or does nothing if there is no console."""
     if console is None:
         return lambda line: None
     return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -189,22 +199,22 @@ def make_log_function(console: Console | None) -> LogFunction:
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Runs that are to be measured, and where the results go."""
+    """Runs to evaluate, and the folder of the results."""
 
     runs: tuple[TrainedRun, ...]
     options: EvaluationOptions
-    folder: Path | None  # for the results
-    saved_records: tuple[Record, ...]  # in the folder when the evaluation begins; others may add to them
-    is_single_run: bool  # the folder is that of the only run
+    folder: Path | None  # folder of the results
+    saved_records: tuple[Record, ...]  # records in the folder when the evaluation begins; others may add more
+    is_single_run: bool  # True if the folder is the run folder of the only run
 
 
 def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, output: str | Path | None) -> EvalRequest:
-    """Open the runs that are named, each once, and read the results that are there.
+    """Open each named run once, and read the existing results.
 
-    Arguments and errors as for `megatron.evaluation.run.evaluate_runs`.
+    For arguments and errors see `megatron.evaluation.run.evaluate_runs`.
     """
     if not runs:
-        raise UserError("no run given")
+        raise UserError("no run given; expected at least one run folder")
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     trained_runs = open_runs(runs)
@@ -215,7 +225,11 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
 
 
 def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
-    """The results that a folder holds. Raises UserError if it cannot take more, or they are not understood."""
+    """Read the results in a folder.
+
+    Raises:
+        UserError: the folder is not writable, or its results cannot be parsed.
+    """
     if folder is None:
         return ()
     check_folder("--output", folder)
@@ -224,8 +238,10 @@ def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
 
 
 def _find_run_folder(runs: Sequence[TrainedRun]) -> Path | None:
-    """A single run's folder, also where its folder of checkpoints is named. A checkpoint named directly keeps the
-    results of its run as they are."""
+    """Return the run folder of a single run, also if its checkpoint folder is given.
+
+    Return None for a checkpoint named directly, which leaves the results of its run unchanged.
+    """
     folder = find_run_folder(runs[0].name)
     return folder if len(runs) == 1 and folder.resolve() != runs[0].checkpoint.resolve() else None
 
@@ -233,11 +249,11 @@ def _find_run_folder(runs: Sequence[TrainedRun]) -> Path | None:
 def build_eval_jobs(
     request: EvalRequest, costs: Sequence[tuple[float, str | None]], names: Sequence[str] | None = None
 ) -> list[RunJob]:
-    """The runs with their names, devices and types, which are refused before any model is loaded.
+    """Build jobs with names, devices, and data types. Errors are raised before any model is loaded.
 
     Args:
         request: the runs.
-        costs: the work that each run will be, and a line that is shown before.
+        costs: FLOPs and an optional line to print, for each run.
         names: as for `evaluate_runs`.
     """
     runs, options = request.runs, request.options
@@ -260,18 +276,18 @@ def run_eval_jobs(
     console: Console | None,
     progress: ProgressCallback | None = None,
 ) -> list[Record]:
-    """Load runs one after the other and measure each; show and write their records.
+    """Load and score runs one after another, then print and save their records.
 
     Args:
-        request: the runs, and where the results go.
-        jobs: of its runs.
-        score: measures a loaded model.
+        request: runs and results folder.
+        jobs: one job for each run.
+        score: function that scores a loaded model.
         console, progress: as for `evaluate_runs`.
     """
     log = make_log_function(console)
     partial_records = PartialRecords.open(request.folder)
     if {record.run for record in partial_records.found} & {job.run.name for job in jobs}:
-        log(f"an evaluation was interrupted here: what is whole of it in {partial_records.path} is taken over")
+        log(f"resuming an interrupted evaluation: reusing the finished parts in {partial_records.path}")
     for job in jobs:
         if job.note is not None:
             log(f"{job.run.name}: {job.note}")
@@ -294,9 +310,9 @@ def run_eval_jobs(
             records += score(job, loaded, scoring)
             del loaded
             if job.device.type == "cuda":
-                torch.cuda.empty_cache()  # room for the next model, and for whoever shares the GPU
+                torch.cuda.empty_cache()  # free memory for the next model and for other processes
             meter.finish()
-            if request.folder is not None:  # what is measured stays whatever happens to the next run
+            if request.folder is not None:  # save after every run, in case a later one fails
                 merge_into_results(request.folder, records, same_run=request.is_single_run, only_records=True)
     if console is not None:
         print_comparison_tables(console, records)
@@ -308,15 +324,14 @@ def run_eval_jobs(
 
 
 def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
-    """Whether the model is known to be what training wrote."""
     checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
     if loaded.verified:
         return f"{checkpoint}, checksums match"
-    return f"{checkpoint}, not verified: it has no manifest of checksums"
+    return f"{checkpoint}, not verified: it has no checksums"
 
 
 def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
-    """The fields of records on a run, and on where and with what it was measured."""
+    """Return record fields that describe a run, the machine, and the software."""
     run = job.run
     return {
         "method": job.name,
@@ -331,10 +346,10 @@ def describe_run(job: RunJob, options: EvaluationOptions) -> dict[str, Any]:
 
 
 def describe_output_folder(request: EvalRequest) -> str:
-    """Where the results will go: shown at once, while another folder can still be given."""
+    """Describe the output folder. Shown before evaluation starts, so that the user can still change it."""
     if request.folder is None:
-        return "results will not be written: give --output FOLDER to keep them"
-    line = f"results will be written to {request.folder}"
+        return "results will not be saved; use --output FOLDER to save them"
+    line = f"results will be saved in {request.folder}"
     if request.saved_records:
-        line += f"; the {len(request.saved_records)} there stay, unless this measures the same again"
+        line += f"; the {len(request.saved_records)} records there are kept, except those measured again"
     return line

@@ -1,4 +1,4 @@
-"""Key tokens: those that a model predicts well from a long context and badly from a short one (LongPPL).
+"""Key tokens: tokens that a model predicts well with a long context and badly with a short one (LongPPL).
 
 Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Modeling?, 2410.23771), section 3:
 
@@ -7,15 +7,17 @@ Fang et al. (2025, What is Wrong with Perplexity for Long-context Language Model
     key    LSD > α and LCL > β                                             α = 2, β = −2 there, in nats
 
 LongPPL is the perplexity of a model over the key tokens, with its long context. The key tokens are those of *one*
-reference model, so that all others are asked for the same: they are written to a file, and read by every evaluation
-after it. The paper's reference is Llama 3.1 8B, its short context the 4,096 to 5,119 tokens before a target
-(`trunc_len=4096`, `sliding_window=1024` of the published code, PKU-ML/LongPPL@1decd2a and longppl 0.3.0, which scores
-no target that has fewer), and its long context all of the text before the target. Here the two contexts are the
-shortest and the largest length of the evaluation, whose targets are the same. Protocol `overlapping` with
-`min_context` 4096, a short length of 5,119 and a long one of one token less than the text chooses the published
-function's tokens; in `last` and `strided` every target has nearly the whole long length before it.
+reference model, so that all models are scored on the same tokens. They are saved to a file that later evaluations read.
 
-Files hold no text: positions in the stream, and digests by which another text, tokenizer or choice of windows is told.
+The paper's reference is Llama 3.1 8B. Its short context is the 4,096 to 5,119 tokens before a target (`trunc_len=4096`,
+`sliding_window=1024` in the published code, PKU-ML/LongPPL@1decd2a and longppl 0.3.0, which skips targets with fewer).
+Its long context is all of the text before the target. Here the two contexts are the shortest and the longest length of
+the evaluation, with the same targets. To choose the tokens of the published code, use protocol `overlapping` with
+`min_context` 4096, a short length of 5,119, and a long length of one token less than the text. In `last` and `strided`
+nearly the whole long length precedes every target.
+
+Files contain no text. They contain positions in the stream, and digests that identify the text, the tokenizer, and the
+windows.
 """
 
 from __future__ import annotations
@@ -37,63 +39,72 @@ from megatron.utils.atomic_io import check_folder, parse_json, write_text_atomic
 from megatron.utils.errors import RunError, UserError
 
 DEFAULT_ALPHA, DEFAULT_BETA = 2.0, -2.0
-"""In nats, as in the paper."""
+"""Default thresholds in nats, as in the paper."""
 
 FORMAT = 1
 
 
 class KeyTokens(BaseModel):
-    """Key tokens of one text, as files hold them."""
+    """Key tokens of one text, in the format of their file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: int = Field(description="of the file")
+    format: int = Field(description="version of the file format")
     alpha: float
     beta: float
     short_length: int = Field(description="tokens of the windows with the short context")
-    long_length: int = Field(description="of those with the long one")
+    long_length: int = Field(description="tokens of the windows with the long context")
     protocol: str
-    num_targets: int = Field(description="that the key tokens were chosen from")
-    positions_digest: str = Field(description="of the positions of these")
+    num_targets: int = Field(description="number of targets that the key tokens were chosen from")
+    positions_digest: str = Field(description="digest of the positions of these targets")
     text_digest: str
     tokenizer: str
-    reference: dict[str, Any] = Field(description="the model that fixed them")
-    positions: list[int] = Field(min_length=1, description="in the stream of tokens, ascending")
+    reference: dict[str, Any] = Field(description="model that determined the key tokens")
+    positions: list[int] = Field(min_length=1, description="positions in the token stream, ascending")
 
     @property
     def digest(self) -> str:
-        """Equal digests, equal key tokens."""
+        """Hash of the key tokens, equal for equal key tokens."""
         return _hash_array(np.array(self.positions), self.text_digest, self.tokenizer)
 
     @property
     def remark(self) -> str:
-        """What they are, in sentences for every table."""
+        """Description for the notes of tables."""
         share = len(self.positions) / self.num_targets
         return (
-            f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets, which "
-            f"{self.reference['method']} ({self.reference['run']}, step {self.reference['step']}) predicts with "
-            f"log p > {self.beta:g} from {self.long_length:,} tokens, and more than {self.alpha:g} nats better than "
+            f"LongPPL (2410.23771): {len(self.positions):,} key tokens, {share:.1%} of the targets. "
+            f"{self.reference['method']} ({self.reference['run']}, step {self.reference['step']}) predicts them with "
+            f"log p > {self.beta:g} from {self.long_length:,} tokens, more than {self.alpha:g} nats better than "
             f"from {self.short_length:,}."
         )
 
 
 def find_key_tokens(short_losses: np.ndarray, long_losses: np.ndarray, alpha: float, beta: float) -> np.ndarray:
-    """Which targets are key tokens, bool, from their losses in nats with a short and a long context."""
+    """Find the key tokens among targets.
+
+    Args:
+        short_losses, long_losses: losses with the short and the long context, in nats.
+
+    Returns:
+        True for key tokens, bool.
+    """
     return (short_losses - long_losses > alpha) & (-long_losses > beta)
 
 
 @dataclass
 class KeyTokenFile:
-    """Where the key tokens of an evaluation come from: a file, or the first run that is scored, which writes it."""
+    """Source of the key tokens of an evaluation: an existing file, or a file to be written after the first run is
+    scored.
+    """
 
     path: Path
     alpha: float
     beta: float
     tokens: KeyTokens | None = None
-    """None until the reference has been scored."""
+    """Key tokens, or None until the reference is scored."""
 
     def select(self, plan: ScoringPlan, target_set: TargetSet) -> np.ndarray:
-        """Which targets are key tokens, bool [blocks, targets]."""
+        """Return a mask of the key tokens among the targets, bool [blocks, targets]."""
         assert self.tokens is not None
         positions = plan.target_positions(target_set, target_set.lengths[0])
         return np.isin(positions, np.array(self.tokens.positions))
@@ -106,28 +117,28 @@ class KeyTokenFile:
         loss_mask: np.ndarray,
         record_fields: Mapping[str, Any],
     ) -> None:
-        """Fix the key tokens by the losses of the reference, and write the file.
+        """Choose the key tokens from the losses of the reference model, and write the file.
 
         Args:
-            plan, target_set: what was scored.
-            losses: by length, float64 [blocks, targets].
-            loss_mask: which targets count, bool [blocks, targets].
-            record_fields: that say which model it is, and on which text.
+            plan, target_set: scored windows and targets.
+            losses: losses by length, float64 [blocks, targets].
+            loss_mask: True for targets that count, bool [blocks, targets].
+            record_fields: fields that identify the model and the text.
 
         Raises:
-            RunError: there is none, or the model has no positions for the largest length.
+            RunError: there are no key tokens, or the model does not support the longest length.
         """
         short_length, long_length = target_set.lengths[0], target_set.lengths[-1]
         if long_length not in losses:
             raise RunError(
-                f"{record_fields['method']} is the reference of key tokens, and its positions end before length "
-                f"{long_length:,}: name another run first, or shorter lengths"
+                f"{record_fields['method']}: the reference of key tokens does not support length "
+                f"{long_length:,}; put another run first, or use shorter lengths"
             )
         is_key = find_key_tokens(losses[short_length], losses[long_length], self.alpha, self.beta) & loss_mask
         if not is_key.any():
             raise RunError(
-                f"{record_fields['method']}: no target is a key token, none gains more than {self.alpha:g} nats from "
-                f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; take more windows, another "
+                f"{record_fields['method']}: no key tokens: no target gains more than {self.alpha:g} nats from "
+                f"{long_length:,} tokens over {short_length:,} with log p > {self.beta:g}; use more windows, another "
                 "reference, or a smaller key_alpha"
             )
         positions = plan.target_positions(target_set, short_length)
@@ -151,39 +162,38 @@ class KeyTokenFile:
 
 
 def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPlan) -> KeyTokenFile | None:
-    """The key tokens that options ask for; None if no measure needs them.
+    """Open the key tokens that the options request, or return None if no measure needs them.
 
     Raises:
-        UserError: there is no such file, it is of another text, tokenizer or choice of windows, or it would be written
-            over.
+        UserError: the file is missing, belongs to another text, tokenizer, or choice of windows, or would be
+            overwritten.
     """
     if "long_perplexity" not in (options.measures or ()):
         for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
             if getattr(options, name):
-                raise UserError(f"{name}: it is for the measure long_perplexity; add it to measures")
+                raise UserError(f"{name}: only for the measure long_perplexity; add it to measures")
         return None
     if options.key_tokens is None:
         raise UserError(
-            "measures: long_perplexity needs key_tokens, a file that a reference run fixed, or writes with "
-            "find_key_tokens"
+            "measures: long_perplexity needs key_tokens, a file of a reference run; create it with find_key_tokens"
         )
     if plan.protocol == "nonoverlapping" or len(plan.target_sets) > 1:
         raise UserError(
-            "measures: long_perplexity is over one set of targets with a long context each: protocol overlapping, "
-            "strided, or last with one number of targets"
+            "measures: long_perplexity needs one set of targets with long contexts: protocol overlapping, "
+            "strided, or last with a single number of targets"
         )
     path = Path(options.key_tokens)
     if not options.find_key_tokens:
         if options.key_alpha is not None or options.key_beta is not None:
-            raise UserError("key_alpha, key_beta: they fix key tokens, which are read here; give find_key_tokens too")
+            raise UserError("key_alpha, key_beta: only for finding key tokens; add find_key_tokens")
         tokens = _read_key_tokens(path)
         _check_key_tokens(path, tokens, text, plan)
         return KeyTokenFile(path, tokens.alpha, tokens.beta, tokens)
     if path.exists():
-        raise UserError(f"key_tokens {path}: is there, and other evaluations may rest on it; name another file")
+        raise UserError(f"key_tokens {path}: file exists, and other evaluations may depend on it; choose another file")
     check_folder("--key-tokens", path.parent)
     if len(plan.lengths) < 2:
-        raise UserError("find_key_tokens: give two lengths, of the short context and of the long one")
+        raise UserError("find_key_tokens: expected two lengths, of the short and of the long context")
     alpha = DEFAULT_ALPHA if options.key_alpha is None else options.key_alpha
     beta = DEFAULT_BETA if options.key_beta is None else options.key_beta
     return KeyTokenFile(path, alpha, beta)
@@ -193,29 +203,33 @@ def _read_key_tokens(path: Path) -> KeyTokens:
     try:
         return KeyTokens.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
-        reason = "no such file; find_key_tokens writes it" if not path.exists() else error.strerror or str(error)
+        reason = "file not found; create it with find_key_tokens" if not path.exists() else error.strerror or str(error)
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"no key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        reason = f"not a file of key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except ValueError as error:
         reason = f"not JSON ({error})"
     raise UserError(f"key_tokens {path}: {reason}")
 
 
 def _check_key_tokens(path: Path, tokens: KeyTokens, text: EvalText, plan: ScoringPlan) -> None:
-    """Raises UserError unless they are of the targets of a plan."""
+    """Check that key tokens belong to the targets of a plan.
+
+    Raises:
+        UserError: they belong to other targets.
+    """
     (target_set,) = plan.target_sets
     positions = plan.target_positions(target_set, target_set.lengths[0])
     for what, theirs, ours in (
         ("tokenizer", tokens.tokenizer, text.vocabulary.name),
-        ("text, by its digest", tokens.text_digest, text.digest),
+        ("text (digest)", tokens.text_digest, text.digest),
         ("protocol", tokens.protocol, plan.protocol),
         ("largest length", tokens.long_length, plan.lengths[-1]),
-        ("choice of windows and targets, by digest", tokens.positions_digest, _hash_array(positions)),
+        ("choice of windows and targets (digest)", tokens.positions_digest, _hash_array(positions)),
         ("format", tokens.format, FORMAT),
     ):
         if theirs != ours:
-            raise UserError(f"key_tokens {path}: is of another {what}: {theirs}, and this is {ours}")
+            raise UserError(f"key_tokens {path}: different {what}: {theirs} in the file, {ours} here")
 
 
 def _hash_array(positions: np.ndarray, *texts: str) -> str:

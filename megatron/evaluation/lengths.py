@@ -1,6 +1,6 @@
-"""At which lengths models are scored, and what that costs, both known from a model's shape without its weights.
+"""Lengths at which models are scored, and the cost of scoring, computed from the shape of a model without its weights.
 
-Lengths are given in tokens, in training lengths, or are 1 to 32 training lengths if nothing is said.
+Lengths are given in tokens or as multiples of the training length. The default is 1 to 32 training lengths.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ DEFAULT_MULTIPLES = (1, 2, 4, 8, 16, 32)
 
 
 def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> tuple[int, ...]:
-    """Window lengths in tokens, ascending.
+    """Return the window lengths in tokens, ascending.
 
     Args:
-        options: lengths in tokens, in training lengths, or neither.
-        train_lengths: of the runs; multiples need them to be equal.
+        options: lengths in tokens, as multiples of the training length, or neither.
+        train_lengths: training lengths of the runs; multiples require them to be equal.
 
     Raises:
-        UserError: multiples that are no whole number of tokens, or of runs with different training lengths.
+        UserError: a multiple is not a whole number of tokens, or the runs have different training lengths.
     """
     multiples: Sequence[float] = options.multiples or ()
     same_train_length = len(set(train_lengths)) == 1
     if options.lengths is None and options.multiples is None:
         if not same_train_length:
             trained = ", ".join(f"{length:,}" for length in sorted(set(train_lengths)))
-            raise UserError(f"lengths: name them in tokens, as the runs were trained at different ones ({trained})")
+            raise UserError(f"lengths: expected tokens, because the runs were trained at different lengths ({trained})")
         multiples = DEFAULT_MULTIPLES
     lengths = set(options.lengths or ())
     for multiple in multiples:
         if not same_train_length:
             raise UserError(
-                f"lengths: {multiple:g}x is ambiguous, as the runs were trained at different lengths; name tokens"
+                f"lengths: {multiple:g}x is ambiguous, because the runs were trained at different lengths; use tokens"
             )
         length = multiple * train_lengths[0]
         if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
@@ -49,40 +49,38 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
 
 
 def limit_lengths(lengths: Iterable[int], max_length: int | None, reason: str | None = None) -> list[int]:
-    """The lengths that a model has positions for, ascending.
+    """Return the lengths that a model supports, ascending.
 
     Args:
-        lengths: in tokens; at least one.
-        max_length: the model's positions; None if it has no end.
-        reason: what ends the positions, for the message.
+        lengths: at least one length, in tokens.
+        max_length: maximum length of the model, or None if unlimited.
+        reason: cause of the limit, for the error message.
 
     Raises:
-        UserError: all of them are longer.
+        UserError: all lengths exceed the limit.
     """
     lengths = sorted(lengths)
     if max_length is None:
         return lengths
     if lengths[0] > max_length:
-        reason = reason or f"its positions end at {max_length:,}"
-        raise UserError(
-            f"{reason}, length {lengths[0]:,} is past them; use lengths up to {max_length:,} or leave it out"
-        )
+        reason = reason or f"the maximum length is {max_length:,}"
+        raise UserError(f"{reason}, less than length {lengths[0]:,}; use lengths up to {max_length:,} or omit this one")
     return [length for length in lengths if length <= max_length]
 
 
 def count_forward_flops(model: GPT, length: int, num_sequences: int) -> float:
-    """FLOPs of scoring so many sequences of a length in tokens: a third of those of forward and backward."""
+    """Return the FLOPs of scoring `num_sequences` sequences: a third of forward plus backward."""
     return model.flops_per_token(length) / 3 * length * num_sequences
 
 
 def count_flops_by_length(model: GPT, num_sequences: Mapping[int, int]) -> dict[int, float]:
-    """FLOPs of scoring a model at each length that it has positions for.
+    """Return the FLOPs of scoring a model, for each length that it supports.
 
     Args:
-        num_sequences: length in tokens → how many sequences of it are scored.
+        num_sequences: number of sequences by length in tokens.
 
     Raises:
-        UserError: there is no such length.
+        UserError: the model supports none of the lengths.
     """
     return {
         length: count_forward_flops(model, length, num_sequences[length])

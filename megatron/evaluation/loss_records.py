@@ -1,13 +1,13 @@
-"""Records of a model's losses: each measure turns the losses of a plan's targets into records.
+"""Turn the losses of a model into records. Each measure produces its own records.
 
-    perplexity         exp of the mean loss at each length, and its ratio to that at the shortest
+    perplexity         exp of the mean loss at each length, and its ratio to that at the shortest length
     delta_perplexity   ΔP(L) = P(T) − P(L), the same T targets at the end of each window with and without the context
-                       before them (2410.04798, appendix A), and log P(T) − log P(L), which compares across corpora
-    position           perplexity by the place of the target in its window (KERPLE, 2205.09921, section 5.5), in bins
+                       before them (2410.04798, appendix A), and log P(T) − log P(L), which is comparable across corpora
+    position           perplexity by position of the target in its window (KERPLE, 2205.09921, section 5.5), in bins
                        that end at the training length and at its doubles and halves
-    token_loss         the loss by that place, each value the mean of its neighbours on both sides too (Forgetting
-                       Transformer, 2503.02130, section 4.2, which takes 101), of the largest length
-    long_perplexity    perplexity of the key tokens alone, with its ratio as `perplexity` has it (`key_tokens.py`)
+    token_loss         loss by position at the longest length, smoothed over neighbors on both sides (Forgetting
+                       Transformer, 2503.02130, section 4.2, which averages 101 positions)
+    long_perplexity    perplexity of the key tokens only, with ratios as for `perplexity` (`key_tokens.py`)
 
 Blocks of text are the independent samples of every interval (`megatron.reports.bootstrap`).
 """
@@ -28,62 +28,62 @@ from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
 
 MAX_BLOCKS = 4096
-"""Records keep the sums of their blocks up to so many."""
+"""Maximum number of blocks for which records keep the sum of each block."""
 
 
 DEFAULT_SMOOTHING = 101
-"""Positions that a value of token_loss is the mean of, unless said otherwise."""
+"""Default number of positions averaged for a value of token_loss."""
 MIN_SMOOTHED_PARTS = 16
-"""Windows hold so many of these at least, unless said otherwise."""
+"""Minimum ratio of window length to the default smoothing width."""
 MAX_CURVE_STEPS = 160
-"""Steps of equal size between positions of token_loss; between the first ones they are smaller."""
+"""Number of steps between positions of token_loss. Steps have equal size, except for smaller ones at the start."""
 
 
 class LossSummary(NamedTuple):
-    """The mean over all scored targets."""
+    """Mean loss over all scored targets."""
 
     nll: float  # nats per token
-    stderr: float | None  # of nll over blocks; None for one block
-    tokens: int  # targets counted
+    stderr: float | None  # standard error of nll over blocks; None for a single block
+    tokens: int  # number of counted targets
 
 
 @dataclass(frozen=True)
 class TargetTokens:
-    """The tokens of a target set: the same at every length."""
+    """Tokens of a target set, identical at every length."""
 
     loss_mask: np.ndarray
-    """Which of them count, bool [blocks, targets]."""
+    """True for tokens that count, bool [blocks, targets]."""
     num_bytes: int
-    """How many of them stand for a byte of text; 0 if tokens are not bytes."""
+    """Number of tokens that encode a byte of text; 0 if tokens are not bytes."""
     digest: str
-    """Equal digests, equal targets."""
+    """Hash of the targets, equal for equal targets."""
 
 
 class ScoredLength(NamedTuple):
-    """The losses of one length of a target set."""
+    """Losses of a target set at one length."""
 
     length: int
-    losses: np.ndarray  # nats, float64 [blocks, targets]
-    record_fields: Mapping[str, Any]  # what the scoring took
+    losses: np.ndarray  # in nats, float64 [blocks, targets]
+    record_fields: Mapping[str, Any]  # cost of the scoring
 
 
 class LengthSummary(NamedTuple):
-    """One length without its losses."""
+    """Summary of one length, without the individual losses."""
 
     summary: LossSummary
-    sums: np.ndarray  # of the losses that count, float64 [blocks]
+    sums: np.ndarray  # sums of the counted losses, float64 [blocks]
     record_fields: Mapping[str, Any]
 
 
 def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> LossSummary:
-    """Mean and standard error of losses that are summed over blocks.
+    """Compute the mean and standard error of losses that are summed over blocks.
 
-    The standard error treats blocks as the independent samples: neighbouring tokens share their context and their
-    subject, blocks far apart do not. With unequal counts per block it is that of a ratio estimate.
+    The standard error treats blocks as independent samples: neighboring tokens share context and subject, distant
+    blocks do not. If blocks have different counts, it is the standard error of a ratio estimate.
 
     Args:
-        sums: of the losses that count, float64 [blocks].
-        counts: how many those are, int [blocks].
+        sums: sums of the counted losses, float64 [blocks].
+        counts: number of counted losses, int [blocks].
     """
     tokens, blocks = int(counts.sum()), len(sums)
     nll = float(sums.sum() / tokens)
@@ -94,43 +94,46 @@ def summarize_losses(sums: np.ndarray, counts: np.ndarray) -> LossSummary:
 
 
 def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
-    """Refuse measures that a plan has no losses for. Raises UserError."""
+    """Check that a plan provides the losses that the measures need.
+
+    Raises:
+        UserError: a measure does not fit the plan.
+    """
     measures = options.measures or []
     for name in ("position", "token_loss"):
         if name in measures and plan.protocol != "nonoverlapping":
-            raise UserError(f"measures: {name} needs every token of a window scored: protocol nonoverlapping")
+            raise UserError(f"measures: {name} needs protocol nonoverlapping, which scores every token of a window")
     if options.smoothing is not None:
         if "token_loss" not in measures:
-            raise UserError("smoothing: it is of the measure token_loss; add it to measures")
+            raise UserError("smoothing: only for the measure token_loss; add it to measures")
         if options.smoothing % 2 == 0 or options.smoothing > plan.lengths[-1]:
             raise UserError(
-                f"smoothing = {options.smoothing}: a mean of as many neighbours on both sides is over an odd number of "
-                f"positions, at most {plan.lengths[-1]:,}"
+                f"smoothing = {options.smoothing}: expected an odd number of positions, at most {plan.lengths[-1]:,}"
             )
     if "delta_perplexity" in measures:
         if plan.protocol != "last":
-            raise UserError("measures: delta_perplexity needs protocol last: the same targets, with more before them")
+            raise UserError("measures: delta_perplexity needs protocol last: the same targets with more context")
         for target_set in plan.target_sets:
             count, lengths = target_set.targets, target_set.lengths
             if lengths[0] != count or len(lengths) < 2:
                 raise UserError(
                     f"measures: delta_perplexity of the last {count} tokens compares longer contexts with those "
-                    f"tokens alone: give length {count} and a longer one"
+                    f"tokens alone; use length {count} and a longer one"
                 )
 
 
 class RecordBuilder:
-    """Builds the records of one target set of a plan from the losses of one length after the other.
+    """Builds the records of one target set of a plan, from losses added length by length.
 
     Args:
-        plan: what is scored.
-        target_set: which targets of it.
-        tokens: of the target set.
-        train_length: of the model.
-        measures: of which records are built.
-        record_fields: those that are the same for all records.
-        smoothing: of token_loss; what is usual if None.
-        key_tokens: of long_perplexity.
+        plan: scoring plan.
+        target_set: a target set of the plan.
+        tokens: tokens of the target set.
+        train_length: training length of the model.
+        measures: measures to build records for.
+        record_fields: fields common to all records.
+        smoothing: smoothing width of token_loss; the default if None.
+        key_tokens: key tokens for long_perplexity.
     """
 
     def __init__(
@@ -159,13 +162,17 @@ class RecordBuilder:
         self.position_records: list[Record] = []
         self.curve_records: list[Record] = []
         self.losses: dict[int, np.ndarray] = {}
-        """By length, kept where key tokens are chosen among them."""
+        """Losses by length, kept only to choose key tokens."""
 
     def add(self, scored: ScoredLength) -> None:
-        """Take the losses of the next length, which are not stored. Raises RunError if they have no perplexity."""
+        """Add the losses of the next length.
+
+        Raises:
+            RunError: the perplexity is not finite or too large to report.
+        """
         sums = np.where(self.tokens.loss_mask, scored.losses, 0.0).sum(axis=1)
         summary = summarize_losses(sums, self.counts)
-        # Such a model predicts nothing, and a table could not hold it.
+        # Such a model predicts nothing, and tables have no room for its perplexity.
         if not math.isfinite(summary.nll) or summary.nll > MAX_NLL:
             where = f"{self.record_fields['method']}: the loss at length {scored.length:,}"
             raise RunError(f"{where} is {summary.nll}, no perplexity to report")
@@ -178,13 +185,13 @@ class RecordBuilder:
         self.summaries.append(LengthSummary(summary, sums, fields))
         if "position" in self.measures:
             self.position_records += self._build_position_records(scored, fields)
-        if "token_loss" in self.measures:  # lengths ascend, and the largest is what stays
+        if "token_loss" in self.measures:  # lengths ascend, so the longest replaces the others
             self.curve_records = list(self._build_curve_records(scored, fields))
         if "long_perplexity" in self.measures:
             self.losses[scored.length] = scored.losses
 
     def build_records(self) -> list[Record]:
-        """The records in the order of the measures; none if no length was scored."""
+        """Return the records in the order of the measures, or no records if no length was scored."""
         if not self.summaries:
             return []
         draws = draw_bootstrap_means(np.stack([length.sums for length in self.summaries]), self.counts)
@@ -202,7 +209,11 @@ class RecordBuilder:
     def _build_perplexity_records(
         self, metric: str, summaries: Sequence[LengthSummary], counts: np.ndarray, draws: np.ndarray | None
     ) -> Iterator[Record]:
-        """A record of each length, with its change from the first, from draws [lengths, resamples] of the means."""
+        """Build a record for each length, with its change from the first length.
+
+        Args:
+            draws: bootstrap draws of the means, float64 [lengths, resamples].
+        """
         first = summaries[0]
         for index, (summary, sums, fields) in enumerate(summaries):
             optional = self._block_fields(sums, counts)
@@ -228,7 +239,7 @@ class RecordBuilder:
             )
 
     def _block_fields(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-        """The fields of records on blocks, which are compared with those of other methods."""
+        """Return the record fields on blocks, which are used to compare methods."""
         if not 2 <= self.target_set.blocks <= MAX_BLOCKS:
             return {}
         fields: dict[str, Any] = {"block_sums": [round(float(block_sum), 6) for block_sum in sums]}
@@ -237,7 +248,7 @@ class RecordBuilder:
         return fields
 
     def _build_key_records(self) -> list[Record]:
-        """LongPPL at every length, of the key tokens that the reference fixed; this model fixes them if none has."""
+        """Build the LongPPL records of all lengths. If there are no key tokens yet, this model is their reference."""
         key_tokens, loss_mask = self.key_tokens, self.tokens.loss_mask
         assert key_tokens is not None
         if key_tokens.tokens is None:
@@ -247,7 +258,7 @@ class RecordBuilder:
         counts = is_key.sum(axis=1)
         fields = {"target_digest": key_tokens.tokens.digest, "remark": key_tokens.tokens.remark}
         if not counts.any():
-            raise RunError(f"{self.record_fields['method']}: was not trained to predict any of the key tokens")
+            raise RunError(f"{self.record_fields['method']}: the model was not trained to predict any key token")
         summaries = []
         for scored, losses in zip(self.summaries, self.losses.values(), strict=True):
             sums = np.where(is_key, losses, 0.0).sum(axis=1)
@@ -256,7 +267,7 @@ class RecordBuilder:
         return list(self._build_perplexity_records("long_perplexity", summaries, counts, draws))
 
     def _build_curve_records(self, scored: ScoredLength, fields: Mapping[str, Any]) -> Iterator[Record]:
-        """The loss by position, smoothed; blocks are the samples of its intervals."""
+        """Build records of the smoothed loss by position, with bootstrap intervals over blocks."""
         length, blocks = scored.length, self.target_set.blocks
         loss_mask = self.tokens.loss_mask.reshape(blocks, -1, length)
         losses = np.where(loss_mask, scored.losses.reshape(loss_mask.shape), 0.0)
@@ -267,7 +278,7 @@ class RecordBuilder:
         positions, sums, counts = positions[has_tokens], sums[:, has_tokens], counts[:, has_tokens]
         draws = draw_bootstrap_curves(sums, counts)
         remark = (
-            f"Each value is the mean of {width} neighbouring positions, of as many on both sides: fewer within "
+            f"Each value is the mean of {width} positions centered on it, or of fewer positions within "
             f"{width // 2} of either end of the window."
         )
         for index, position in enumerate(positions.tolist()):
@@ -290,7 +301,7 @@ class RecordBuilder:
             )
 
     def _build_gain_records(self, draws: np.ndarray | None) -> Iterator[Record]:
-        """ΔP and the log-ratio, at every length but the first."""
+        """Build records of ΔP and the log-ratio, for every length but the first."""
         first = self.summaries[0].summary
         for index, (summary, _, fields) in enumerate(self.summaries[1:], start=1):
             shared = {**self.record_fields, **fields, "tokens": summary.tokens}
@@ -338,10 +349,11 @@ class RecordBuilder:
 
 
 def list_position_bins(train_length: int, length: int) -> list[int]:
-    """The last position of each bin, ascending: the training length, halved and doubled, up to the window's length.
+    """Return the last position of each bin, ascending: the window's length, and the training length with its doubles
+    and halves up to there.
 
-    A bin holds the positions above the bin before it. That the training length ends one keeps what was trained and
-    what was not apart.
+    A bin holds the positions after the previous bin. One bin ends at the training length, so that no bin mixes trained
+    and untrained positions.
     """
     ends = {length}
     end = train_length
@@ -356,14 +368,17 @@ def list_position_bins(train_length: int, length: int) -> list[int]:
 
 
 def choose_smoothing(length: int) -> int:
-    """Positions that a value of token_loss is the mean of, for windows of a length: 101, fewer in short windows."""
+    """Return the default smoothing width of token_loss for windows of a length: 101, or less in short windows."""
     width = min(DEFAULT_SMOOTHING, max(length // MIN_SMOOTHED_PARTS, 1))
     return width - (width % 2 == 0)
 
 
 def list_curve_positions(train_length: int, length: int) -> np.ndarray:
-    """The positions, from 1, that token_loss is told at, int64 ascending: an eighth of an octave apart at first, then
-    in equal steps, and the training length with its doubles and halves among them."""
+    """Return the positions (from 1) of the token_loss records, int64, ascending.
+
+    They are an eighth of an octave apart at first, then in equal steps. The training length and its doubles and halves
+    are included.
+    """
     octaves = np.arange(0, 8 * math.log2(length) + 1)
     step = max(1, -(-length // MAX_CURVE_STEPS))
     positions = {*np.rint(2 ** (octaves / 8)).astype(int).tolist(), *range(step, length + 1, step)}
@@ -372,9 +387,9 @@ def list_curve_positions(train_length: int, length: int) -> np.ndarray:
 
 
 def smooth_by_position(values: np.ndarray, positions: np.ndarray, width: int) -> np.ndarray:
-    """Sums of values [blocks, L] over the `width` positions around each of some, [blocks, positions].
+    """Sum values [blocks, L] over `width` positions around each given position; returns [blocks, positions].
 
-    Near the beginning, where the loss is steep, as many neighbours on both sides as fit; near the end those that are.
+    Near the beginning, where the loss is steep, the window shrinks on both sides alike. Near the end it also shrinks.
     """
     length = values.shape[1]
     before = np.minimum(width // 2, positions - 1)

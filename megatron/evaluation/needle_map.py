@@ -1,18 +1,19 @@
-"""Needle maps: what a model answers whose answer stands at a depth of its input, at all depths and lengths.
+"""Needle maps: accuracy and loss of answers that depend on a given depth of the input, over all depths and lengths.
 
-A cell of the map is a depth of a length. Its records hold the loss of the answer's tokens, the share of these that are
-the likeliest, and the share of sequences with all of them, each also per sequence (`block_sums`). All else follows from
-the cells: the mean over depths at each length with its change, and
+A cell of the map is one depth at one length. Its records contain the loss of the answer's tokens, the share of these
+tokens predicted correctly, and the share of sequences with all tokens correct, each also per sequence (`block_sums`).
+Everything else is computed from the cells: the mean over depths at each length with its change, and
 
-    effective length    the largest length at which the score is at least 0.85 of that at the shortest length; 0 where
-                        the shortest length's score itself is not above what guessing reaches
+    effective length    the largest length at which the score is at least 0.85 of that at the shortest length; 0 if the
+                        score at the shortest length does not exceed the score of guessing
 
-RULER (Hsieh et al. 2024, 2404.06654) takes one number for all models in the place of the 0.85-fold, the score of
-Llama 2 7B at 4,096 tokens; the share of a model's own short score is NoLiMa's (Modarressi et al. 2025, 2502.05167).
+RULER (Hsieh et al. 2024, 2404.06654) uses one threshold for all models, the score of Llama 2 7B at 4,096 tokens,
+instead of 0.85 of the own score. A share of a model's own short score is NoLiMa's definition (Modarressi et al. 2025,
+2502.05167).
 
-Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). Where the nth sequence of every cell
-has the same answer, the same sequences are drawn for all cells; else each cell draws its own. The interval of an
-effective length is that of the lengths that the draws have, so its ends are lengths that were asked at.
+Intervals are percentile bootstraps over sequences (`megatron.reports.bootstrap`). If sequence n of every cell has the
+same answer, all cells use the same draws of sequences; otherwise each cell has its own draws. The interval of an
+effective length is a percentile interval of the effective lengths of the draws, so its ends are evaluated lengths.
 
 N sequences, K cells.
 """
@@ -38,64 +39,64 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
 
 DEFAULT_EFFECTIVE_SCORE = 0.85
-"""Of the shortest length's score, unless said otherwise."""
+"""Default share of the score at the shortest length that an effective length must reach."""
 
 DEFAULT_NEEDLE_SEQUENCES = 64
-"""For each depth of each length, unless said otherwise."""
+"""Default number of sequences for each depth and length."""
 
 SCORE_TOLERANCE = 1e-9
-"""Scores that differ by less are equal."""
+"""Tolerance below which two scores are equal."""
 
 SAME_MEASUREMENT_FIELDS = (
     "protocol", "target_digest", "run", "step", "train_tokens", "seed", "position", "backend", "dtype", "device",
     "software",
 )  # fmt: skip
-"""A cell that was measured before is taken over if these are the same."""
+"""Fields that must agree for a finished cell to be reused."""
 
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """What is asked in a map, and what its records say."""
+    """Definition of a needle map, and the fields of its records."""
 
     lengths: Sequence[int]
-    """Ascending; a model that has positions for the first alone is asked at those alone."""
+    """Lengths, ascending. A model with limited positions is evaluated at the lengths that it supports."""
     depths: Sequence[float]
-    """Shares from 0 to 1, ascending."""
+    """Depths from 0 to 1, ascending."""
     score_metric: str
-    """The metric that effective lengths are of: accuracy or exact_match."""
+    """Metric behind the effective length: accuracy or exact_match."""
     metrics: Sequence[str]
-    """Of which cells have records, `score_metric` among them."""
+    """Metrics of the cells' records, including `score_metric`."""
     guess_score: float
-    """What is reached without reading, at the shortest length."""
+    """Score of guessing at the shortest length."""
     is_paired: bool
-    """Has the nth sequence of every cell the same answer?"""
+    """True if sequence n has the same answer in every cell."""
     choices: range | None
-    """Ids that may be answered; all of the model's if None."""
+    """Ids of valid answers; the whole vocabulary if None."""
     build_batch: Callable[[int, float], TaskBatch]
-    """The N sequences of a length and a depth."""
+    """Function that builds the N sequences of a length and a depth."""
     record_fields: Mapping[str, Any]
-    """Of all records, the digest of the answers among them."""
+    """Fields common to all records, including the digest of the answers."""
     effective_score: float = DEFAULT_EFFECTIVE_SCORE
 
 
 def hash_depths(digest: str, depths: Sequence[float]) -> str:
-    """The digest of answers, and of the depths at which they stand: means over other depths are other numbers."""
+    """Return a digest of the answers and their depths, because means over other depths are not comparable."""
     return hashlib.sha256(f"{digest} {list(depths)}".encode()).hexdigest()[:16]
 
 
 def score_needle_map(
     needle_map: NeedleMap, loaded: LoadedModel, flops_by_length: Mapping[int, float], scoring: ScoringContext
 ) -> list[Record]:
-    """Ask a model everything in a map: the records of its cells, of its lengths, and of its effective length.
+    """Score a model on a needle map, and return the records of its cells, lengths, and effective length.
 
     Args:
-        needle_map: what is asked.
+        needle_map: the map.
         loaded: the model.
-        flops_by_length: of all depths of each length that the model has positions for, ascending.
-        scoring: what goes with it. Cells among its finished records are not asked again.
+        flops_by_length: FLOPs over all depths, for each supported length, ascending.
+        scoring: settings and callbacks. Cells among its finished records are not scored again.
 
     Raises:
-        RunError: a loss is not finite, or the memory is too small.
+        RunError: a loss is not finite, or device memory is too small.
     """
     shared = {**describe_model(loaded), **scoring.record_fields, **needle_map.record_fields}
     finished = _find_finished_cells(needle_map, shared, scoring.finished_records)
@@ -119,7 +120,7 @@ def score_needle_map(
 def _find_finished_cells(
     needle_map: NeedleMap, shared: Mapping[str, Any], records: Sequence[Record]
 ) -> dict[tuple[int, float], list[Record]]:
-    """Cells of the same map of the same model that an interrupted evaluation left, by length and depth."""
+    """Find the cells of this map and model that an interrupted evaluation finished, by length and depth."""
     expected = {name: shared.get(name) for name in SAME_MEASUREMENT_FIELDS}
     found: dict[tuple[int, float], dict[str, Record]] = {}
     for record in records:
@@ -142,12 +143,12 @@ def _score_cell(
     fields: Mapping[str, Any],
     batch_tokens: int | None,
 ) -> list[Record]:
-    """A record for each metric."""
+    """Score one cell, and return a record for each metric."""
     stop_stopwatch = start_stopwatch()
     batch = needle_map.build_batch(length, depth)
     losses, correct = score_answers(loaded.model, batch, needle_map.choices, batch_tokens=batch_tokens)
     if not np.isfinite(losses).all():
-        raise RunError(f"{fields['method']}: the loss at depth {depth:.0%} of {length:,} is not finite")
+        raise RunError(f"{fields['method']}: the loss at depth {depth:.0%} of length {length:,} is not finite")
     num_counted, num_right = batch.accuracy_mask.sum(axis=1), correct.sum(axis=1)
     values = {
         "loss": (losses.sum(axis=1), batch.loss_mask.sum(axis=1)),
@@ -175,16 +176,16 @@ def _score_cell(
                 nll=nll,
             )
         )
-        spent = {"date": spent["date"]}  # the time was taken once
+        spent = {"date": spent["date"]}  # the time of the cell is counted once
     return records
 
 
 def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Sequence[Record]]) -> Iterator[Record]:
-    """The mean over depths at each length by each metric, and the effective length of the score.
+    """Yield the mean over depths for each length and metric, and the effective length.
 
     Args:
-        needle_map: what was asked.
-        cells: by length and depth, ascending; a record of each metric with the sums of its sequences.
+        needle_map: the map.
+        cells: records of each metric with per-sequence sums, by length and depth, ascending.
     """
     lengths = list(dict.fromkeys(length for length, _ in cells))
     for metric in needle_map.metrics:
@@ -201,7 +202,7 @@ def summarize_cells(needle_map: NeedleMap, cells: Mapping[tuple[int, float], Seq
 
 
 def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: bool) -> np.ndarray | None:
-    """Bootstrap draws of the mean over depths, float64 [lengths, resamples]; None where there is one sequence."""
+    """Draw bootstrap means over depths, float64 [lengths, resamples], or None if there is only one sequence."""
     cells = [record for records in by_length for record in records]
     sums, counts = (
         [np.array(record.block_sums) for record in cells],
@@ -209,13 +210,13 @@ def _draw_length_scores(by_length: Sequence[Sequence[Record]], *, is_paired: boo
     )
     if all(np.array_equal(own, counts[0]) for own in counts):
         draws = draw_bootstrap_means(np.stack(sums), counts[0])
-    else:  # from one seed, so the same sequences are drawn for all cells here too
+    else:  # all cells share a seed, so they also share the drawn sequences
         rows = [draw_bootstrap_means(own_sums[None], own) for own_sums, own in zip(sums, counts, strict=True)]
         drawn = [row for row in rows if row is not None]
         draws = np.concatenate(drawn) if len(drawn) == len(rows) else None
     if draws is None:
         return None
-    if not is_paired:  # in another order they are draws of sequences of the cell's own
+    if not is_paired:  # unpaired cells need draws in different orders
         draws = np.stack([np.roll(row, number) for number, row in enumerate(draws)])
     return draws.reshape(len(by_length), len(by_length[0]), -1).mean(axis=1)
 
@@ -225,7 +226,7 @@ def _build_length_records(
 ) -> Iterator[Record]:
     first_length = next(iter(by_length))
     for index, records in enumerate(by_length.values()):
-        # A record of a cell with another value: what a cell alone has is left out.
+        # Copy the record of a cell with a new value, and clear the fields that apply to cells only.
         fields: dict[str, Any] = {
             "axis": "length", "place": None, "value": float(scores[index]), "block_sums": None, "block_tokens": None,
             "tokens": sum(record.tokens for record in records), "low": None, "high": None,
@@ -247,7 +248,12 @@ def _build_length_records(
 def _build_effective_record(
     needle_map: NeedleMap, cells: Sequence[Record], lengths: Sequence[int], scores: np.ndarray, draws: np.ndarray | None
 ) -> Record:
-    """The record of the effective length. Scores are [lengths, 1], draws of them [lengths, resamples]."""
+    """Build the record of the effective length.
+
+    Args:
+        scores: scores by length, float64 [lengths, 1].
+        draws: bootstrap draws of the scores, float64 [lengths, resamples].
+    """
     record, num_tokens = cells[-1], sum(cell.tokens for cell in cells)
     share, guess = needle_map.effective_score, needle_map.guess_score
     title = record.metric_info.inline_title
@@ -262,11 +268,13 @@ def _build_effective_record(
         if length < value and score < share * scores[0, 0] - SCORE_TOLERANCE
     ]  # fmt: skip
     remark = (
-        f"The largest length at which {title}, the mean over depths, is at least {share:g} of that at {lengths[0]:,}; "
-        f"0 if that is not above {100 * guess:.2g}%, which needs no reading. Longer than {lengths[-1]:,} was not asked."
+        f"Largest length at which the mean {title} over depths is at least {share:g} times that at {lengths[0]:,}; "
+        f"0 if that is not above the {100 * guess:.2g}% of guessing. Lengths over {lengths[-1]:,} were not evaluated."
     )
     if below:
-        remark += f" {record.method} falls short of it at {', '.join(f'{length:,}' for length in below)} before."
+        remark += (
+            f" {record.method} is below this at the shorter lengths {', '.join(f'{length:,}' for length in below)}."
+        )
     fields = {
         "metric": "effective_length", "length": needle_map.lengths[-1], "axis": "length", "place": None,
         "value": value, **interval, "tokens": num_tokens, "nll": None, "flops": None,
@@ -280,8 +288,10 @@ def _build_effective_record(
 def find_effective_lengths(
     lengths: Sequence[int], scores: np.ndarray, effective_score: float, guess_score: float
 ) -> np.ndarray:
-    """The effective length of each column: the largest length whose score is at least `effective_score` times that of
-    the first, and 0 where the first is not above `guess_score`.
+    """Compute the effective length of each column.
+
+    It is the largest length whose score is at least `effective_score` times that of the first length. It is 0 if the
+    first score does not exceed `guess_score`.
 
     Args:
         lengths: ascending.

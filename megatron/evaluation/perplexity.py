@@ -1,10 +1,10 @@
-"""Scores a model: the negative log-likelihood of every target of a plan, of which `loss_records` makes records.
+"""Score a model: compute the negative log-likelihood of every target of a plan. `loss_records` builds the records.
 
     nll = −1/N Σ log p(target | context)          perplexity = exp(nll)
 
-Only the scored positions go through the output layer, so a long context costs what its attention costs and not
-`length × vocabulary` logits. Windows are batched up to a number of tokens; the long ones rely on the model's chunked
-attention for memory linear in length. Losses are summed in float64.
+Only the scored positions go through the output layer. A long context therefore costs its attention, not `length ×
+vocabulary` logits. Windows are batched up to a number of tokens. Long windows rely on the model's chunked attention,
+whose memory is linear in length. Losses are summed in float64.
 
 B windows of a batch, T window length.
 """
@@ -42,29 +42,28 @@ def compute_window_losses(
     batch_tokens: int | None = None,
     after_batch: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Negative log-likelihood, in nats, of the last targets of each window.
+    """Compute the negative log-likelihood, in nats, of the last targets of each window.
 
     Args:
-        model: called as `model(tokens [B, T], labels=[B, T], num_logits=num_scored)`, returns losses
-            [B, num_scored].
-        stream: token ids [N], of any integer type; may be memory-mapped.
+        model: called as `model(tokens [B, T], labels=[B, T], num_logits=num_scored)`, returns losses [B, num_scored].
+        stream: token ids [N] of any integer type; may be memory-mapped.
         starts: first input token of each window, int64 [windows].
         length: T.
-        num_scored: targets at the end of each window.
-        batch_tokens: input tokens per forward pass; at least one window is always taken.
+        num_scored: number of targets at the end of each window.
+        batch_tokens: input tokens per forward pass; a batch has at least one window.
         after_batch: called with the number of windows of each finished batch.
 
     Returns:
         float64 [windows, num_scored].
 
     Raises:
-        RunError: the device's memory is too small for a single window.
+        RunError: a single window does not fit in device memory.
     """
     device = next(model.parameters()).device
     losses = np.empty((len(starts), num_scored), dtype=np.float64)
 
     def forward(rows: slice) -> None:
-        # Input and labels are the same T + 1 tokens, shifted by one.
+        # Inputs and labels are the same T + 1 tokens, shifted by one.
         window = torch.from_numpy(stream[starts[rows, None] + np.arange(length + 1)].astype(np.int64)).to(device)
         batch = model(window[:, :-1].contiguous(), labels=window[:, 1:].contiguous(), num_logits=num_scored)
         losses[rows] = batch.double().cpu().numpy()
@@ -88,9 +87,9 @@ def find_target_tokens(
     """Look up the tokens that a plan scores.
 
     Args:
-        text: that is scored.
-        plan, target_set: of the plan's target sets, the one that is looked up.
-        eod_mask_loss: the model was not trained to predict the token that follows an end of document.
+        text: text to score.
+        plan, target_set: scoring plan, and one of its target sets.
+        eod_mask_loss: True if the model was not trained to predict the token after an end of document.
 
     Raises:
         RunError: no token is left to score.
@@ -101,7 +100,7 @@ def find_target_tokens(
     if eod_mask_loss:
         loss_mask = np.asarray(text.tokens[positions - 1]) != eod
         if not loss_mask.any():
-            raise RunError("no token to score: with eod_mask_loss every target of these windows is left out")
+            raise RunError("no token to score: eod_mask_loss excludes every target of these windows")
     digest = hashlib.sha256(np.ascontiguousarray(labels, dtype="<i8").tobytes() + loss_mask.tobytes()).hexdigest()
     return TargetTokens(
         loss_mask=loss_mask,
@@ -120,26 +119,26 @@ def evaluate_perplexity(
     smoothing: int | None = None,
     key_tokens: KeyTokenFile | None = None,
 ) -> list[Record]:
-    """Score a model at each length of a plan, every length on the same target tokens.
+    """Score a model at each length of a plan, with the same target tokens at every length.
 
-    The token that follows an end of document is left out if the run was trained so (eod_mask_loss). If tokens are
-    bytes, bits_per_byte is reported, over all targets but ends of documents.
+    Tokens after an end of document are skipped if the run was trained with eod_mask_loss. If tokens are bytes, records
+    include bits_per_byte over all targets except end-of-document tokens.
 
     Args:
-        loaded: a trained model and its configuration.
-        text: held out.
-        plan: which of its tokens are scored.
-        scoring: what goes with every scoring.
-        measures: of which records are built (`megatron.evaluation.loss_records`).
+        loaded: trained model with its configuration.
+        text: held-out text.
+        plan: windows and targets to score.
+        scoring: settings and callbacks.
+        measures: measures to build records for (`megatron.evaluation.loss_records`).
         smoothing, key_tokens: as for `RecordBuilder`.
 
     Returns:
-        For each measure, records in ascending order of the lengths that the model has positions for. The targets are
-        those of all lengths, so that they are the same for every model.
+        Records of each measure, by ascending length, for the lengths that the model supports. The targets are common to
+            all lengths, so they are the same for every model.
 
     Raises:
-        UserError: the model has positions for none of the lengths.
-        RunError: a loss is not finite, or the memory is too small.
+        UserError: the model supports none of the lengths.
+        RunError: a loss is not finite, or device memory is too small.
     """
     config, model = loaded.config, loaded.model
     source = {"dataset": text.name, "text_digest": text.digest, "tokenizer": text.vocabulary.name}

@@ -1,26 +1,26 @@
-"""What records say beside their values: of which model, when, where and with what something was measured.
+"""Provenance of records: model, time, machine, and software of a measurement.
 
-A method is called by its position encoding, with whatever differs from the defaults:
+A method is named after its position encoding and its settings that differ from the defaults:
 
-    rotary                              an encoding, nothing else
-    cdape+kerple_log                    a processor on an encoding
-    cdape(kernel_size=5)+kerple_log     options that are not the default's
-    kerple_log(per_layer)               parameters of its own in every layer
+    rotary                              an encoding with default settings
+    cdape+kerple_log                    a score processor on top of an encoding
+    cdape(kernel_size=5)+kerple_log     options other than the defaults
+    kerple_log(per_layer)               separate parameters in every layer
     rotary(window=64)                   trained and evaluated with attention_window 64
     rotary(window=64 at evaluation)     trained otherwise; `evaluate --window 64`
     rotary(temperature=ssmax)           trained and evaluated with attention_temperature ssmax
     rotary(temperature=logn at evaluation)   trained otherwise; `evaluate --attention-temperature logn`
     rotary(softmax=learnable)           trained and evaluated with softmax_type learnable
-    rotary(scaling=hope)                trained with slow pairs that have no position
+    rotary(scaling=hope)                trained without position in the slow pairs
     rotary(rope=yarn:8 at evaluation)   trained with plain frequencies; `evaluate --rope yarn:8`
     rotary(randomized=2048)             trained at positions drawn from 2,048
-    rotary(attention_mask=document)     trained and evaluated with documents kept apart
+    rotary(attention_mask=document)     trained and evaluated with documents masked from each other
     rotary(attention_mask=document at evaluation)
                                         trained across documents; `evaluate --attention-mask document`
-    3 × rotary(window=64) | none        layers that differ, a pattern of four that repeats
+    3 × rotary(window=64) | none        layers that differ, a repeating pattern of four
 
-A record keeps this name and a digest of what was trained. Where runs that differ in more than the seed share a name,
-tables add the folder of the run (`reports/method_rows.py`), so that no table ever averages two different things.
+A record contains this name and a digest of the training configuration. If runs with the same name differ in more than
+the seed, tables add the run folder (`reports/method_rows.py`), so that a table never averages different methods.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from megatron.config.schema import Config
     from megatron.position.base import PositionModule
 
-# torch is imported where it is used: a mistake in the options is reported at once.
+# torch is imported inside functions, so that errors in the options are reported at once.
 
 
 def format_method_name(position: PositionOptions, evaluated: PositionOptions | None = None) -> str:
-    """The name of a position configuration, as above.
+    """Return the name of a position configuration, in the format described above.
 
     Args:
-        position: of the training.
-        evaluated: of the evaluation (`config/position_overrides.py`); None is the same.
+        position: position options of the training.
+        evaluated: position options of the evaluation (`config/position_overrides.py`); None if unchanged.
     """
     from megatron.model.position_modules import list_layer_positions
 
@@ -63,7 +63,7 @@ def format_method_name(position: PositionOptions, evaluated: PositionOptions | N
     period = lcm(position.period, evaluated.period)
     layers = zip(list_layer_positions(position, period), list_layer_positions(evaluated, period), strict=True)
     masks = _name_mask(position, evaluated)
-    is_pattern = period > 1  # what holds for all layers is said once then, at the end
+    is_pattern = period > 1  # settings common to all layers then appear once, at the end
     names = [_format_layer_name(*pair, [] if is_pattern else masks) for pair in layers]
     groups = [(name, len(list(group))) for name, group in groupby(find_period(names))]
     whole = " | ".join(name if count == 1 else f"{count} × {name}" for name, count in groups)
@@ -118,7 +118,8 @@ def _name_temperature(position: PositionOptions) -> str | None:
 def name_methods(configs: Sequence[Config], **overrides: Any) -> list[str]:
     """Return the name of each run's method.
 
-    overrides: what the evaluation changes of their positions (`override_position`).
+    Args:
+        overrides: position options changed at evaluation (`override_position`).
     """
     return [
         format_method_name(config.position, override_position(config.model, config.position, **overrides))
@@ -127,9 +128,10 @@ def name_methods(configs: Sequence[Config], **overrides: Any) -> list[str]:
 
 
 def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **overrides: Any) -> list[str]:
-    """A method's name per run: equal for runs that differ in their seed alone, different for all others.
+    """Return a method name for each run: equal if runs differ only in the seed, distinct otherwise.
 
-    overrides: what the evaluation changes of their positions (`override_position`).
+    Args:
+        overrides: position options changed at evaluation (`override_position`).
     """
     names = name_methods(configs, **overrides)
     fingerprints = [{**config.training_fingerprint(), "seed": None} for config in configs]
@@ -144,7 +146,7 @@ def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **over
 
 
 def _list_differing_options(options: Mapping[str, Any], method: type[PositionModule]) -> list[str]:
-    """Options that are not the default's, except those that only say where training starts."""
+    """List options that differ from the defaults, except those that only set initial values."""
     from megatron.model.position_modules import canonical_options
 
     defaults = canonical_options(method, {})
@@ -157,7 +159,7 @@ def _format_name(name: str, options: Sequence[str]) -> str:
 
 
 def describe_model(loaded: LoadedModel) -> dict[str, Any]:
-    """The fields of records on a model."""
+    """Return the record fields that describe a model."""
     import torch
 
     config, model = loaded.config, loaded.model
@@ -177,8 +179,12 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
 
 
 def start_stopwatch() -> Callable[[], dict[str, Any]]:
-    """Begin a measurement. The function that is returned ends it, and returns the fields of records on its time, and on
-    the most memory that was in use: allocated on the GPU, or resident of this process where the system says so."""
+    """Start a measurement. The returned function ends it.
+
+    Returns:
+        Function that returns record fields for the time and the peak memory: allocated on the GPU, or resident in this
+            process if the system reports it.
+    """
     reset_peak_memory()
     start, cpu_start = time.perf_counter(), time.process_time()
 
@@ -196,17 +202,17 @@ PROCESS_STATUS, PROCESS_PEAKS = Path("/proc/self/status"), Path("/proc/self/clea
 
 
 def reset_peak_memory() -> None:
-    """Have the peak of memory begin anew, as far as the system can."""
+    """Reset the peak memory counters of the GPU and of this process, if the system supports it."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
-        PROCESS_PEAKS.write_text("5", encoding="ascii")  # Linux: proc(5)
+        PROCESS_PEAKS.write_text("5", encoding="ascii")  # Linux, see proc(5)
 
 
 def read_peak_memory() -> float | None:
-    """The most memory since then, in GiB; None where the system does not say."""
+    """Return the peak memory since the last reset, in GiB, or None if the system does not report it."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -220,7 +226,7 @@ def read_peak_memory() -> float | None:
 
 
 def describe_machine() -> str:
-    """Operating system, processor and threads."""
+    """Describe the operating system, processor, and number of threads."""
     import torch
 
     processor = platform.processor() or platform.machine()
@@ -235,7 +241,7 @@ def describe_machine() -> str:
 
 
 def list_software_versions() -> str:
-    """Versions of this project, Python, torch and megatron-core."""
+    """List the versions of this project, Python, torch, and megatron-core."""
     import torch
 
     python = ".".join(map(str, sys.version_info[:3]))

@@ -1,10 +1,10 @@
-"""`./deepy.py evaluate RUN…`: trained runs in, records, a table and files out.
+"""`./deepy.py evaluate RUN…`: score trained runs, and write records, a table, and files.
 
-Each model is rebuilt from the configuration in its checkpoint, and every run is scored on the same tokens of the same
-text by the same protocol; whatever would prevent that (other tokenizers, other data) is refused before the first
-model is loaded. A model whose positions end is scored up to there, which is said, on the same targets as the others.
-Files are written after each run, so what was measured is kept whatever happens later. Results of other runs,
-protocols and texts that a folder holds stay in its files.
+Each model is rebuilt from the configuration in its checkpoint. All runs are scored on the same tokens of the same text
+by the same protocol. Incompatible runs (other tokenizers, other data) are rejected before the first model is loaded. A
+model with limited positions is scored on the same targets up to its maximum length, and the output says so. Files are
+written after each run, so that results survive a later failure. Results of other runs, protocols, and texts in the
+folder are kept.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ def evaluate_runs(
     """Evaluate runs side by side.
 
     Args:
-        runs: run folders (their latest checkpoint is taken) or checkpoint folders.
-        options: how they are scored; the defaults if None.
-        output: folder for results.json, .csv, .md and .png; a single run folder writes into itself if None. Results
-            that are there stay, but for those that this measures again (`megatron.reports.records.merge_records`).
-        console: where the progress, the table and the names of the files go; None is silent.
-        names: methods' names, one per run, instead of those made from the configurations.
-        progress: called as `evaluate` calls it, instead of showing a bar; for callers with a display of their own.
+        runs: run folders (the latest checkpoint is used) or checkpoint folders.
+        options: evaluation options; the defaults if None.
+        output: folder for results.json, .csv, .md, and .png. If None, a single run folder receives its own results.
+            Existing results are kept, unless they are measured again (`megatron.reports.records.merge_records`).
+        console: console for progress, the table, and file names; None is silent.
+        names: method names, one per run, instead of those derived from the configurations.
+        progress: called by `evaluate` instead of showing a progress bar, for callers with their own display.
 
     Returns:
-        The records of all runs and lengths. Runs of one method that differ in more than the seed have distinct names.
+        Records of all runs and lengths. Runs of one method that differ in more than the seed have distinct names.
 
     Raises:
-        UserError: anything that would keep the runs from being compared, before any work.
-        RunError: what fails while scoring; the files of finished runs stay.
+        UserError: the runs cannot be compared, or an option is invalid; raised before any work.
+        RunError: scoring fails; the files of finished runs are kept.
     """
     request, log = read_eval_request(runs, options or EvaluationOptions(), output), make_log_function(console)
     target = build_eval_target(request.runs, request.options)

@@ -1,7 +1,7 @@
-"""Which target models are asked about (a text, the task that they learned, or a probe), and what that will cost.
+"""Selection of the evaluation target (a text, the task that the runs were trained on, or a probe), and its cost.
 
-Everything else of an evaluation is the same for all of them (`run.py`): opening runs, saying what it costs, loading,
-writing results.
+The rest of an evaluation does not depend on the target (`run.py`): opening runs, estimating cost, loading, and writing
+results.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
 PROBES: dict[str, type[Probe]] = {probe.name: probe for probe in (RepeatedTokens, Passkey)}
-"""By the names of their protocols, which `megatron.options.evaluation` has for the command line."""
+"""Probes by protocol name. `megatron.options.evaluation` lists the names for the command line."""
 
 DEFAULT_PROBE_SEQUENCES = 64
-"""For each value on the axis of each length, unless said otherwise."""
+"""Default number of sequences for each axis value and length."""
 
 
 @dataclass(frozen=True)
 class TextEval:
-    """A text, the plan that says which of its tokens are scored, and the measures that are reported of their losses."""
+    """Text to score, with its scoring plan and the measures of its losses."""
 
     text: EvalText
     plan: ScoringPlan
@@ -78,15 +78,18 @@ class TextEval:
         return []
 
     def describe_documents(self, trained: str, asked: str | None) -> str | None:
-        """A line on how much of its context a model sees that keeps documents apart, or that it does not any more; None
-        where attention crosses documents as in training.
+        """Describe document masking in one line, or return None if attention crosses documents in training and
+        evaluation.
+
+        The line gives the average context of a scored token within its own document, or says that evaluation does not
+        mask documents although training did.
 
         Args:
-            trained: the run's attention_mask.
-            asked: of the evaluation; None for the run's.
+            trained: attention_mask of the run.
+            asked: attention_mask of the evaluation; None for the run's.
 
         Raises:
-            UserError: the text's tokenizer cannot tell documents apart.
+            UserError: the tokenizer of the text has no end-of-document token.
         """
         if (asked or trained) == "causal":
             return None if trained == "causal" else "attention crosses documents, unlike in training"
@@ -103,17 +106,17 @@ class TextEval:
             seen.append(float(own[-self.plan.num_scored(length) :].double().mean()))
         how = "as" if trained == "document" else "unlike"
         return (
-            f"documents are kept apart, {how} in training: at length {length:,} a scored token is predicted from "
+            f"documents are masked from each other, {how} in training: at length {length:,} a scored token sees "
             f"{sum(seen) / len(seen):,.0f} tokens of its own document on average"
         )
 
 
 def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) -> EvalTarget:
-    """The target that runs are asked about.
+    """Build the evaluation target of runs.
 
     Raises:
-        UserError: they cannot be put side by side, or cannot be asked what the options say.
-        RunError: a text's files are damaged.
+        UserError: the runs are not comparable, or do not support the options.
+        RunError: the files of a text are damaged.
     """
     configs = [run.config for run in runs]
     if is_task_run(runs):
@@ -128,9 +131,15 @@ def build_eval_target(runs: Sequence[TrainedRun], options: EvaluationOptions) ->
 
 
 def build_eval_target_of_config(name: str, config: Config, options: EvaluationOptions) -> EvalTarget:
-    """The target of a model that is still to be trained. Raises as `build_eval_target`."""
+    """Build the evaluation target of a model that is not trained yet.
+
+    Raises:
+        UserError, RunError: as for `build_eval_target`.
+    """
     if options.find_key_tokens:
-        raise UserError("find_key_tokens: one run fixes the key tokens, with evaluate; a sweep reads key_tokens")
+        raise UserError(
+            "find_key_tokens: not for sweeps; find key tokens with evaluate, and use key_tokens in the sweep"
+        )
     if config.data.task is not None:
         return build_task_eval(options, [config])
     refuse_task_options(options)
@@ -142,7 +151,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
 def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
     for name in ("depths", "effective_score"):
         if getattr(options, name) is not None:
-            raise UserError(f"{name}: a needle map is of protocol passkey, or of a task that was learned; leave it out")
+            raise UserError(f"{name}: only for needle maps (protocol passkey or runs trained on a task); omit it")
     plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
     check_measures(options, plan)
     key_tokens = open_key_tokens(options, text, plan)
@@ -154,18 +163,18 @@ def _build_probe_for(configs: Sequence[Config], options: EvaluationOptions, toke
 
 
 def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: Tokenizer) -> Probe:
-    """The probe that options ask for.
+    """Build the probe that the options request.
 
     Args:
-        options: protocol, windows, and what the probe takes besides.
-        lengths: of windows, in tokens, ascending.
-        tokenizer: of the models.
+        options: protocol, windows, and options of the probe.
+        lengths: window lengths in tokens, ascending.
+        tokenizer: tokenizer of the models.
 
     Raises:
-        UserError: an option that says which text is scored, or lengths that are too short.
+        UserError: an option applies to texts only, or a length is too short.
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
-    refuse_choices_of_text(options, unused, f"protocol {options.protocol} makes its own")
+    refuse_choices_of_text(options, unused, f"protocol {options.protocol} generates its own")
     num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()
@@ -174,30 +183,42 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
 
 @dataclass(frozen=True)
 class EvalEstimate:
-    """A configuration's model without weights, and what scoring it will cost."""
+    """Model without weights, with the cost of scoring it."""
 
-    model: GPT  # on the meta device: shapes alone
-    flops: float  # of scoring it
+    model: GPT  # on the meta device
+    flops: float  # cost of scoring it
     note: str | None
-    """One line if the model's positions end before the largest length, or it keeps documents apart."""
+    """Note if the maximum length is below the largest length, or if documents are masked."""
 
 
 def estimate_evaluation(name: str, config: Config, target: EvalTarget, options: EvaluationOptions) -> EvalEstimate:
-    """Build the model without weights. Raises UserError if it cannot be scored at any of the lengths."""
+    """Build a model without weights, and estimate the cost of scoring it.
+
+    Raises:
+        UserError: the model supports none of the lengths.
+    """
     model = build_meta_model(config, options)
-    notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # refuses what has none to score
+    notes = [describe_length_limit(name, config, model, target.sequence_lengths)]  # raises if no length is supported
     if isinstance(target, TextEval):
         notes.append(target.describe_documents(config.position.attention_mask, options.attention_mask))
     return EvalEstimate(model, sum(target.count_flops(model).values()), "; ".join(filter(None, notes)) or None)
 
 
 def estimate_untrained(name: str, config: Config, options: EvaluationOptions) -> EvalEstimate:
-    """The estimate for a model that is still to be trained. Raises what scoring it would."""
+    """Estimate the cost of scoring a model that is not trained yet.
+
+    Raises:
+        UserError, RunError: as for scoring it.
+    """
     return estimate_evaluation(name, config, build_eval_target_of_config(name, config, options), options)
 
 
 def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
-    """A configuration's model without weights. Raises UserError if the backend cannot do it."""
+    """Build a model without weights.
+
+    Raises:
+        UserError: the backend does not support the model.
+    """
     from megatron.distributed.process_groups import single_process
     from megatron.model.build import build_model
 
@@ -208,8 +229,12 @@ def build_meta_model(config: Config, options: EvaluationOptions) -> GPT:
 
 
 def describe_length_limit(name: str, config: Config, model: GPT, lengths: Sequence[int]) -> str | None:
-    """A line on a model whose positions end before the largest length. Raises UserError if all are past them."""
+    """Describe the maximum length of a model in one line, or return None if it supports all lengths.
+
+    Raises:
+        UserError: the model supports none of the lengths.
+    """
     key = "randomized_positions" if config.position.randomized_positions is not None else "max_position_embeddings"
-    limit = f"pos_emb {', '.join(config.position.encodings)} ends at {model.max_length or 0:,} positions ({key})"
+    limit = f"pos_emb {', '.join(config.position.encodings)} supports {model.max_length or 0:,} positions ({key})"
     supported = limit_lengths(lengths, model.max_length, reason=f"{name}: {limit}")
     return None if max(lengths) in supported else f"{limit}; scored at lengths up to {supported[-1]:,}"

@@ -1,10 +1,10 @@
-"""Asks models the task that they learned, at lengths of the input beyond training: accuracy and loss.
+"""Evaluate models on the task that they were trained on, at input lengths beyond training: accuracy and loss.
 
-At each length n a fixed seed draws fresh sequences, the same for every run; none of them depends on a run's own seed.
-An answer is the likeliest of the task's answers, and `accuracy.py` makes records of what is right. Their nll is the
-mean of −log p(label) over all positions that have a loss, in nats.
+At each length n a fixed seed draws new sequences. They are the same for every run, and independent of the seeds of the
+runs. The prediction is the likeliest valid answer; `accuracy.py` builds the records. Their nll is the mean of −log
+p(label) over all positions with a loss, in nats.
 
-Beside the models stand predictors that learned nothing (`megatron.tasks.trivial_baselines`), as records of their own.
+Trivial baselines (`megatron.tasks.trivial_baselines`) have records of their own, next to those of the models.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from megatron.config.schema import Config
     from megatron.model.gpt import GPT
 
-# torch is imported where it is used: a mistake in the options is reported at once.
+# torch is imported inside functions, so that errors in the options are reported at once.
 
 DEFAULT_NUM_SEQUENCES = 512
-"""Fresh sequences at each length, as in Delétang et al. (2023)."""
+"""Default number of sequences at each length, as in Delétang et al. (2023)."""
 
 DEFAULT_TASK_MULTIPLES = [1.0, 2.0, 4.0, 8.0]
-"""Lengths in longest training inputs, unless said otherwise."""
+"""Default lengths, as multiples of the longest training input."""
 
 NUM_FITTING_SEQUENCES = 2048
-"""Sequences from which trivial predictors take their answers, at each length."""
+"""Number of sequences at each length to which trivial baselines are fitted."""
 MAX_FITTING_TOKENS = 1 << 26
-"""Of these sequences at most: half a gigabyte; beyond 30,000 tokens there are fewer of them."""
+"""Maximum number of tokens in these sequences (half a gigabyte); beyond 30,000 tokens per sequence there are fewer."""
 
 TASK_SEED = 20_230_609
 
@@ -68,24 +68,24 @@ OPTIONS_UNUSED_BY_TASKS = (
     "attention_mask",
     *LOSS_OPTIONS,
 )
-"""Options that have no meaning for a task."""
+"""Options that do not apply to a task."""
 
 
 @dataclass(frozen=True)
 class TaskEval:
-    """What all runs of a task are asked, an `EvalTarget`."""
+    """Evaluation target for runs of one task."""
 
     task_config: TaskConfig
-    lengths: tuple[int, ...]  # of inputs, ascending
-    num_sequences: int  # at each length
+    lengths: tuple[int, ...]  # input lengths, ascending
+    num_sequences: int  # per length
 
     def _seed_generator(self, *numbers: int) -> np.random.Generator:
-        """The same for every run of the task."""
+        """Return a random generator whose seed depends only on the task and the given numbers."""
         name = hashlib.blake2b(self.task_config.label.encode(), digest_size=8).digest()
         return np.random.Generator(np.random.PCG64([TASK_SEED, int.from_bytes(name, "big"), *numbers]))
 
     def sample_batch(self, length: int, *, fitting: bool = False) -> TaskBatch:
-        """The sequences of a length; or, for trivial predictors to be fitted, others of that length."""
+        """Sample the test sequences of a length, or other sequences to which trivial baselines are fitted."""
         task = self.task_config.task
         generator = self._seed_generator(length, int(fitting))
         count = self.num_sequences
@@ -95,20 +95,20 @@ class TaskEval:
 
     @cached_property
     def digest(self) -> str:
-        """Equal digests, equal sequences at every length that both have."""
+        """Hash of the sequences, equal if two evaluations draw the same sequences at common lengths."""
         return _hash_text(f"{TASK_SEED} {self.task_config.label} {self.num_sequences}")
 
     @property
     def record_fields(self) -> dict[str, Any]:
-        """The fields of every record on the task and its sequences."""
+        """Record fields that describe the task and its sequences."""
         task, label = self.task_config.task, self.task_config.label
-        description = f"Task {label} of {task.paper}: {task.title}; lengths are those of the input."
+        description = f"Task {label} of {task.paper}: {task.title}. Lengths are input lengths."
         order = "The answer does not depend on the input's order († in DAPE V2's Table 6)."
         return {
             "train_length": self.task_config.max_length,
             "protocol": "task",
             "dataset": self.task_config.dataset,
-            "text_digest": _hash_text(f"{TASK_SEED} {label}"),  # however many sequences are drawn from it
+            "text_digest": _hash_text(f"{TASK_SEED} {label}"),  # independent of the number of sequences
             "target_digest": self.digest,
             "windows": self.num_sequences,
             "blocks": self.num_sequences,
@@ -116,7 +116,7 @@ class TaskEval:
         }
 
     def describe_records(self, model: GPT) -> dict[str, Any]:
-        """`record_fields`, with the longest input that a model has positions for, if there is one."""
+        """Return `record_fields`, with the longest supported input if the model has limited positions."""
         task = self.task_config.task
         if task.position_limit is not None:
             return {**self.record_fields, "max_length": None}
@@ -130,9 +130,8 @@ class TaskEval:
         return [self.task_config.task.sequence_length(length) for length in self.lengths]
 
     def count_flops(self, model: GPT) -> dict[int, float]:
-        """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
         tokens = dict(zip(self.lengths, self.sequence_lengths, strict=True))
-        # Where the task says positions, it knows how far they go.
+        # A task that sets position ids has its own position limit.
         max_length = model.max_length if self.task_config.task.position_limit is None else None
         supported = limit_lengths(tokens.values(), max_length)
         return {
@@ -142,7 +141,11 @@ class TaskEval:
         }
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """Accuracy at each length that the model has positions for. Raises as every target's."""
+        """Compute the accuracy at each length that the model supports.
+
+        Raises:
+            UserError, RunError: as for `EvalTarget.score`.
+        """
         model, task = loaded.model, self.task_config.task
         flops_by_length = self.count_flops(model)
         shared = {**describe_model(loaded), **self.describe_records(model), **scoring.record_fields}
@@ -169,7 +172,7 @@ class TaskEval:
         return aggregate_accuracies(samples)
 
     def build_baseline_records(self) -> list[Record]:
-        """What predictors that learned nothing reach on the same sequences: methods whose names begin with floor."""
+        """Return records of trivial baselines on the same sequences. Names of these methods begin with floor."""
         task = self.task_config.task
         samples: dict[str, list[AccuracySample]] = {}
         for length in self.lengths:
@@ -192,7 +195,7 @@ class TaskEval:
 
 @dataclass(frozen=True)
 class TaskDepthEval(TaskEval):
-    """The same of a task whose answers stand at chosen depths: a needle map (`needle_map.py`)."""
+    """Evaluation target for a task whose answers are placed at chosen depths: a needle map (`needle_map.py`)."""
 
     depths: tuple[float, ...] = ()
     effective_score: float = DEFAULT_EFFECTIVE_SCORE
@@ -200,7 +203,7 @@ class TaskDepthEval(TaskEval):
     @property
     def record_fields(self) -> dict[str, Any]:
         fields = super().record_fields
-        remark = f"{fields['remark']} The answer stands in the input, so much of what can is before it."
+        remark = f"{fields['remark']} Depth is the share of the other input tokens before the answer."
         digest = hash_depths(fields["target_digest"], self.depths)
         return {**fields, "protocol": "depths", "remark": remark, "target_digest": digest}
 
@@ -208,7 +211,11 @@ class TaskDepthEval(TaskEval):
         return {length: len(self.depths) * flops for length, flops in super().count_flops(model).items()}
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """The needle map up to the length that the model has positions for. Raises as every target's."""
+        """Score a model on the needle map, and return its records.
+
+        Raises:
+            UserError, RunError: as for `EvalTarget.score`.
+        """
         task = self.task_config.task
         needle_map = NeedleMap(
             lengths=self.lengths,
@@ -229,7 +236,7 @@ class TaskDepthEval(TaskEval):
         return self.task_config.task.sample_batch_at_depth(generator, self.num_sequences, length, depth)
 
     def _measure_guesses(self) -> list[Record]:
-        """What predictors that learned nothing reach at the shortest length, whatever the depth."""
+        """Compute the accuracy of trivial baselines at the shortest length, over all depths."""
         records = replace(self, lengths=self.lengths[:1]).build_baseline_records()
         return [record for record in records if record.metric == "accuracy"]
 
@@ -239,24 +246,30 @@ def _hash_text(text: str) -> str:
 
 
 def is_task_run(runs: Sequence[TrainedRun]) -> bool:
-    """Did runs learn a task, and not a text? Raises UserError if they learned different things."""
+    """Return True if runs were trained on a task, or False if they were trained on a text.
+
+    Raises:
+        UserError: the runs were trained on different tasks.
+    """
     tasks = [None if run.config.data.task is None else read_task_config(run.config.data).label for run in runs]
     for run, task in zip(runs, tasks, strict=True):
         if task != tasks[0]:
             learned, first_learned = (f"the task {name}" if name else "a text" for name in (task, tasks[0]))
-            raise UserError(f"{run.name} learned {learned}, {runs[0].name} {first_learned}: ask them apart")
+            raise UserError(
+                f"{run.name} was trained on {learned}, {runs[0].name} on {first_learned}; evaluate them separately"
+            )
     return tasks[0] is not None
 
 
 def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
-    """The task with some of its options as `OPTION=VALUE,…` says; the vocabulary has to stay what was learned."""
+    """Change options of a task, given as `OPTION=VALUE,…`. The vocabulary must stay as trained."""
     if text is None:
         return task_config
     changes: dict[str, Any] = {}
     for part in text.split(","):
         option, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"task_options {text}: {part!r} must be OPTION=VALUE")
+            raise UserError(f"task_options {text}: {part!r}: expected OPTION=VALUE")
         changes[option.strip()] = parse_scalar(value, f"task_options {text}")
     learned = task_config.task
     task = build_task(task_config.name, learned.model_dump() | changes)
@@ -265,17 +278,15 @@ def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
         learned.answer_ids,
         learned.position_limit,
     ):
-        raise UserError(
-            f"task_options {text}: the runs have learned other symbols or positions; train another for these"
-        )
+        raise UserError(f"task_options {text}: the runs were trained with other symbols or positions; train a new run")
     return replace(task_config, task=task)
 
 
 def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> TaskEval:
-    """The evaluation of models of one task. Where no lengths are given, those of the usual ones that the task has.
+    """Build the evaluation target for models of one task. By default, use the default lengths that the task supports.
 
     Raises:
-        UserError: lengths that the task does not have, or options that are about texts.
+        UserError: the task does not support a length, or an option applies to texts only.
     """
     refuse_choices_of_text(options, OPTIONS_UNUSED_BY_TASKS, "a task is none")
     task_configs = [read_task_config(config.data) for config in configs]
@@ -285,13 +296,13 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     lengths = choose_lengths(options, [task_config.max_length for task_config in task_configs])
     task_config, depths = _change_options(task_configs[0], options.task_options), options.depths
     if depths is not None and not task_config.task.has_depth:
-        raise UserError(f"depths: the task {task_config.label} has none at which its answer stands; leave it out")
+        raise UserError(f"depths: the task {task_config.label} does not support depths; omit it")
     if depths is None and options.effective_score is not None:
-        raise UserError("effective_score: it is of a needle map; give depths too")
+        raise UserError("effective_score: only for needle maps; add depths")
     reasons = {length: task_config.task.unsupported_length_reason(length) for length in lengths}
     for length, reason in reasons.items():
         if reason is not None and (are_given or all(reasons.values())):
-            raise UserError(f"lengths: {length} is none of the task {task_config.label}: {reason}")
+            raise UserError(f"lengths: {length} is not valid for the task {task_config.label}: {reason}")
     lengths = tuple(length for length, reason in reasons.items() if reason is None)
     if depths is None:
         return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)

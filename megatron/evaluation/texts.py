@@ -1,7 +1,7 @@
-"""The text that is scored: a run's own held-out split, or what `--data` names, as tokens of the run's tokenizer.
+"""Text to score: a run's own held-out split or the `--data` text, tokenized with the run's tokenizer.
 
-`--data` is a dataset's prefix, a corpus folder, or a file of text (.txt, .jsonl, .jsonl.gz, .jsonl.zst), which is
-tokenized here as `prepare` would. Nothing in this module needs torch, so that what is missing is said at once.
+`--data` is the prefix of a dataset, a corpus folder, or a text file (.txt, .jsonl, .jsonl.gz, .jsonl.zst), which is
+tokenized here as `prepare` would. This module does not need torch, so that missing files are reported at once.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ from megatron.options.data import DataOptions, Split
 from megatron.utils.errors import UserError
 
 MAX_DIGEST_TOKENS = 1 << 20
-"""Tokens of a text that go into its digest: all of a small one, blocks spread over a large one."""
+"""Maximum number of tokens hashed for a text's digest: all of a small text, blocks spread over a large one."""
 
 
 @dataclass(frozen=True)
 class EvalText:
-    """The tokens that are scored, and the text's name."""
+    """Tokens to score, with the name of their text."""
 
     tokens: np.ndarray
     name: str
@@ -39,7 +39,7 @@ class EvalText:
 
     @cached_property
     def digest(self) -> str:
-        """A hash that tells texts apart wherever they lie: tokenizer, number of tokens, and up to 2^20 of them."""
+        """Hash that identifies a text independent of its path: tokenizer, number of tokens, and up to 2^20 tokens."""
         size, num_blocks = len(self.tokens), 256
         block = MAX_DIGEST_TOKENS // num_blocks
         if size <= MAX_DIGEST_TOKENS:
@@ -55,18 +55,18 @@ class EvalText:
 def load_text(
     name: str, config: Config, data: str | Path | None, tokenizer_name: str | None = None, run: Path | None = None
 ) -> EvalText:
-    """The text that a run is scored on.
+    """Load the text that a run is scored on.
 
     Args:
-        name: of the run, for messages.
-        config: of the run.
-        data: what `--data` says; None is the run's own test split, else its valid split.
-        tokenizer_name: of the tokenizer that the run was trained with, if it is known.
-        run: its folder, if there is one.
+        name: name of the run, for messages.
+        config: configuration of the run.
+        data: value of `--data`; None for the run's own test split, or its valid split if there is no test split.
+        tokenizer_name: name of the tokenizer that the run was trained with, if known.
+        run: run folder, if there is one.
 
     Raises:
-        UserError: there is no such text, or another tokenizer made it.
-        RunError: its files are damaged.
+        UserError: the text does not exist, or was made by another tokenizer.
+        RunError: the files of the text are damaged.
     """
     if data is not None and _is_text_file(Path(data)):
         tokenizer = _load_own_tokenizer(name, config, data, tokenizer_name, run)
@@ -77,7 +77,7 @@ def load_text(
         tokenizer, vocabulary = None, read_vocabulary(options)
         source = str(data) if data is not None else f"the {split} data of {name}"
     if vocabulary.name != (tokenizer_name or vocabulary.name):
-        raise UserError(f"{source}: made by tokenizer {vocabulary.name}, but {name} was trained with {tokenizer_name}")
+        raise UserError(f"{source}: tokenized with {vocabulary.name}, but {name} was trained with {tokenizer_name}")
     if tokenizer is not None:
         return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, vocabulary)
     prefixes = ", ".join(map(str, list_split_prefixes(options, split)))
@@ -86,10 +86,10 @@ def load_text(
 
 
 def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> EvalText:
-    """The text of all runs.
+    """Load the text that all runs are scored on.
 
     Raises:
-        UserError: as `load_text`, or the runs do not share their text, or its tokenizer.
+        UserError: as for `load_text`, or the runs do not share a text and a tokenizer.
     """
 
     def load_text_of(run: TrainedRun) -> EvalText:
@@ -103,23 +103,27 @@ def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> Eva
         is_same_file = (other.name, other.vocabulary) == (text.name, text.vocabulary)
         if not is_same_file and not np.array_equal(other.tokens, text.tokens):
             raise UserError(
-                f"{run.name} would be scored on {other.name}, {first.name} on {text.name}: name one text for all with "
-                "--data"
+                f"{run.name} would be scored on {other.name}, {first.name} on {text.name}; choose one text for all "
+                "with --data"
             )
     return text
 
 
 def check_tokenizer(run: str, tokenizer: str, first_run: str, first_tokenizer: str) -> None:
-    """Refuse to put a run beside the first one if their tokens are not the same thing. Raises UserError."""
+    """Check that two runs share a tokenizer, so that their losses are comparable.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
     if tokenizer != first_tokenizer:
         difference = f"{run} was trained with tokenizer {tokenizer}, {first_run} with {first_tokenizer}"
-        raise UserError(f"{difference}: losses per token cannot be compared")
+        raise UserError(f"{difference}; losses per token are not comparable")
 
 
 def _choose_split(
     name: str, config: Config, data: str | Path | None, tokenizer_name: str | None, run: Path | None
 ) -> tuple[DataOptions, Split]:
-    """The data options and the split of them that a run is scored on."""
+    """Return the data options and the split that a run is scored on."""
     run_data = config.data
     if data is not None:
         prefix = _find_dataset(Path(data))
@@ -128,7 +132,7 @@ def _choose_split(
         if find_corpus_metadata(dataset) is None:
             tokenizer = _load_own_tokenizer(name, config, prefix, tokenizer_name, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
-            special = {"end_token": tokenizer.end_token, "add_bos": False}  # the tokens are there already
+            special = {"end_token": tokenizer.end_token, "add_bos": False}  # the tokens already include BOS tokens
             options = options.replace(tokenizer_type=tokenizer.type, **files, **special)
         return options, "test"
     for split in ("test", "valid"):
@@ -136,21 +140,26 @@ def _choose_split(
             return run_data, split
         if run_data.data_path is None and list_split_prefixes(run_data, split):
             return run_data, split
-    raise UserError(f"{name}: its configuration names no test or valid data; name a text with --data")
+    raise UserError(f"{name}: no test or valid data in its configuration; choose a text with --data")
 
 
 def _find_dataset(path: Path) -> Path:
-    """The prefix meant by `--data`: of a corpus folder, its test split, else its valid split, else all of it."""
+    """Return the dataset prefix that `--data` refers to.
+
+    For a corpus folder it is the test split, else the valid split, else the full corpus.
+    """
     if not path.is_dir():
         if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
-            raise UserError(f"{path}: no such text; --data names a file ({', '.join(SUFFIXES)}), a corpus or a dataset")
+            raise UserError(f"{path}: not found; --data expects a file ({', '.join(SUFFIXES)}), a corpus, or a dataset")
         return path
     if not (path / CORPUS_FILE).is_file():
         return path  # a folder of datasets
     splits = read_corpus(path).splits
     split = next((split for split in ("test", "valid", "all") if split in splits), None)
     if split is None:
-        raise UserError(f"{path}: has only {', '.join(splits)}; name a dataset in it to score that one")
+        raise UserError(
+            f"{path}: only {', '.join(splits)} found; expected test, valid, or all, or a dataset in this folder"
+        )
     return path / split_basename(split)
 
 
@@ -161,18 +170,18 @@ def _is_text_file(path: Path) -> bool:
 def _load_own_tokenizer(
     name: str, config: Config, file: str | Path, tokenizer_name: str | None, run: Path | None
 ) -> Tokenizer:
-    """The run's own tokenizer, for data that do not say which made them."""
+    """Load the run's own tokenizer, for data that do not record their tokenizer."""
     try:
         return load_run_tokenizer(run, config.data, tokenizer_name)
     except UserError as error:
-        raise UserError(f"{file}: is to be tokenized as {name} was trained: {error}") from None
+        raise UserError(f"{file}: cannot load the tokenizer of {name}: {error}") from None
 
 
-@lru_cache(maxsize=2)  # a sweep asks for the same text for each of its runs
+@lru_cache(maxsize=2)  # a sweep loads the same text for each run
 def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.ndarray:
-    """All documents of a file of text, each with its end-of-document token, int [N]."""
+    """Tokenize all documents of a text file, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: its suffix is none of {', '.join(SUFFIXES)}; `./deepy.py prepare` reads others")
+        raise UserError(f"{file}: expected suffix {', '.join(SUFFIXES)}; `./deepy.py prepare` reads other formats")
     documents = (
         (document, 0)
         for source in scan_sources([str(Path(file).absolute())])
@@ -185,5 +194,5 @@ def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.
         for part in chunk.by_split.values()
     ]
     if not token_arrays:
-        raise UserError(f"{file}: there is no text in it")
+        raise UserError(f"{file}: no text found")
     return np.concatenate(token_arrays)

@@ -1,5 +1,5 @@
-"""Text from a trained model: how the next token is chosen, decoding with the model's cache, and text in a stream.
+"""Text generation with a trained model.
 
-`sampling` chooses tokens, `decoding` runs the model, `text_generator` puts the two together for one model and turns
-tokens into text that can be shown at once, and `generate_text` is `./deepy.py generate`.
+`sampling` chooses tokens, `decoding` runs the model with its KV cache, `text_generator` combines both for one model and
+streams the text, and `generate_text` implements `./deepy.py generate`.
 """

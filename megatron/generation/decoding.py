@@ -1,4 +1,4 @@
-"""Running a model token by token. B sequences, V padded vocabulary."""
+"""Token-by-token decoding. B sequences, V padded vocabulary."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -9,26 +9,30 @@ from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 
 ChooseToken = Callable[[Tensor], Tensor]
-"""The next tokens, int64 [B], from the logits [B, V] of the last ones."""
+"""Function that maps the logits [B, V] at the last position to the next tokens, int64 [B]."""
 
 
 def check_prompt_length(model: GPT, prompt_length: int, max_new_tokens: int) -> None:
-    """Raises UserError if a model has no positions for a prompt of that length and so many tokens after it."""
-    needed = prompt_length + max_new_tokens - 1  # the last token is written and never read
+    """Check that a model has enough positions for a prompt and its continuation.
+
+    Raises:
+        UserError: the model's maximum length is too small.
+    """
+    needed = prompt_length + max_new_tokens - 1  # the last token is generated but never an input
     if model.max_length is not None and needed > model.max_length:
         room = model.max_length + 1 - prompt_length
-        hint = f"choose --maximum-tokens {room} or less" if room > 0 else "the prompt alone is too long"
+        hint = f"use --maximum-tokens {room} or less" if room > 0 else "the prompt alone is too long"
         raise UserError(
-            f"the model has {model.max_length:,} positions; {prompt_length:,} tokens of a prompt and "
-            f"{max_new_tokens:,} more need {needed:,}: {hint}"
+            f"the model has {model.max_length:,} positions; a prompt of {prompt_length:,} tokens and "
+            f"{max_new_tokens:,} new tokens need {needed:,}; {hint}"
         )
 
 
 def group_prompts(model: GPT, lengths: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Which prompts are read together, as lists of their indices: `batch_size` at most, of similar length.
+    """Group prompts into batches of similar length, given as lists of at most `batch_size` indices.
 
-    A row that is padded on the left computes what it would compute alone. Only where positions are randomized, prompts
-    of another length draw other positions, so that those of equal length are read together.
+    Left padding does not change the results of a row. With randomized positions, prompts of different lengths draw
+    different positions, so batches then contain prompts of equal length.
     """
     indices = sorted(range(len(lengths)), key=lengths.__getitem__) if batch_size > 1 else list(range(len(lengths)))
     groups: list[list[int]] = []
@@ -42,10 +46,10 @@ def group_prompts(model: GPT, lengths: Sequence[int], batch_size: int) -> list[l
 
 
 def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sequences as one batch, so that all end together.
+    """Left-pad sequences to a batch.
 
     Returns:
-        The tokens, int64 [B, T], with zeros on the left of shorter ones; and the number of these zeros, int64 [B, 1].
+        Tokens, int64 [B, T], with zeros to the left of shorter sequences; and the number of these zeros, int64 [B, 1].
     """
     paddings = [max(map(len, sequences)) - len(sequence) for sequence in sequences]
     tokens = [[0] * padding + list(sequence) for padding, sequence in zip(paddings, sequences, strict=True)]
@@ -56,21 +60,21 @@ def pad_left(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[
 def decode_tokens(
     model: GPT, prompts: Sequence[Sequence[int]], max_new_tokens: int, choose_token: ChooseToken
 ) -> Iterator[Tensor]:
-    """Continue prompts token by token; a caller that has enough closes the iterator.
+    """Continue prompts token by token. A caller can close the iterator early.
 
-    Randomized positions are drawn once, for the prompt and all steps together, as training draws them for a sequence.
+    Randomized positions are drawn once for the prompt and all steps together, as training draws them for a sequence.
 
     Args:
-        model: in evaluation mode.
-        prompts: the tokens of each, at least one; of equal length if the model's positions are randomized.
-        max_new_tokens: steps of decoding.
+        model: model in evaluation mode.
+        prompts: at least one token for each prompt; equal lengths if the model's positions are randomized.
+        max_new_tokens: number of decoding steps.
         choose_token: see `ChooseToken`.
 
     Yields:
-        The tokens that `choose_token` chose at each step, int64 [B].
+        Tokens chosen by `choose_token` at each step, int64 [B].
 
     Raises:
-        UserError: there are no positions for so many tokens.
+        UserError: the model has too few positions.
     """
     prompt_length, device = max(map(len, prompts)), next(model.parameters()).device
     check_prompt_length(model, prompt_length, max_new_tokens)

@@ -1,4 +1,4 @@
-"""`./deepy.py generate RUN`: which prompts are continued, by which model, and how the texts are shown."""
+"""`./deepy.py generate RUN`: collect prompts, load a model, and print completions."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from megatron.utils.progress import WaitAnnouncer
 if TYPE_CHECKING:
     from megatron.generation.text_generator import Completion, TextGenerator
 
-# What needs torch is imported where it is used: a mistake in a request is reported at once.
+# torch is imported inside functions, so that errors in a request are reported at once.
 
 LogFunction = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A run whose model is not loaded yet, and what it is to write."""
+    """Run to generate text with, whose model is not loaded yet, and the prompts."""
 
     run: TrainedRun
     tokenizer: Tokenizer
     options: GenerationOptions
-    prompts: tuple[str, ...]  # none: they are typed one by one
+    prompts: tuple[str, ...]  # empty if prompts are entered interactively
 
 
 def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_input: TextIO) -> tuple[str, ...]:
-    """The texts to continue: prompts as they are written, then the text of each file, and all texts of a .jsonl file.
+    """Collect the prompts: arguments first, then the text of each file, or all texts of a .jsonl file.
 
-    Without any, what standard input holds is one prompt; from a terminal they are typed later, and the result is empty.
-    The line break that ends a file or standard input is no part of the prompt.
+    If there are none, standard input is a single prompt. On a terminal, prompts are entered later, and the result is
+    empty. The final newline of a file or of standard input is removed.
 
     Raises:
-        UserError: a file is missing, or is no text.
+        UserError: a file is missing, or is not text.
     """
     collected = list(prompts)
     for path in files:
         if not path.is_file():
-            raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}; --file names a text")
+            raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'not found'}; --file expects a text file")
         texts = [decode_document(document) or "" for document in iter_raw_documents(describe_source_file(path))]
         if not texts:
-            raise UserError(f"{path}: there is no text in it")
+            raise UserError(f"{path}: no text found")
         collected += texts if len(texts) > 1 else [texts[0].removesuffix("\n")]
     if not collected and not standard_input.isatty():
         try:
@@ -66,7 +66,7 @@ def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_inpu
 
 
 def _check_utf8(text: str) -> None:
-    """Bytes that are not UTF-8 reach Python's command line and standard input as halves of characters."""
+    """Check for invalid UTF-8, which Python reads from the command line and standard input as surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -75,22 +75,26 @@ def _check_utf8(text: str) -> None:
 
 
 def read_generation_request(run: str, options: GenerationOptions, prompts: tuple[str, ...]) -> GenerationRequest:
-    """Open a run to write with it. Raises UserError or RunError for what is wrong with the run or the options."""
+    """Open a run for text generation.
+
+    Raises:
+        UserError, RunError: the run or an option is invalid.
+    """
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     if "" in options.stop:
-        raise UserError("--stop is empty; every text contains that")
+        raise UserError("--stop: expected a nonempty string")
     trained_run = open_run(run)
     tokenizer = load_run_tokenizer(trained_run.folder, trained_run.config.data, trained_run.tokenizer_name)
     return GenerationRequest(trained_run, tokenizer, options, prompts)
 
 
 def load_text_generator(request: GenerationRequest) -> TextGenerator:
-    """Load a run's model to write with it.
+    """Load the model of a run for text generation.
 
     Raises:
-        UserError: the device is not there, the backend cannot do this model, or it has no positions for so many tokens,
-            which is known before the weights are read.
+        UserError: the device is unavailable, the backend does not support the model, or the maximum length is too
+            small; checked before weights are loaded.
         RunError: the checkpoint is damaged.
     """
     with pause_garbage_collection():
@@ -109,7 +113,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     )  # fmt: skip
     for prompt in request.prompts or ("",):
         check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
-    # What training's check found says nothing of one row a step.
+    # Training's self-check does not cover decoding one row per step.
     backend = options.backend or run.config.model.attention_backend
     loaded = load_model(
         run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window,
@@ -121,22 +125,24 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
 def print_completions(
     generator: TextGenerator, prompts: Sequence[str], out: TextIO, log: LogFunction, *, as_json: bool = False
 ) -> None:
-    """Continue prompts and show the texts in their order, each piece as soon as it is its turn.
+    """Continue prompts and stream the texts in prompt order.
 
     Args:
-        out: for the texts.
-        log: for everything else, line by line.
-        as_json: one JSON object for each prompt instead: `prompt`, `text`, `tokens`, and `finish`, the reason why it
-            ends (eod, stop or length).
+        generator: text generator.
+        prompts: texts to continue.
+        out: stream for the texts.
+        log: function that prints a line of other output.
+        as_json: print a JSON object per prompt instead: `prompt`, `text`, `tokens`, and `finish`, the reason for its
+            end (eod, stop, or length).
 
     Raises:
-        KeyboardInterrupt: after what was written until then is shown.
+        KeyboardInterrupt: after the text so far is printed.
     """
     speed, output = _SpeedMeter(), _OrderedOutput(len(prompts))
     prompt_tokens = [generator.encode(prompt) for prompt in prompts]
     num_prompt_tokens = sum(map(len, prompt_tokens))
     announced, in_line = -1, False
-    wait = WaitAnnouncer(log, f"reading {num_prompt_tokens:,} tokens")
+    wait = WaitAnnouncer(log, f"processing {num_prompt_tokens:,} prompt tokens")
     wait.begin()
     try:
         for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):
@@ -162,13 +168,13 @@ def print_completions(
 
 
 def run_interactive(generator: TextGenerator, out: TextIO, log: LogFunction) -> None:
-    """Continue one line after the other, typed on a terminal, until there is no more (Ctrl-D).
+    """Read lines from the terminal and continue each, until end of file (Ctrl-D).
 
-    Ctrl-C ends the text that is being written; at an empty line it ends the command.
+    Ctrl-C stops the current text; on an empty line it ends the command.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (lines can be edited and found again)
-    log("type a text to go on with; Ctrl-C ends what is written, Ctrl-D everything")
+    log("enter a text to continue; Ctrl-C stops the current text, Ctrl-D exits")
     while True:
         try:
             prompt = input("> ")
@@ -184,7 +190,7 @@ def run_interactive(generator: TextGenerator, out: TextIO, log: LogFunction) -> 
 
 
 class _OrderedOutput:
-    """Pieces of several texts that are written at once, in the order of the texts."""
+    """Buffer that outputs concurrently generated texts in order."""
 
     def __init__(self, num_texts: int) -> None:
         self._pieces: list[list[str]] = [[] for _ in range(num_texts)]
@@ -197,7 +203,7 @@ class _OrderedOutput:
             self._finished[completion.prompt_index] = completion
 
     def take_ready(self) -> Iterator[tuple[int, str, Completion | None]]:
-        """What can be shown: a prompt's index, the new piece of its text, and the completion where it is finished."""
+        """Yield printable pieces: prompt index, new piece of its text, and the completion if it is finished."""
         while self._next < len(self._pieces):
             index, finished = self._next, self._finished[self._next]
             piece, self._pieces[index] = "".join(self._pieces[index]), []
@@ -209,8 +215,6 @@ class _OrderedOutput:
 
 
 class _SpeedMeter:
-    """How fast tokens come."""
-
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._first: float | None = None
@@ -218,7 +222,7 @@ class _SpeedMeter:
         self._count = 0
 
     def count_pieces(self, pieces: Iterator[tuple[Completion, str]]) -> Iterator[tuple[Completion, str]]:
-        """Pass pieces on, of which each stands for a token."""
+        """Pass pieces through and count them; each is one token."""
         for completion, piece in pieces:
             self._last = time.monotonic()
             self._first = self._first or self._last
@@ -226,17 +230,16 @@ class _SpeedMeter:
             yield completion, piece
 
     def summarize(self, num_prompt_tokens: int) -> str:
-        """What was read and written; the speed is that of the tokens after the first, which waits for the prompt."""
+        """Summarize token counts and speed. The speed excludes the first token, which waits for the prompt."""
         first = self._start if self._first is None else self._first
         line = (
-            f"{num_prompt_tokens:,} tokens read, the first written after {first - self._start:.2f} s; "
-            f"{self._count:,} written"
+            f"{num_prompt_tokens:,} prompt tokens, first new token after {first - self._start:.2f} s; "
+            f"{self._count:,} new tokens"
         )
         seconds = self._last - first
         return f"{line}, {(self._count - 1) / seconds:,.0f} tokens/s" if seconds > 0 else line
 
 
 def _shorten(text: str) -> str:
-    """A prompt as part of a line."""
     words = " ".join(text.split())
     return words if len(words) <= 60 else f"{words[:29]} … {words[-28:]}"

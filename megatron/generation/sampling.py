@@ -1,7 +1,7 @@
-"""Choosing the next token from logits. B rows, V padded vocabulary, v tokens of the tokenizer.
+"""Sampling of the next token from logits. B rows, V padded vocabulary, v tokens of the tokenizer.
 
-The rows of the output layer beyond the tokenizer's vocabulary are padding, and are never chosen. Probabilities are
-float64, so that a draw is the same wherever the logits are the same.
+Rows of the output layer beyond the tokenizer's vocabulary are padding, and are never sampled. Probabilities are
+float64, so that equal logits give equal samples.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from megatron.utils.errors import RunError
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """How the next token is drawn: `temperature` first, then `top_k`, then `top_p` of what is left of the probability.
+    """Sampler of the next token. It applies `temperature`, then `top_k`, then `top_p` to the remaining probability.
 
     Args:
-        vocab_size: tokens of the tokenizer, v.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only so many tokens, the likeliest, are drawn from; 0 for all.
-        top_p: only the fewest likeliest tokens are drawn from whose probabilities add up to at least this; 1 for all.
+        vocab_size: size of the tokenizer's vocabulary, v.
+        temperature: divisor of the logits; 0 selects the likeliest token.
+        top_k: number of likeliest tokens to sample from; 0 for all.
+        top_p: sample from the smallest set of likeliest tokens with at least this total probability; 1 for all.
     """
 
     vocab_size: int
@@ -29,43 +29,52 @@ class TokenSampler:
     top_p: float = 1.0
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The sampled distribution: logits [B, V] → float64 [B, v]; the temperature must not be 0. RunError for NaN."""
+        """Compute the sampled distribution, float64 [B, v], from logits [B, V]. The temperature must not be 0.
+
+        Raises:
+            RunError: a logit is NaN.
+        """
         scores = self._drop_padding(logits).double()
-        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # before dividing: 1e-300 is a temperature
+        scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # first: 1e-300 is a valid temperature
         sorted_scores, order = scores.sort(dim=-1, descending=True, stable=True)
         if 0 < self.top_k < self.vocab_size:
             sorted_scores[:, self.top_k :] = -torch.inf
         probabilities = sorted_scores.softmax(-1)
         if self.top_p < 1:
-            before = probabilities.cumsum(-1) - probabilities  # the sum of all likelier ones
+            before = probabilities.cumsum(-1) - probabilities  # total probability of likelier tokens
             probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
             probabilities /= probabilities.sum(-1, keepdim=True)
         return torch.zeros_like(probabilities).scatter_(-1, order, probabilities)
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """The next token of each row.
+        """Sample the next token of each row.
 
         Args:
             logits: [B, V].
-            uniforms: float64 [B] in [0, 1), a random number for each row; greedy choices do not look at them.
+            uniforms: random numbers in [0, 1), float64 [B]; ignored by greedy decoding.
 
         Returns:
             int64 [B], each less than v.
 
         Raises:
-            RunError: a logit is no number.
+            RunError: a logit is NaN.
         """
         if self.temperature == 0:
             return self._drop_padding(logits).argmax(-1)
         cumulative = self.probabilities(logits).cumsum(-1)
         total = cumulative[:, -1]
-        # The first token whose sum is greater; rounding must not lead past the last one that has a probability.
+        # First token with a larger cumulative sum, guarded against rounding past the last token with nonzero
+        # probability.
         thresholds = torch.minimum(uniforms.to(total.device) * total, torch.nextafter(total, torch.zeros_like(total)))
         return torch.searchsorted(cumulative, thresholds[:, None], right=True)[:, 0]
 
     def _drop_padding(self, logits: Tensor) -> Tensor:
-        """Logits of the tokenizer's own tokens, [B, v]. RunError for NaN."""
+        """Return the logits of the tokenizer's own tokens, [B, v].
+
+        Raises:
+            RunError: a logit is NaN.
+        """
         logits = logits[:, : self.vocab_size]
         if logits.isnan().any():
-            raise RunError("the model's logits are not numbers; its weights or its precision cannot do this")
+            raise RunError("the model's logits are NaN; check its weights, or use a higher precision")
         return logits

@@ -1,6 +1,6 @@
-"""A model that continues prompts: tokens are sampled, turned into text piece by piece, and ended where they should be.
+"""Streaming text generation: sampled tokens are decoded piece by piece until a stop condition is met.
 
-A piece of text is returned only when no later token can change it.
+A piece of text is returned once no later token can change it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,32 +17,34 @@ from megatron.model.gpt import GPT
 from megatron.options.commands import GenerationOptions
 
 NUM_CONTEXT_TOKENS = 16
-"""Tokens before the first new one that decoding is given: SentencePiece drops a blank at the beginning of a text, and
-only there."""
+"""Number of context tokens decoded before the first new token.
+
+SentencePiece drops a space at the beginning of a text, and only there.
+"""
 
 FinishReason = Literal["eod", "stop", "length"]
-"""Why a text ended: the model wrote the end of the document, one of the stop strings, or as many tokens as it might."""
+"""Reason for the end of a text: end-of-document token, stop string, or maximum number of tokens."""
 
 
 @dataclass
 class Completion:
-    """The text that is written after one prompt."""
+    """Generated continuation of one prompt."""
 
     prompt_index: int
     tokens: list[int] = field(default_factory=list)
-    """The end of the document is not among them."""
+    """Generated tokens, without the end-of-document token."""
     text: str = ""
     finish_reason: FinishReason | None = None
-    """None while it is being written."""
+    """Reason for the end, or None while the text is being generated."""
 
 
 class TextGenerator:
-    """Continues prompts.
+    """Generator that continues prompts.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of its training.
-        options: how tokens are chosen, and when a text ends.
+        model: model in evaluation mode.
+        tokenizer: tokenizer that the model was trained with.
+        options: sampling and stop options.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: GenerationOptions) -> None:
@@ -50,24 +52,24 @@ class TextGenerator:
         self._sampler = TokenSampler(tokenizer.vocab_size, options.temperature, options.top_k, options.top_p)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; for an empty one, the end of the document before, where training begins too."""
+        """Tokenize a prompt. An empty prompt becomes an end-of-document token, as at the start of training."""
         return self.tokenizer.encode_with_bos(prompt) or [self.tokenizer.eod]
 
     def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Completion, str]]:
-        """Continue prompts, some of them together.
+        """Continue prompts, in batches.
 
-        Each prompt has random numbers of its own, which follow from the seed and the prompt's index.
+        Each prompt has its own random numbers, determined by the seed and the prompt's index.
 
         Args:
-            prompts: the tokens of each, at least one.
+            prompts: at least one token for each prompt.
 
         Yields:
-            A completion and the piece that it has grown by; the last piece of a text, which may be empty, comes with a
-            finish reason. Pieces of prompts that are read together alternate.
+            A completion and its new piece of text. The last piece, which may be empty, has a finish reason. Pieces of
+            prompts in a batch are interleaved.
 
         Raises:
-            UserError: the model has no positions for so many tokens.
-            RunError: its logits are not numbers.
+            UserError: the model has too few positions.
+            RunError: a logit is NaN.
         """
         for indices in group_prompts(self.model, [len(prompt) for prompt in prompts], self.options.batch_size):
             yield from self._generate_group(indices, [prompts[index] for index in indices])
@@ -94,8 +96,6 @@ class TextGenerator:
 
 
 class _CompletionBuilder:
-    """One text while it is written."""
-
     def __init__(self, generator: TextGenerator, completion: Completion, prompt: Sequence[int]) -> None:
         self.completion = completion
         self._eod = generator.tokenizer.eod
@@ -103,7 +103,7 @@ class _CompletionBuilder:
         self._stops = StopStrings(generator.options.stop)
 
     def add_token(self, token: int, *, last: bool) -> str:
-        """Add a token; returns the text that is certain now."""
+        """Add a token, and return the text that is now final."""
         if token == self._eod:
             return self._finish("eod")
         self.completion.tokens.append(token)
@@ -122,34 +122,33 @@ class _CompletionBuilder:
 
 
 class IncrementalDetokenizer:
-    """The text of tokens that come one by one. The pieces, joined, are what decoding all tokens at once gives.
+    """Incremental decoder of tokens to text. The joined pieces equal the text of all tokens decoded at once.
 
-    A token may end in the middle of a character, whose bytes decode to U+FFFD until the rest has come.
-    Such text is held back.
+    A token may end inside a character, whose bytes decode to U+FFFD until the rest arrives. Such text is withheld.
 
     Args:
-        decode: a tokenizer's.
-        prompt: the tokens before the first one.
+        decode: decoding function of the tokenizer.
+        prompt: tokens before the first new one.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
         self._decode = decode
         self._context = list(prompt[-NUM_CONTEXT_TOKENS:])
-        """Tokens whose text was returned; the last few are decoded again, so that the next have their context."""
+        """Tokens whose text was returned. They are decoded again as context of the next tokens."""
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """Take a token; returns the text that is certain now and was not returned yet."""
+        """Add a token, and return the text that became final."""
         self._pending.append(token)
         text = self._decode_pending()
         if not text or text.endswith("\ufffd"):
             return ""
-        # A blank at the beginning would be dropped, so that the context must be more than blanks.
+        # Decoding drops a space at the beginning, so the context must contain more than spaces.
         self._context, self._pending = self._pending if text.strip() else self._context + self._pending, []
         return text
 
     def flush(self) -> str:
-        """The text that is still held back, when no more tokens will come."""
+        """Return the text still withheld at the end of the tokens."""
         text = self._decode_pending()
         self._context, self._pending = self._context + self._pending, []
         return text
@@ -159,17 +158,19 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Ends a text where one of some strings occurs in it: before the one that is complete first, and of those that are
-    at once, before the longest. What may be the beginning of one is held back."""
+    """Truncates a text before the first complete stop string, or the longest of those completed at once.
+
+    Text that may be the beginning of a stop string is withheld.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._pending = ""
         self.stopped = False
-        """Has one occurred? Nothing is returned any more then."""
+        """True if a stop string has occurred; no more text is returned."""
 
     def push(self, text: str) -> str:
-        """Take text; returns what is certainly before any of the stop strings."""
+        """Add text, and return the part that certainly precedes any stop string."""
         if self.stopped:
             return ""
         text = self._pending + text
@@ -182,11 +183,11 @@ class StopStrings:
         return text[: len(text) - overlap]
 
     def flush(self) -> str:
-        """What is held back, when no more text will come."""
+        """Return the text still withheld for a possible stop string."""
         text, self._pending = self._pending, ""
         return text
 
     @staticmethod
     def _measure_overlap(text: str, stop: str) -> int:
-        """How many characters at the end of a text may be the beginning of a stop string."""
+        """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
         return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

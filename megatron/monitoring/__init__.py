@@ -1,1 +1,1 @@
-"""Runs and sweeps while they train: curves read as they grow, and a page of a run or sweep that shows itself anew."""
+"""Live monitoring of runs and sweeps: curves that grow, and a page that refreshes itself."""

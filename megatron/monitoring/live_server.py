@@ -1,9 +1,9 @@
-"""`./deepy.py report FOLDER --serve`: the report of a run or sweep on this machine, shown anew while it trains.
+"""Server of `./deepy.py report FOLDER --serve`: the live report of a run or sweep on this machine.
 
-The page is the report that `report -o` writes, with how the runs train in front of it; a script in it asks for the
-page every few seconds and puts in what has changed. The server speaks to this machine alone: it listens at 127.0.0.1,
-answers requests that name it so, gives out this one page and no file, and takes nothing in. Whoever has an account on
-this machine can read the page.
+The page is the report written by `report -o`, preceded by the progress of training. A script in the page requests it
+every few seconds and updates what has changed. The server is local: it listens on 127.0.0.1, answers only requests for
+that host, serves this one page and no files, and accepts no input. Anyone with an account on this machine can read the
+page.
 """
 
 import threading
@@ -25,9 +25,9 @@ from megatron.utils.errors import FarfieldError, UserError, describe_error
 
 HOST = "127.0.0.1"
 REFRESH_SECONDS = 5
-"""Between two looks of an open page."""
+"""Time between refreshes of an open page, in seconds."""
 RENDER_SHARE = 0.1
-"""Of the time that making the page of a large sweep may take: it shares the machine with the trainings."""
+"""Maximum share of time spent on rendering the page of a large sweep, which shares the machine with training."""
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Cache-Control": "no-store",
@@ -38,11 +38,11 @@ HEADERS = {
 
 
 class LivePage:
-    """The page of some folders, made anew where a file of theirs has changed.
+    """The page of some folders, rendered again when one of their files has changed.
 
     Args:
-        folders: of runs or sweeps.
-        options: of the report.
+        folders: folders of runs or sweeps.
+        options: options of the report.
     """
 
     def __init__(self, folders: Sequence[Path], options: ReportOptions) -> None:
@@ -53,7 +53,8 @@ class LivePage:
         self._next_time = 0.0
 
     def render(self) -> str:
-        """The page now. Raises UserError if a folder is no run or sweep, or holds results that cannot be read."""
+        """Render the current page. Raises UserError if a folder is not a run or sweep, or its results cannot be
+        read."""
         with self._lock:
             start_time = time.monotonic()
             if start_time < self._next_time:
@@ -78,7 +79,7 @@ class LivePage:
         for folder in self.folders:
             try:
                 runs += find_runs([folder])
-            except UserError:  # a sweep may still prepare its corpus, and an evaluation has results alone
+            except UserError:  # a sweep may still be preparing its corpus, and an evaluation has only results
                 if not (is_sweep_running(folder) or (folder / RESULTS_FILE).is_file()):
                     raise
         return list(dict.fromkeys(runs))
@@ -97,7 +98,7 @@ class LivePage:
 
 
 def _sort_as_results(runs: Sequence[Path], records: Sequence[Record]) -> list[Path]:
-    """Runs in the order of their records, so that tables agree; those without any follow in their own order."""
+    """Sort runs in the order of their records, so that tables agree. Runs without records follow in their own order."""
     order = {Path(run).resolve(): index for index, run in enumerate(dict.fromkeys(r.run for r in records if r.run))}
     return sorted(runs, key=lambda run: order.get(run.resolve(), len(order)))
 
@@ -114,13 +115,13 @@ def serve_report(folders: Sequence[Path], port: int, log: Callable[[str], None],
     """Serve the page until the process is interrupted.
 
     Args:
-        folders: of runs or sweeps.
-        port: to listen at; 0 takes one that is free.
-        log: takes the line with the page's address.
-        options: of the report.
+        folders: folders of runs or sweeps.
+        port: port to listen on; 0 selects a free one.
+        log: receives a line with the address of the page.
+        options: options of the report.
 
     Raises:
-        UserError: the port is taken, or a folder is no run or sweep.
+        UserError: the port is in use, or a folder is not a run or sweep.
     """
     page = LivePage(folders, options)
     page.render()
@@ -130,17 +131,17 @@ def serve_report(folders: Sequence[Path], port: int, log: Callable[[str], None],
 
 
 def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
-    """A server that listens, and serves nothing yet. Raises UserError if the port cannot be had."""
+    """Build a server that listens but does not serve yet. Raises UserError if the port cannot be used."""
 
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version = "farfield", ""
 
         def do_GET(self) -> None:
-            host = (self.headers.get("Host") or "").partition(":")[0]  # the port may be that of a tunnel
-            if host not in (HOST, "localhost"):  # a page from elsewhere whose name was bound to this address
-                return self._answer(403, "this server answers to its own address alone")
+            host = (self.headers.get("Host") or "").partition(":")[0]  # the port may be a tunnel's
+            if host not in (HOST, "localhost"):  # DNS rebinding: a foreign page whose name resolves to this address
+                return self._answer(403, "this server only answers requests to its own address")
             if self.path.partition("?")[0] != "/":
-                return self._answer(404, "there is one page, /")
+                return self._answer(404, "the only page is /")
             try:
                 text = page.render()
             except FarfieldError as error:
@@ -152,7 +153,7 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
         do_HEAD = do_GET
 
         def _answer(self, code: int, text: str) -> None:
-            content = text.encode("utf-8", errors="replace")  # a record may hold half a character
+            content = text.encode("utf-8", errors="replace")  # a record may contain an unpaired surrogate
             self.send_response(code)
             headers = HEADERS if code == 200 else {**HEADERS, "Content-Type": "text/plain; charset=utf-8"}
             for name, value in headers.items():
@@ -163,17 +164,17 @@ def build_server(page: LivePage, port: int) -> ThreadingHTTPServer:
                 self.wfile.write(content)
 
         def log_message(self, format: str, *values: Any) -> None:
-            """Nothing: a line for every look would hide everything else."""
+            """Log nothing: a line per request would hide everything else."""
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 
         def handle_error(self, request: Any, address: Any) -> None:
-            """Nothing: a reader that leaves early is no error."""
+            """Ignore the error of a client that disconnects early."""
 
     try:
         return Server((HOST, port), Handler)
     except OSError as error:
         raise UserError(
-            f"--port {port}: cannot be listened at ({error.strerror}); --port 0 takes a free one"
+            f"--port {port}: cannot listen on it ({error.strerror}); --port 0 selects a free port"
         ) from error

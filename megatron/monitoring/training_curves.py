@@ -1,8 +1,8 @@
-"""The course of runs, read from their metrics.jsonl as it grows, as charts and a table of a page.
+"""Training curves of runs, read from their metrics.jsonl as it grows, as charts and a table of a page.
 
-A file's curves are read from where the last look ended. Half a line at the end is left for the next look. A file that
-became shorter, or another one, is read from its beginning; a step that was recorded before belongs to a run that was
-resumed, and what was after it does not count any more.
+Each read continues where the last one ended. An incomplete line at the end is left for the next read. A file that
+became shorter or was replaced is read from its beginning. A step that was recorded before belongs to a resumed run, and
+later points of the earlier attempt are dropped.
 """
 
 import os
@@ -18,21 +18,21 @@ from megatron.reports.table_formats import TextTable
 from megatron.training.metrics_log import METRICS_FILE, parse_record
 
 MAX_POINTS = 160
-"""Of a curve."""
+"""Maximum number of points per curve."""
 MAX_CURVES = 40
-"""Runs of a page with curves; of more the table alone is shown."""
+"""Maximum number of runs on a page with curves; for more runs only the table is shown."""
 MIN_STEPS = 5
-"""Of the horizontal axis: its ticks are whole numbers then."""
+"""Minimum length of the horizontal axis, so that its ticks are integers."""
 START_SHARE = 0.1
-"""Losses of the first tenth of all steps may lie above the chart, which would otherwise be theirs alone."""
+"""Share of all steps at the start whose losses may exceed the chart, because they would otherwise dominate it."""
 
 
 @dataclass
 class CurveReader:
-    """The recorded steps of one run.
+    """Reader of the recorded steps of one run.
 
     Args:
-        run: its folder.
+        run: folder of the run.
     """
 
     run: Path
@@ -45,7 +45,7 @@ class CurveReader:
     _inode: int = 0
 
     def read(self) -> bool:
-        """Read what was written since the last look. Returns whether there was something."""
+        """Read new records. Returns True if there were any."""
         if not (self.run / METRICS_FILE).is_file():  # opening a pipe would wait for a writer
             return False
         try:
@@ -66,7 +66,7 @@ class CurveReader:
     def _add(self, line: bytes) -> None:
         record = parse_record(line)
         if record is None:
-            return  # a damaged line, which `status` tells of
+            return  # a damaged line, which `status` reports
         kind, step = record["kind"], record["step"]
         if kind == "train":
             if self.losses and step <= self.losses[-1][0]:
@@ -84,17 +84,17 @@ class CurveReader:
 
 
 class TrainingMonitor:
-    """The runs of a folder, looked at again and again."""
+    """Monitor that reads the runs of a folder repeatedly."""
 
     def __init__(self) -> None:
         self._readers: dict[Path, CurveReader] = {}
 
     def describe(self, runs: Sequence[Path], *, is_live: bool = False) -> TrainingSection:
-        """The part of a page on how runs train, with what was written until now.
+        """Describe the training progress of runs with all records so far, as a section of a page.
 
         Args:
-            runs: their folders.
-            is_live: whether the page is shown anew while they train.
+            runs: folders of the runs.
+            is_live: True if the page refreshes while the runs train.
         """
         names = _shorten_names(runs)
         has_curves = len(runs) <= MAX_CURVES
@@ -110,7 +110,7 @@ class TrainingMonitor:
 
 
 def _shorten_names(runs: Sequence[Path]) -> dict[Path, str]:
-    """The folders without what all of them begin with."""
+    """Return the folders without their common prefix."""
     whole = {run: Path(os.path.abspath(run)) for run in runs}
     if len(runs) <= 1:
         return {run: path.name for run, path in whole.items()}
@@ -119,11 +119,11 @@ def _shorten_names(runs: Sequence[Path]) -> dict[Path, str]:
 
 
 def _build_table(statuses: dict[str, RunStatus], *, shows_curves: bool) -> TextTable:
-    notes = () if shows_curves else (f"Curves are shown of at most {MAX_CURVES} runs.",)
+    notes = () if shows_curves else (f"Curves are shown for at most {MAX_CURVES} runs.",)
     problems = tuple(problem for status in statuses.values() for problem in status.problems)
     headers, rows = format_status_cells(list(statuses.values()))
     return TextTable(
-        "The runs, a row for each", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
+        "Status of each run", "run", headers, tuple(zip(statuses, rows, strict=True)), (*notes, *problems)
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
     ]
     note = f"Validation: {'; '.join(validations)}." if validations else ""
     low, high = min(shown), max(shown)
-    return _build_chart("training_loss", "Loss of the trainings", "loss in nats per token", lines, (low, high), note)
+    return _build_chart("training_loss", "Training loss", "loss in nats per token", lines, (low, high), note)
 
 
 def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
@@ -155,7 +155,7 @@ def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
     if not lines:
         return None
     highest = max(speed for line in lines for _, speed in line.points)
-    return _build_chart("training_speed", "Speed of the trainings", "tokens per second", lines, (0.0, highest), "")
+    return _build_chart("training_speed", "Training speed", "tokens per second", lines, (0.0, highest), "")
 
 
 def _build_chart(
@@ -164,7 +164,7 @@ def _build_chart(
     steps = [step for line in lines for step, _ in line.points]
     ends = "; ".join(f"{line.name} {line.points[-1][1]:,.4g} at step {line.points[-1][0]:,.0f}" for line in lines[:8])
     low, high = limits
-    # From 0 on, unless all there is begins late, as of a run that branches from another's checkpoint.
+    # Start at 0, unless all points start late, as in a run that branches from another's checkpoint.
     first = min(steps) if min(steps) < max(steps) < 2 * min(steps) else 0
     return build_line_chart(
         name,
@@ -180,7 +180,7 @@ def _build_chart(
 
 
 def _thin_out(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS`, evenly spaced, the last among them."""
+    """Return at most `MAX_POINTS` evenly spaced points, including the last."""
     if len(points) <= MAX_POINTS:
         return [(float(step), value) for step, value in points]
     indices = (round(index * (len(points) - 1) / (MAX_POINTS - 1)) for index in range(MAX_POINTS))

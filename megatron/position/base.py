@@ -1,5 +1,4 @@
-"""What encodings, processors and temperatures have in common: they describe themselves, and options
-are read off their code."""
+"""Common base of encodings, processors and temperatures: self-description, and options read from the constructor."""
 
 import inspect
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -16,12 +15,15 @@ from megatron.position.facts import (
 )
 
 INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
-"""How the names of options end that say where parameters start. `std`, of a normal distribution, is one too."""
+"""Suffixes of options that set start values of parameters. The option `std` of a normal distribution is one too."""
 
 
 class FireParameters(NamedTuple):
-    """A bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, f a network 1 → W → H with
-    ReLU. All tensors are float32."""
+    """Bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length, where f is a network 1 → W →
+    H with ReLU.
+
+    All tensors are float32.
+    """
 
     c: Tensor
     """[1]."""
@@ -39,7 +41,7 @@ class FireParameters(NamedTuple):
 
 
 class ConvolutionParameters(NamedTuple):
-    """A processor that is S + B + Conv2(LeakyReLU(Conv1([S, B]))) along the keys."""
+    """Processor S + B + Conv2(LeakyReLU(Conv1([S, B]))), with convolutions along the keys."""
 
     weight1: Tensor
     """[W, 2H, 1, k], scores first; [W, H, 1, k] without a bias."""
@@ -50,45 +52,46 @@ class ConvolutionParameters(NamedTuple):
     bias2: Tensor
     """[H]."""
     residual_bias: bool
-    """Is B added at the end?"""
+    """True if B is added to the result."""
 
 
 KernelParameters = FireParameters | ConvolutionParameters
-"""Forms of encodings and processors that kernels fuse. A new one is a class here and a `KernelChoice` of the backend.
+"""Forms of encodings and processors that kernels can fuse. Each form needs a class here and a `KernelChoice` in the
+backend.
 
-What a method computes is in its code, and that is what backends in plain PyTorch run. A kernel cannot run it, so a
-method that has one of these forms hands its parameters over as a value (`PositionModule.kernel_parameters`).
+Backends in plain PyTorch run the method's own code. A kernel cannot, so a method of one of these forms returns its
+parameters from `PositionModule.kernel_parameters`.
 """
 
 
 class PositionModule(nn.Module):
     """Base of encodings, processors and temperatures.
 
-    A constructor takes the `AttentionDims` and then the options as keyword arguments with defaults; it raises
-    ValueError for a value that makes no sense.
+    A constructor takes the `AttentionDims`, then the options as keyword arguments with defaults. It raises ValueError
+    for an invalid value.
     """
 
     formula: ClassVar[str]
-    """The definition in one line of plain text."""
+    """Definition of the method, in one line of plain text."""
     parameters_summary: ClassVar[str] = "none"
-    """Learned parameters, start values and bounds, in one line."""
+    """Learned parameters with start values and bounds, in one line."""
     source: ClassVar[str]
-    """Where the definition comes from: paper and equation or section."""
+    """Source of the definition: paper and equation or section."""
     advice: ClassVar[str]
-    """When to use it, in one to three sentences, and who found so."""
+    """Advice on when to use the method, in one to three sentences, with sources."""
     other_names: ClassVar[tuple[str, ...]] = ()
-    """What papers and people call it besides."""
+    """Other names of the method in papers and code."""
     cost: ClassVar[EncodingCost | ProcessorCost | TemperatureCost | None] = None
-    """Parameters, memory and FLOPs, which planning reads without torch (`facts.py`); None if they are not declared."""
+    """Parameters, memory and FLOPs, which the planner reads without torch (`facts.py`); None if not declared."""
 
     option_values: MethodOptions
-    """All options that this module was built with."""
+    """All options of this module, defaults included."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         module = super().__new__(cls)
         defaults = {name: parameter.default for name, parameter in cls.options().items()}
         values = {name: options.get(name, default) for name, default in defaults.items()}
-        object.__setattr__(module, "option_values", values)  # before torch's own attributes are there
+        object.__setattr__(module, "option_values", values)  # torch's own attributes do not exist yet
         return module
 
     def __init__(self, dims: AttentionDims) -> None:
@@ -97,35 +100,39 @@ class PositionModule(nn.Module):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Names, types and defaults of the options: the keys of `pos_emb_options`, `score_processor_options`
-        or `attention_temperature_options`."""
+        """Return names, types and defaults of the options: the keys of `pos_emb_options`, `score_processor_options` or
+        `attention_temperature_options`."""
         parameters = inspect.signature(cls.__init__).parameters
         return {name: parameter for name, parameter in parameters.items() if name not in MODEL_ARGUMENTS}
 
     @classmethod
     def initialization_options(cls) -> set[str]:
-        """Options that say where parameters start, on which a trained model no longer depends."""
+        """Return the options that set start values of parameters. A trained model does not depend on them."""
         return {name for name in cls.options() if name == "std" or name.endswith(INITIALIZATION_SUFFIXES)}
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        """Weights whose fan-in grows with the model, and with what: they sum over all hidden units or all heads, so muP
-        scales their start values and rates (`megatron/model/mup.py`)."""
+        """Return weights whose fan-in grows with the hidden size or the number of heads, and which of the two.
+
+        muP scales their start values and learning rates (`megatron/model/mup.py`).
+        """
         return []
 
     def list_decayed(self) -> list[nn.Parameter]:
-        """Weights of an encoding or a temperature that weight decay acts on: projections, as any of a layer. Those of a
-        processor are decayed as a layer's are, matrices alone."""
+        """Return the weights of an encoding or temperature that weight decay applies to: projections.
+
+        In a processor, as in a layer, weight decay applies to matrices.
+        """
         return []
 
     def list_biases(self) -> list[nn.Parameter]:
-        """Return biases of linear layers, which `decay_positions` leaves without weight decay as GPT-NeoX does."""
+        """Return biases of linear layers, which `decay_positions` excludes from weight decay as GPT-NeoX does."""
         return [parameter for name, parameter in self.named_parameters() if name.endswith(".bias")]
 
     def kernel_parameters(self) -> KernelParameters | None:
-        """Its parameters in a form that kernels fuse; None if only its code says what it computes."""
+        """Return the parameters in a form that kernels can fuse, or None if the method has no such form."""
         return None
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:
-        """What it does and which laws it obeys, in single words or short phrases."""
+        """Return the properties of the method as single words or short phrases."""
         raise NotImplementedError

@@ -1,19 +1,19 @@
-"""Learned scalars of position encodings, and the bounds they must obey.
+"""Learned scalars of position encodings, and their bounds.
 
 A kernel such as −r1·log(1 + r2·n) is only defined for positive r1 and r2. The published code clamps the half-precision
-copy in place, which never reaches the float32 master that the optimizer keeps: the master wanders off, and the
-parameter sits at its bound for good. Here a bound holds in three places:
+copy in place, but not the float32 master weight of the optimizer. The master drifts away, and the parameter stays at
+its bound for good. Here bounds are enforced in three ways:
 
-* `forward` returns the clamped value, so whatever is used obeys the bound; the gradient passes as if it did not;
-* the optimizer leaves out the gradient of a master at its bound where a step would push it further out, and takes it
-  where the step would bring it back, so it can leave (`low` and `high` are read from here);
-* the optimizer projects the float32 masters after each step.
+* `forward` returns the clamped value, so every use obeys the bound. The gradient ignores the clamping.
+* The optimizer reads `low` and `high`. It drops the gradient of a master at its bound if the step would move it further
+  out. If the step would move it back, it applies the gradient, so the parameter can leave its bound.
+* The optimizer projects the float32 masters onto the bounds after each step.
 
-Only the whole gradient says where a step goes. Each use of a parameter (in a layer, a block of rows, on a rank) has a
-part of it, and to judge the parts one by one would make the result depend on how the work is divided.
+Only the whole gradient determines the direction of a step. Each use of a parameter (in a layer, a block of rows, a
+rank) contributes a part of it. Judging the parts separately would make the result depend on how the work is divided.
 
-`forward` matters for one more reason: ZeRO-3 gathers a module's parameters around its forward call, so parameters are
-only ever read through the call of the module that owns them.
+`forward` matters for one more reason: ZeRO-3 gathers the parameters of a module around its forward call. So parameters
+are only read by calling the module that owns them.
 """
 
 import math
@@ -28,7 +28,7 @@ from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
 
 
 class _Clamp(torch.autograd.Function):
-    """clamp(value, low, high) whose gradient passes everywhere."""
+    """clamp(value, low, high) with the gradient of the identity."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, low: float, high: float) -> Tensor:
@@ -40,12 +40,12 @@ class _Clamp(torch.autograd.Function):
 
 
 class BoundedParameter(nn.Module):
-    """A learned tensor kept within [low, high]; calling it gives the float32 value to compute with.
+    """A learned tensor kept within [low, high]. Calling it returns the clamped float32 value.
 
     Args:
         shape: shape of the tensor, usually (H,).
-        init: fills the fresh tensor in place, e.g. `uniform(0, 2)`.
-        low, high: inclusive bounds; infinite where there is none.
+        init: initializes a new tensor in place, for example `init_uniform(0, 2)`.
+        low, high: inclusive bounds; infinite if there is none.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BoundedParameter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start values, moved inside the bounds."""
+        """Set start values, clamped to the bounds."""
         with torch.no_grad():
             self.init(self.value)
         self.clamp_to_bounds()
@@ -71,7 +71,7 @@ class BoundedParameter(nn.Module):
     def forward(self) -> Tensor:
         value = promote_to_float32(self.value)
         if math.isinf(self.low) and math.isinf(self.high):
-            return value.clone()  # a tensor of its own: ZeRO-3 frees the parameter's storage after this call
+            return value.clone()  # a copy, because ZeRO-3 frees the storage of the parameter after this call
         return _Clamp.apply(value, self.low, self.high)
 
     def extra_repr(self) -> str:
@@ -79,7 +79,7 @@ class BoundedParameter(nn.Module):
 
 
 class JoinedParameter:
-    """The same parameter of several modules as one, joined along its first dimension; to be called as it is."""
+    """Callable that returns a parameter of several modules, concatenated along the first dimension."""
 
     def __init__(self, parameters: Sequence[BoundedParameter]) -> None:
         self.parameters = parameters
@@ -95,29 +95,29 @@ class JoinedParameter:
 
 
 def init_uniform(low: float, high: float) -> Callable[[Tensor], object]:
-    """Start values from U(low, high)."""
+    """Return an initializer that draws from U(low, high)."""
     return lambda tensor: nn.init.uniform_(tensor, low, high)
 
 
 def init_normal(std: float) -> Callable[[Tensor], object]:
-    """Start values from N(0, std²). Raises ValueError for a negative deviation."""
+    """Return an initializer that draws from N(0, std²). Raises ValueError if `std` is negative."""
     if std < 0:
         raise OptionError("std", f"is {std}; it must not be negative")
     return lambda tensor: nn.init.normal_(tensor, 0.0, std)
 
 
 def init_constant(value: float) -> Callable[[Tensor], object]:
-    """The same start value everywhere."""
+    """Return an initializer that fills a tensor with one value."""
     return lambda tensor: nn.init.constant_(tensor, value)
 
 
 def build_per_head_parameter(
     option: str, num_heads: int, upper: float, *, low: float = 1e-2, high: float = math.inf
 ) -> BoundedParameter:
-    """A scalar per head that starts from U(0, upper), moved inside its bounds: the parameters of KERPLE's kernels.
+    """Build a scalar per head that starts from U(0, upper), clamped to its bounds, as in KERPLE's kernels.
 
     Raises:
-        ValueError: `upper` is outside the bounds; names the option that gave it.
+        ValueError: `upper` is outside the bounds. The message names the option it came from.
     """
     if not low < upper <= high:
         raise OptionError(option, f"is {upper}; it must be in ({low:g}, {high:g}]")

@@ -1,12 +1,13 @@
-"""The encodings, processors and temperatures that there are, and what their files declare, without importing torch.
+"""Catalog of all encodings, processors and temperatures, and the declarations in their files, read without importing
+torch.
 
-A method is a file of `encodings/`, `processors/` or `temperatures/`, and its name is the file's. Its options are the
-keyword arguments of its constructor, its hooks the methods of its class: both are read off the syntax tree. What it
-declares in its class body (`facts.py`) is evaluated by itself.
+A method is a file in `encodings/`, `processors/` or `temperatures/`, and its name is the name of the file. Its options
+are the keyword arguments of the constructor, and its hooks are methods of the class. Both are read from the syntax
+tree. Declarations in the class body (`facts.py`) are evaluated on their own.
 
-Methods of a user's own lie in folders outside the project that `FARFIELD_METHODS` names, separated as in PATH: a folder
-has `encodings/`, `processors/` or `temperatures/` with a file for each, as the project has. Their files are run when a
-model is built, as ours are; nothing that a checkpoint says makes one run.
+Users add methods in folders outside the project, listed in `FARFIELD_METHODS` and separated as in PATH. Each folder
+contains `encodings/`, `processors/` or `temperatures/`, laid out as in the project. Files of methods run when a model
+is built. A checkpoint cannot cause a file to run.
 """
 
 import ast
@@ -34,18 +35,18 @@ from megatron.position.facts import (
 FOLDER = Path(__file__).parent
 METHODS_VARIABLE = "FARFIELD_METHODS"
 SCORE_HOOKS = frozenset({"table", "dense", "contextual", "gate"})
-"""The hooks whose answers change the scores of attention."""
+"""Hooks whose results change the attention scores."""
 KINDS = ("encodings", "processors", "temperatures")
 _PROJECT_FOLDERS = {kind: FOLDER / kind for kind in KINDS}
 BASES = ("Encoding", "Processor", "Temperature")
 _DESCRIPTIONS = {"formula", "parameters_summary", "source", "advice", "other_names"}
-"""What of a class tells readers about it and computes nothing."""
+"""Class attributes that describe a method to readers and do not affect its results."""
 _DECLARED = ("adds_bias", "multiplies_scores", "takes_positions", "has_position_table", "other_names", "cost", "source")
 _NAMESPACE: dict[str, Any] = {cost.__name__: cost for cost in (EncodingCost, ProcessorCost, TemperatureCost)}
 
 
 class MethodFileError(ValueError):
-    """A method's file that cannot be used: one line with the file, and the class and hook where there is one."""
+    """Error in the file of a method: one line with the file, and the class and hook if known."""
 
 
 _OPTION_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "list": list}
@@ -53,34 +54,34 @@ _OPTION_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What the file of a method declares."""
+    """Declarations in the file of a method."""
 
     name: str
     path: Path
     defaults: Mapping[str, Any] | None
-    """The options with their default values; None if only the code itself can tell."""
+    """Options with default values, or None if they can only be determined by running the code."""
     hooks: frozenset[str]
-    """The hooks that an encoding answers; empty for others."""
+    """Hooks that an encoding implements; empty for other kinds."""
     adds_bias: bool = False
-    """A bias is added to the scores."""
+    """True if the method adds a bias to the scores."""
     multiplies_scores: bool = False
-    """The scores are multiplied by a matrix [H, R, C]."""
+    """True if the method multiplies the scores by a matrix [H, R, C]."""
     takes_positions: bool = True
     has_position_table: bool = False
-    """It has a table of as many positions as `max_position_embeddings` says, and knows none beyond."""
+    """True if the method has a table of `max_position_embeddings` positions and supports none beyond."""
     has_kernel_parameters: bool = False
-    """It has a form that kernels know (`kernel_parameters`)."""
+    """True if the method has a form that kernels support (`kernel_parameters`)."""
     option_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By option, the names of the types that its annotation has."""
+    """Type names in the annotation of each option."""
     other_names: tuple[str, ...] = ()
-    """What papers and people call it besides, in any case and with or without dashes."""
+    """Other names of the method in papers and code, matched regardless of case and dashes."""
     source: str = ""
-    """The paper, and what of it."""
+    """Paper and section that define the method."""
     cost: EncodingCost | ProcessorCost | TemperatureCost | None = None
 
     @property
     def changes_scores(self) -> bool:
-        """Is anything added to the scores, or multiplied into them? If not, PyTorch's fused attention can do it."""
+        """True if the method adds to the scores or multiplies them. If not, PyTorch's fused attention supports it."""
         return bool(self.hooks & SCORE_HOOKS)
 
     @property
@@ -90,34 +91,39 @@ class MethodFacts:
 
     @property
     def rotates_qk(self) -> bool:
-        """Are queries and keys rotated, and so copied?"""
+        """True if queries and keys are rotated, and therefore copied."""
         return "rotate" in self.hooks
 
     @property
     def only_adds_embeddings(self) -> bool:
-        """Does it add to the token embeddings and do nothing else? The first pipeline stage alone holds it then."""
+        """True if the method only adds to the token embeddings. Only the first pipeline stage holds it then."""
         return self.hooks == {"embed"}
 
     def has_parameters(self, options: Mapping[str, Any], **dims: int) -> bool:
-        """Has an encoding or a temperature with these options trained parameters? True where its file does not say.
+        """Return True if an encoding or temperature with these options has trained parameters, or if its file does not
+        say.
 
-        dims: the fields of `AttentionDims`.
+        Args:
+            options: options of the method.
+            dims: the fields of `AttentionDims`.
         """
         if not isinstance(self.cost, EncodingCost | TemperatureCost):
             return True
         return self.cost.num_parameters(AttentionDims(**dims), self.fill_options(options)) > 0
 
     def count_rotations(self, options: Mapping[str, Any]) -> int:
-        """Of queries and keys by an encoding with these options: see `EncodingCost.num_rotations`."""
+        """Return the number of rotations of queries and keys with these options (`EncodingCost.num_rotations`)."""
         return self.cost.num_rotations(self.fill_options(options)) if isinstance(self.cost, EncodingCost) else 1
 
     def count_qk_numbers(self, options: Mapping[str, Any]) -> int:
-        """Numbers of a query or key that it rotated, for each of the head's dimensions."""
+        """Return the elements of a rotated query or key per dimension of the head."""
         return self.cost.count_qk_numbers(self.fill_options(options)) if isinstance(self.cost, EncodingCost) else 1
 
     def describe_wrong_type(self, option: str, value: Any) -> str | None:
-        """What is wrong with the type of an option's value, as a clause that follows its name; None if nothing is, or
-        if the file does not say what it may be."""
+        """Describe a type error of an option's value as a clause that follows the option's name.
+
+        Returns None if the type is valid, or if the file does not declare one.
+        """
         names = self.option_types.get(option, ())
         allowed = [name for name in names if name != "None"]
         if len(allowed) != 1 or allowed[0] not in _OPTION_TYPES or (value is None and "None" in names):
@@ -129,55 +135,55 @@ class MethodFacts:
         return f"is {'null' if value is None else repr(value)}; it must be of type {allowed[0]}"
 
     def fill_options(self, options: Mapping[str, Any]) -> MethodOptions:
-        """All options: those that are given, and defaults for the others."""
+        """Return all options: the given ones, and defaults for the others."""
         return {**(self.defaults or {}), **options}
 
 
 def list_encodings() -> list[str]:
-    """Names of all position encodings, in alphabetical order."""
+    """Return the names of all position encodings in alphabetical order."""
     return _list_names("encodings")
 
 
 def list_processors() -> list[str]:
-    """Names of all score processors, in alphabetical order; `none` is no processor and not listed."""
+    """Return the names of all score processors in alphabetical order, without `none`."""
     return _list_names("processors")
 
 
 def list_temperatures() -> list[str]:
-    """Names of all attention temperatures, in alphabetical order; `none` is no temperature and not listed."""
+    """Return the names of all attention temperatures in alphabetical order, without `none`."""
     return _list_names("temperatures")
 
 
 def read_encoding_facts(name: str) -> MethodFacts:
-    """What an encoding's file declares.
+    """Read the declarations of an encoding.
 
-    Raises MethodFileError: the file is no valid Python, the name of a hook is misspelt, or no hook is answered.
+    Raises MethodFileError if the file is not valid Python, the name of a hook is misspelled, or no hook is implemented.
     """
     return _read_facts(find_method_file("encodings", name))
 
 
 def read_processor_facts(name: str) -> MethodFacts:
-    """What a processor's file declares. Raises MethodFileError for a file that is no valid Python."""
+    """Read the declarations of a processor. Raises MethodFileError if the file is not valid Python."""
     return _read_facts(find_method_file("processors", name))
 
 
 def read_temperature_facts(name: str) -> MethodFacts:
-    """What a temperature's file declares. Raises MethodFileError for a file that is no valid Python."""
+    """Read the declarations of a temperature. Raises MethodFileError if the file is not valid Python."""
     return _read_facts(find_method_file("temperatures", name))
 
 
 def select_encoding_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of options that several encodings share what one has; all where its file does not say."""
+    """Select the options that an encoding has from options shared by several; all if its file does not declare them."""
     return _select_options(read_encoding_facts(name), options)
 
 
 def select_processor_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a processor; `none` has no option."""
+    """Select the options that a processor has. `none` has no options."""
     return {} if name == "none" else _select_options(read_processor_facts(name), options)
 
 
 def select_temperature_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a temperature; `none` has no option."""
+    """Select the options that a temperature has. `none` has no options."""
     return {} if name == "none" else _select_options(read_temperature_facts(name), options)
 
 
@@ -187,13 +193,13 @@ def _select_options(facts: MethodFacts, options: Mapping[str, Any]) -> dict[str,
 
 
 def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[str], *, takes_positions: bool) -> None:
-    """Refuse a hook whose name is misspelt, and an encoding that answers none.
+    """Check that no hook of an encoding is misspelled and that at least one is implemented.
 
     Args:
-        class_name: the encoding's, with its file.
-        functions: that the class defines.
-        hooks: that it answers, inherited ones too.
-        takes_positions: whether it says that it is told where tokens are.
+        class_name: class of the encoding, with its file.
+        functions: functions that the class defines.
+        hooks: hooks that the class implements or inherits.
+        takes_positions: declaration of the class.
 
     Raises:
         MethodFileError: names the file, the class and the function.
@@ -202,45 +208,49 @@ def check_hook_names(class_name: str, functions: Iterable[str], hooks: Iterable[
         if name in OVERRIDABLE or name.startswith("_"):
             continue
         if matches := difflib.get_close_matches(name, OVERRIDABLE, 1, cutoff=0.75):
-            raise MethodFileError(f"{class_name}.{name} is no hook of an encoding; did you mean {matches[0]}?")
+            raise MethodFileError(f"{class_name}.{name} is not a hook of an encoding; did you mean {matches[0]}?")
     if takes_positions and not any(hooks):
         raise MethodFileError(
-            f"{class_name} answers none of the hooks {', '.join(HOOKS)}; an encoding that is told no positions says "
+            f"{class_name} implements none of the hooks {', '.join(HOOKS)}; an encoding without positions sets "
             "takes_positions = False"
         )
 
 
 def format_path(path: Path) -> str:
-    """A file of the project as messages name it."""
+    """Format a path for messages: relative to the project if the file is part of it."""
     root = FOLDER.parent.parent
     return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def find_method_file(kind: str, name: str) -> Path:
-    """The file of a method, which is the project's where no folder of `FARFIELD_METHODS` has it.
+    """Return the file of a method. Methods of the project take precedence over those in `FARFIELD_METHODS`.
 
-    kind: encodings, processors or temperatures.
+    Args:
+        kind: encodings, processors or temperatures.
+        name: name of the method.
     """
     for folder in _list_folders(kind):
         if name in _read_folder(folder):
             return _build_path(folder, name)
     raise MethodFileError(
-        f"there is no {name}.py in {format_path(_PROJECT_FOLDERS[kind])}, nor in a folder that {METHODS_VARIABLE} names"
+        f"{name}.py not found in {format_path(_PROJECT_FOLDERS[kind])} or in the folders of {METHODS_VARIABLE}"
     )
 
 
 @cache
 def _build_path(folder: Path, name: str) -> Path:
-    """A path that keeps its hash and its text: a plan asks for the same few files thousands of times."""
+    """Return the path of a method's file. Cached, because a plan requests the same few files thousands of times."""
     return folder / f"{name}.py"
 
 
 def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Digests of the code of methods that are the user's own, by file: encodings/fox.py. The project's are left out.
+    """Compute digests of the code of the user's own methods, by file (encodings/fox.py). Excludes the project's
+    methods.
 
-    Comments, docstrings, layout and what describes a method to readers may change without changing its digest.
+    Changes of comments, docstrings, layout and descriptions do not change a digest.
 
-    names_by_kind: names of methods under encodings, processors and temperatures.
+    Args:
+        names_by_kind: names of methods under encodings, processors and temperatures.
     """
     digests = {}
     for kind, names in names_by_kind.items():
@@ -253,7 +263,8 @@ def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[s
 
 
 def _list_code(node: Any) -> Any:
-    """A syntax tree as nested tuples that all versions of Python agree on, without docstrings and descriptions."""
+    """Return a syntax tree as nested tuples, without docstrings and descriptions. All Python versions give the same
+    result."""
     if isinstance(node, list):
         return tuple(map(_list_code, node))
     if not isinstance(node, ast.AST):
@@ -270,7 +281,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _is_description(node: ast.AST) -> bool:
-    """An assignment to what tells readers about a class."""
+    """Return True for an assignment to a description of the class."""
     if not isinstance(node, ast.Assign):
         return False
     names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
@@ -284,15 +295,15 @@ def _list_names(kind: str) -> list[str]:
         for name in _read_folder(folder):
             if name in names:
                 raise MethodFileError(
-                    f"{format_path(folder / f'{name}.py')}: {format_path(names[name] / f'{name}.py')} has that name "
-                    "already; give the file another one"
+                    f"{format_path(folder / f'{name}.py')}: {format_path(names[name] / f'{name}.py')} already has "
+                    "that name; rename one of the files"
                 )
             names[name] = folder
     return sorted(names)
 
 
 def _list_folders(kind: str) -> list[Path]:
-    """The project's folder and the user's own, of one kind of method."""
+    """Return the folders of one kind of method: the project's, then the user's."""
     folders = [_PROJECT_FOLDERS[kind]]
     for text in dict.fromkeys(filter(None, os.environ.get(METHODS_VARIABLE, "").split(os.pathsep))):
         root = Path(text).absolute()
@@ -309,12 +320,13 @@ def _read_folder(folder: Path) -> tuple[str, ...]:
 
 @cache
 def _read_names(folder: Path, changed: int) -> tuple[str, ...]:
-    """The names of a folder that last had a file added or removed at `changed`: a plan asks thousands of times."""
+    """Return the method names in a folder, cached by its modification time, because a plan requests them thousands of
+    times."""
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
     for name in names:
         if not name.isidentifier() or name != name.lower():
             raise MethodFileError(
-                f"{format_path(folder / f'{name}.py')}: a method's file is named with small letters, digits and _ alone"
+                f"{format_path(folder / f'{name}.py')}: the name may only contain lowercase letters, digits and _"
             )
     return tuple(names)
 
@@ -324,9 +336,9 @@ def _read_facts(path: Path) -> MethodFacts:
 
 
 def get_change_time(path: Path) -> int:
-    """When a method's file was last written, in nanoseconds: a user may change it while a program runs.
+    """Return the modification time of a method's file, in nanoseconds. Users may edit it while a program runs.
 
-    Raises MethodFileError: it cannot be read.
+    Raises MethodFileError if the file cannot be read.
     """
     try:
         return os.stat(path).st_mtime_ns
@@ -341,8 +353,8 @@ def _parse_file(path: Path) -> ast.Module:
         raise MethodFileError(f"{format_path(path)}: cannot be read ({error.strerror})") from error
     except SyntaxError as error:
         raise MethodFileError(f"{format_path(path)}:{error.lineno}: {error.msg}") from error
-    except ValueError as error:  # no UTF-8, or a byte that no text has
-        raise MethodFileError(f"{format_path(path)}: no Python file: {error}") from error
+    except ValueError as error:  # not UTF-8, or a byte that is not allowed in text
+        raise MethodFileError(f"{format_path(path)}: not a valid Python file: {error}") from error
 
 
 @cache
@@ -360,10 +372,11 @@ def _parse_facts(path: Path, changed: int) -> MethodFacts:
         for base in (base.id for base in node.bases if isinstance(base, ast.Name)):
             if base in BASES:
                 return _read_class(path, node, MethodFacts(path.stem, path, {}, frozenset()))
-            if imports.get(base, "").startswith("megatron.position."):  # a method that varies another
+            if imports.get(base, "").startswith("megatron.position."):  # a method derived from another
                 inherited = _read_facts(FOLDER.joinpath(*imports[base].split(".")[2:]).with_suffix(".py"))
                 return _read_class(path, node, inherited)
-    return MethodFacts(path.stem, path, None, frozenset(HOOKS))  # only its code can tell, so it may do anything
+    # options and hooks are only known by running the code, so assume all hooks
+    return MethodFacts(path.stem, path, None, frozenset(HOOKS))
 
 
 def _read_class(path: Path, node: ast.ClassDef, inherited: MethodFacts) -> MethodFacts:
@@ -401,8 +414,8 @@ def _read_defaults(path: Path, class_name: str, arguments: ast.arguments) -> dic
         except ValueError as error:
             assert default is not None
             raise MethodFileError(
-                f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be written as "
-                "a number, a text, a truth value or None"
+                f"{format_path(path)}:{default.lineno}: {class_name}: the default of {argument.arg} must be a literal: "
+                "a number, a string, True, False or None"
             ) from error
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     return {name: defaults.get(name) for name in names if name not in MODEL_ARGUMENTS}
@@ -419,9 +432,9 @@ def _read_option_types(arguments: ast.arguments) -> dict[str, tuple[str, ...]]:
 def _evaluate(path: Path, name: str, expression: ast.expr) -> Any:
     code = compile(ast.Expression(expression), str(path), "eval")
     try:
-        return eval(code, dict(_NAMESPACE))  # of our own files, which are imported anyhow when a model is built
+        return eval(code, dict(_NAMESPACE))  # only files that are imported anyway when a model is built
     except Exception as error:
         raise MethodFileError(
-            f"{format_path(path)}:{expression.lineno}: {name} must be made of Python's builtins and of "
-            f"{', '.join(_NAMESPACE)} alone: {error}"
+            f"{format_path(path)}:{expression.lineno}: {name} may only use Python's builtins and "
+            f"{', '.join(_NAMESPACE)}: {error}"
         ) from error

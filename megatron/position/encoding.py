@@ -1,18 +1,18 @@
-"""The interface of a position encoding.
+"""Interface of a position encoding.
 
-An encoding answers any of six questions; the attention module asks and never looks at the encoding's name.
+An encoding implements any of six hooks. The attention module calls them and never checks the name of the encoding.
 
-| hook         | asked once per  | answer                                                                        |
+| hook         | called once per | result                                                                        |
 |--------------|-----------------|-------------------------------------------------------------------------------|
 | `embed`      | forward pass    | a vector per position, added to the token embeddings (learned, sinusoidal)    |
-| `rotate`     | layer           | queries or keys turned by their positions (rotary)                            |
+| `rotate`     | layer           | queries or keys rotated by their positions (rotary)                           |
 | `table`      | layer           | bias and weight as functions of n = i − j alone: a Toeplitz method            |
-| `dense`      | block of rows   | bias and weight for every (i, j), where they are not functions of n alone     |
+| `dense`      | block of rows   | bias and weight for every (i, j), if they are not functions of n alone        |
 | `contextual` | block of rows   | terms that depend on queries and keys, added to the scores                    |
 | `gate`       | layer           | how much each head forgets at each token, from the layer's input (fox)        |
 
-Positions are exact: integer spans, and float32 distances whatever the compute type (bfloat16 holds integers exactly
-only up to 256, float16 up to 2048). Tables and everything computed from parameters are float32.
+Positions are exact: integer spans, and float32 distances in every compute type. bfloat16 represents integers exactly
+only up to 256, float16 up to 2048. Tables and all values computed from parameters are float32.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class ScoreTerms(NamedTuple):
-    """What an encoding adds to and multiplies into the scores; None where it does neither.
+    """Bias added to the scores and weight multiplied into them; None if there is none.
 
-    From `table`: float32 [H, N]. From `dense`: float32 [H, R, C].
+    Shapes are float32 [H, N] from `table` and float32 [H, R, C] from `dense`.
     """
 
     bias: Tensor | None = None
@@ -41,141 +41,163 @@ class ScoreTerms(NamedTuple):
 class Encoding(PositionModule):
     """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
 
-    An encoding whose parameters are shared by all layers is built once and handed to each layer.
+    An encoding whose parameters are shared by all layers is built once and passed to each layer.
     """
 
     relative: bool = True
-    """Does moving all positions by the same amount change nothing?"""
+    """True if shifting all positions by the same amount changes nothing."""
     takes_positions: ClassVar[bool] = True
-    """Is it told where tokens are? If not, only their order matters, through the causal mask."""
+    """True if the encoding receives positions. If False, only the order of tokens matters, through the causal mask."""
     adds_bias: ClassVar[bool] = False
-    """Does `table`, `dense` or `gate` give a bias?"""
+    """True if `table`, `dense` or `gate` returns a bias."""
     multiplies_scores: ClassVar[bool] = False
-    """Does `table` or `dense` give a weight?"""
+    """True if `table` or `dense` returns a weight."""
 
     has_independent_heads: ClassVar[bool] = False
-    """Are all parameters `BoundedParameter`s of its own, [H], and a head's row of the table a function of its entries
-    alone, for any number of heads? Then the tables of all layers are computed as one (`join_heads`)."""
+    """True if the heads are independent, so that the tables of all layers can be computed as one (`join_heads`).
+
+    All parameters must be `BoundedParameter`s [H] of this encoding. A head's row of the table must be a function of its
+    own entries, for any number of heads.
+    """
 
     has_position_table: ClassVar[bool] = False
-    """Has it a table of `dims.max_length` positions, and knows none beyond? Then `max_length` says how many."""
+    """True if the encoding has a table of `dims.max_length` positions and supports none beyond, as `max_length` then
+    says."""
 
     depends_on_length: bool = False
-    """Does what it answers of a token depend on the length that the sequence reaches (`TokenRange.known_length`)?"""
+    """True if the result for a token depends on the final length of the sequence (`TokenRange.known_length`)."""
 
     max_length: int | None = None
-    """The largest number of positions that the encoding knows, or None."""
+    """Largest number of positions that the encoding supports, or None if unlimited."""
 
     takes_real_positions: ClassVar[bool] = True
-    """Is it defined at positions and distances that are no integers?"""
+    """True if the encoding is defined for non-integer positions and distances."""
 
     rotates_alike: bool = True
-    """Does `rotate` turn queries and keys, and all heads, alike? If not, `rotate_keys` turns the keys."""
+    """True if `rotate` rotates queries and keys, and all heads, by the same angles. If False, `rotate_keys` rotates
+    keys."""
 
     rotates_linearly: ClassVar[bool] = True
-    """Is the rotation of a multiple of a query that multiple of its rotation?"""
+    """True if the rotation is linear: rotating a multiple of a query gives that multiple of the rotated query."""
 
     far_distance: int | None = None
-    """From this distance on, scores are products of the second halves of rotated queries and keys, else of the first;
-    None where there is one rotation."""
+    """Distance from which scores use the second halves of rotated queries and keys, instead of the first halves.
 
-    # Traits are read off the hooks that a subclass overrides, so they cannot disagree with its code.
+    None if there is one rotation.
+    """
+
+    # Traits are derived from the hooks that a subclass overrides, so they cannot disagree with its code.
 
     @classmethod
     def overrides_hook(cls, hook: str) -> bool:
-        """Does this encoding answer the hook?"""
+        """Return True if this encoding implements the hook."""
         return getattr(cls, hook) is not getattr(Encoding, hook)
 
     @classmethod
     def only_adds_embeddings(cls) -> bool:
-        """Is all that it does to add something to the token embeddings?"""
+        """Return True if the encoding only adds to the token embeddings."""
         return cls.overrides_hook("embed") and not any(cls.overrides_hook(hook) for hook in HOOKS if hook != "embed")
 
     @classmethod
     def takes_any_positions(cls) -> bool:
-        """May positions come in any order, and more than once? So they may where they only add something to the token
-        embeddings, or turn queries and keys: a bias is a function of distances to keys that came before."""
+        """Return True if positions may come in any order and repeat.
+
+        This holds if the encoding only adds to the token embeddings or rotates queries and keys. A bias is a function
+        of distances to earlier keys.
+        """
         return not any(cls.overrides_hook(hook) for hook in HOOKS if hook not in ORDER_FREE_HOOKS)
 
     @classmethod
     def traits(cls) -> tuple[str, ...]:
-        """The hooks it answers, and whether it is relative and Toeplitz."""
+        """Return the implemented hooks, and whether the encoding is Toeplitz and relative."""
         hooks = [hook for hook in HOOKS if cls.overrides_hook(hook)]
         toeplitz = cls.overrides_hook("table")
         return (*hooks, *(("toeplitz",) if toeplitz else ()), *(("relative",) if cls.relative else ()))
 
     @property
     def qk_head_dim(self) -> int:
-        """Numbers of a rotated query or key: d, unless it says in `cost` that there are more."""
+        """Elements of a rotated query or key: d, unless `cost` declares more."""
         cost = self.cost
         return self.dims.head_dim * (cost.count_qk_numbers(self.option_values) if isinstance(cost, EncodingCost) else 1)
 
     def describe_unsupported_reach(self, num_positions: int) -> str | None:
-        """Why it cannot be told positions 0 … num_positions − 1, whatever `max_length` says; None if it can."""
+        """Explain why the encoding does not support positions 0 … num_positions − 1, apart from `max_length`; None if
+        it does."""
         return None
 
     def bias_tails(self) -> list[SeriesTail]:
-        """How the series Σ_t exp(bias at the distance t) ends, for each head. An encoding with a bias declares it."""
+        """Return how the series Σ_t exp(bias at distance t) ends, for each head. An encoding with a bias overrides
+        this."""
         if self.overrides_hook("gate"):
-            tail = unknown_tail("what a layer reads decides how the bias falls")
+            tail = unknown_tail("the layer's input determines how the bias falls")
         else:
             tail = unknown_tail() if self.adds_bias else constant_tail(1.0, "it adds no bias")
         return [tail] * self.dims.num_heads
 
-    # The hooks.
+    # Hooks.
 
     def embed(self, tokens: TokenRange, like: Tensor) -> Tensor | None:
-        """Vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
+        """Return vectors to add to the token embeddings: [T, D] in the type and on the device of `like`."""
         return None
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
-        """Queries or keys [B, H, T, d] turned by their positions, [B, H, T, e] of the same type.
+        """Rotate queries or keys [B, H, T, d] by their positions, to [B, H, T, e] of the same type.
 
-        e is `qk_head_dim`. Scores are products of these over the root of *their* length, √e, or √(e/2) with two
-        rotations (`far_distance`): an encoding with more numbers than d makes up for it.
+        e is `qk_head_dim`. Scores are products of rotated vectors divided by the root of *their* length, √e, or √(e/2)
+        with two rotations (`far_distance`). An encoding with more elements than d compensates for this.
 
-        heads: which of the encoding's the H heads are, where it does not turn all alike.
+        Args:
+            x: queries or keys.
+            tokens: their tokens.
+            heads: heads of the encoding that the H heads of x are, if it does not rotate all heads alike.
         """
         return x
 
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
-        """Keys [B, g, T, d], where `rotates_alike` is False; `heads` are then the first of those that share a key."""
+        """Rotate keys [B, g, T, d] if `rotates_alike` is False; `heads` are then the first heads that share each
+        key."""
         return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
 
     def table(self, distances: Tensor) -> ScoreTerms:
-        """Bias and weight [H, N] at the distances n = i − j ≥ 0, given as float32 [N]; no integers where positions are
-        continuous."""
+        """Return bias and weight [H, N] at distances n = i − j ≥ 0, given as float32 [N].
+
+        Distances are not integers if positions are continuous.
+        """
         return ScoreTerms()
 
-    # A tensor-parallel rank holds some of the heads: `heads` says which ones the answer is wanted for, h of them.
+    # A tensor-parallel rank holds some of the heads: `heads` selects the h heads of the result.
 
     def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
-        """Bias and weight [h, R, C] for rows and columns; entries with j > i are never used but must be finite."""
+        """Return bias and weight [h, R, C] for rows and columns. Entries with j > i are never used but must be
+        finite."""
         return ScoreTerms()
 
     def contextual(
         self, q: Tensor, k: Tensor, scores: Tensor, query: TokenRange, key: TokenRange, heads: slice
     ) -> Tensor | None:
-        """Terms [B, h, R, C] added to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R, C]."""
+        """Return terms [B, h, R, C] to add to the scores, from q [B, h, R, d], k [B, h, C, d] and q·k/√d [B, h, R,
+        C]."""
         return None
 
     def gate(self, x: Tensor, heads: slice) -> Tensor | None:
-        """What a token adds to the bias between every key before it and every row from it on: float32 [B, h, T].
+        """Return the contribution of each token to the bias between earlier keys and the rows from it on: float32 [B,
+        h, T].
 
-        The bias of row i and key j is the sum over the tokens j + 1 … i, so 0 for a row's own key; of the logarithms of
-        gates in 0 … 1 it is the logarithm of how much of the key is left. Wherever the sums begin, it is the same.
+        The bias of row i and key j is the sum over tokens j + 1 … i, so it is 0 for the row's own key. If the
+        contributions are logarithms of gates in 0 … 1, the bias is the logarithm of the share of the key that is left.
+        The result does not depend on where the sums begin.
 
         Args:
-            x: what the layer's queries, keys and values are made of, [B, T, D] in the compute type.
-            heads: h of them.
+            x: input of the layer's query, key and value projections, [B, T, D] in the compute type.
+            heads: the h heads of the result.
         """
         return None
 
     def product_flops(self, num_keys: float) -> float:
-        """Forward FLOPs of the matrix products of contextual terms and gates per token, over all heads.
+        """Return the forward FLOPs per token of the matrix products in contextual terms and gates, over all heads.
 
         Args:
-            num_keys: keys that a token sees, on average.
+            num_keys: mean number of keys that a token sees.
         """
         if not isinstance(self.cost, EncodingCost):
             return 0.0
@@ -184,11 +206,13 @@ class Encoding(PositionModule):
 
 
 def join_heads(encodings: Sequence[Encoding]) -> Encoding:
-    """An encoding whose heads are those of several encodings of one class, one after the other. It has their own
-    parameters and is for its table alone, which takes few operations where those of all would take many.
+    """Return an encoding whose heads are those of several encodings of one class, concatenated.
+
+    It shares their parameters and may only be used for its table, which takes a few operations instead of a few per
+    encoding.
 
     Args:
-        encodings: with independent heads.
+        encodings: encodings with independent heads.
     """
     joined = copy(encodings[0])
     parameters = {name: [encoding._modules[name] for encoding in encodings] for name in joined._modules}

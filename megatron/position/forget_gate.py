@@ -1,4 +1,4 @@
-"""The gate by which each head of a layer says at each token how much of what came before it is kept.
+"""Forget gate: how much of the preceding tokens each head of a layer keeps at each token.
 
 B batch, T tokens, D hidden size, H heads, h of them.
 """
@@ -15,9 +15,9 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class _LinearInFloat32(torch.autograd.Function):
-    """x·Wᵀ + b in float32 from numbers of any type, some rows of W alone; nothing wider than these is kept.
+    """x·Wᵀ + b in float32 from inputs of any type, for some rows of W. Keeps no wider tensors than its inputs.
 
-    ZeRO 3 takes a weight away after its use: what is kept of it must be the parameter itself, and no view.
+    ZeRO-3 frees a weight after its use, so the saved tensor must be the parameter itself, not a view.
     """
 
     @staticmethod
@@ -40,13 +40,14 @@ class _LinearInFloat32(torch.autograd.Function):
 
 
 class ForgetGate(nn.Module):
-    """log σ(W x + b), with W [H, D] and b [H].
+    """Gate log σ(W x + b), with W [H, D] and b [H].
 
-    It is no nn.Linear, which peft's `all-linear` and quantization would replace by layers that compute in other types.
+    It does not use nn.Linear, which peft's `all-linear` and quantization would replace by layers that compute in other
+    types.
 
     Args:
         num_heads, hidden_size: H and D.
-        init_weight, init_bias: fill the fresh parameters in place.
+        init_weight, init_bias: initialize the parameters in place.
     """
 
     def __init__(
@@ -63,14 +64,15 @@ class ForgetGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start values."""
         with torch.no_grad():
             self.init_weight(self.weight)
             self.init_bias(self.bias)
 
     def forward(self, x: Tensor, heads: slice = ALL_HEADS) -> Tensor:
-        """The layer's input [B, T, D] → float32 [B, h, T], whatever the compute type is: sums over thousands of tokens
-        are made of these."""
-        rows = x.transpose(0, 1)  # as activations lie in memory while training
+        """Compute the gate of the layer's input [B, T, D], as float32 [B, h, T] in every compute type.
+
+        float32 is needed because sums over thousands of tokens are built from the results.
+        """
+        rows = x.transpose(0, 1)  # the memory layout of activations in training
         logits: Tensor = _LinearInFloat32.apply(rows, self.weight, self.bias, heads)  # [T, B, h]
         return -F.softplus(-logits).permute(1, 2, 0)  # log σ

@@ -1,9 +1,9 @@
-"""The interface of a score processor: a map of all heads' scores and biases to logits, and of what the softmax makes
-of these to attention weights.
+"""Interface of a score processor: a map from all heads' scores and biases to logits, and from softmax weights to
+weights.
 
-What a row depends on beside itself is declared, so that whoever divides rows (blocks, ranks, steps of decoding) knows
-what to bring along: neighbouring columns (`left_context`), some rows above (`rows_above`), or a sum over all rows above
-for each key (`row_terms`).
+A processor declares what a row depends on besides itself, so that code that splits rows (into blocks, ranks or decoding
+steps) can provide it. This is neighboring columns (`left_context`), some rows above (`rows_above`), or a sum over all
+rows above for each key (`row_terms`).
 """
 
 from typing import NamedTuple
@@ -17,17 +17,19 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class BiasContribution(NamedTuple):
-    """A Toeplitz bias's own part of a processor's first layer of W channels, for key columns from index 0."""
+    """Contribution of a Toeplitz bias to the first layer of a processor with W channels, for key columns from index
+    0."""
 
     table: Tensor
-    """float32 [W, p + N] at the distances n = −p … N − 1, p the processor's `left_context`."""
+    """float32 [W, p + N] at distances n = −p … N − 1; p is the `left_context` of the processor."""
     edge: Tensor
-    """float32 [W, N, p]: the first columns of rows 0 … N − 1, which see the left edge and are no function of n."""
+    """float32 [W, N, p]: the first columns of rows 0 … N − 1, which depend on the left edge and not only on n."""
 
     def for_rows(self, query: TokenRange, num_columns: int) -> Tensor:
-        """[W, R, num_columns + p], W innermost, for query rows and keys 0 … num_columns − 1, and p after them."""
+        """Return [W, R, num_columns + p], W innermost, for query rows, keys 0 … num_columns − 1 and p columns after
+        them."""
         left_context = self.edge.shape[-1]
-        # Entry n of the table stands at n + p, so the rows are read as if they were that much further on.
+        # Entry n of the table has index n + p, so the rows are shifted by p.
         shifted = TokenRange(query.start + left_context, query.length)
         edge = self.edge[:, query.start : query.stop]
         return toeplitz(self.table, shifted, TokenRange(0, num_columns + left_context), edge=edge, channels_last=True)
@@ -36,22 +38,27 @@ class BiasContribution(NamedTuple):
 class Processor(PositionModule):
     """Base of all score processors.
 
-    A row depends on its own scores, on those of `rows_above` rows above it, and on what `row_terms` of all rows above
-    sum up to; never on rows or columns that follow it. So any block of rows gives the same numbers as the whole.
+    A row depends on its own scores, on those of `rows_above` rows above it, and on the sum of `row_terms` over all rows
+    above. It never depends on later rows or columns. So any block of rows gives the same result as the full map.
 
     B batch, H heads, h requested heads, R rows, C key columns, d head dimension.
     """
 
     left_context: int = 0
-    """Key columns left of a row's first visible one on which the row's logits depend. Where a window hides the columns
-    before, a backend may leave them out, except for the nearest of this number."""
+    """Number of key columns left of a row's first visible one that its logits depend on.
+
+    If a window hides the preceding columns, a backend may omit all but the nearest of this number.
+    """
 
     rows_above: int = 0
-    """Query rows above a row whose scores its attention weights depend on. They are given with the rows of a block,
-    and what comes of them is dropped; where fewer are given, the row is one of its sequence's first."""
+    """Number of query rows above a row whose scores its attention weights depend on.
+
+    They are passed with the rows of a block, and their results are dropped. If fewer are passed, the row is one of the
+    first of its sequence.
+    """
 
     summed_heads: slice = ALL_HEADS
-    """The heads whose scores `row_terms` reads."""
+    """Heads whose scores `row_terms` reads."""
 
     def __init__(self, dims: AttentionDims, *, has_bias: bool) -> None:
         super().__init__(dims)
@@ -65,32 +72,32 @@ class Processor(PositionModule):
 
     @classmethod
     def overrides(cls, function: str) -> bool:
-        """Does it define a function that is optional here?"""
+        """Return True if the class defines an optional function."""
         return getattr(cls, function) is not getattr(Processor, function)
 
     @property
     def reads_rows_above(self) -> bool:
-        """Does a row depend on other rows?"""
+        """True if a row depends on other rows."""
         return self.rows_above > 0 or self.overrides("row_terms")
 
     @property
     def takes_first_columns(self) -> bool:
-        """Does it process rows that hold several documents (`first_columns`)? Otherwise it is asked document by
+        """True if the processor supports rows with several documents (`first_columns`). Otherwise it runs document by
         document."""
         return not self.reads_rows_above
 
     def has_effect(self) -> bool:
-        """False while the logits are exactly S + B: a processor that starts so can be given to a trained model."""
+        """Return False if the logits are exactly S + B, so that the processor can be added to a trained model."""
         return True
 
     def bias_contribution(self, table: Tensor) -> BiasContribution | None:
-        """What the processor makes of the bias alone before the scores join it: computed once for all rows.
+        """Compute the contribution of the bias alone, once for all rows, before the scores are added.
 
         Args:
-            table: the encoding's bias, float32 [H, N]. Every key up to a row's own must be seen.
+            table: the encoding's bias, float32 [H, N]. Every key up to the row's own must be visible.
 
         Returns:
-            None if it makes nothing of the bias alone.
+            None if the processor cannot compute a contribution of the bias alone.
         """
         return None
 
@@ -103,54 +110,53 @@ class Processor(PositionModule):
         bias_contribution: Tensor | None = None,
         first_columns: Tensor | None = None,
     ) -> Tensor:
-        """Logits before the softmax.
+        """Compute the logits.
 
         Args:
             scores: weighted and contextual scores [B, H, R, C] in the compute type.
-            bias: float32 [H, R, C], or [B, H, R, C] where it depends on the sequence (an encoding with a gate), or None
-                when the encoding has none.
-            visible: bool, broadcastable to [B, 1, R, C]; False where the key is in the future, padding, or of
-                another document. Such entries count as zero, like columns outside the triangle.
-            heads: the heads whose logits are wanted, h of them; all are read.
-            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], instead
-                of working it out from the bias.
-            first_columns: int [B, R], the column at which each row's document begins; given to a processor with a left
-                context where a row holds several. What is before it is outside of the row's sequence, as columns
+            bias: float32 [H, R, C], or [B, H, R, C] if it depends on the sequence (an encoding with a gate); None if
+                the encoding has no bias.
+            visible: bool, broadcastable to [B, 1, R, C]; False if the key is in the future, padding, or in another
+                document. Such entries count as zero, like columns outside the triangle.
+            heads: the h heads of the result; all heads are read.
+            bias_contribution: `BiasContribution.for_rows(…)` of these rows, [W, R, C + left_context], precomputed from
+                the bias.
+            first_columns: int [B, R], the column at which each row's document begins. Passed to a processor with a left
+                context if a row has several documents. Columns before it are outside the row's sequence, as columns
                 before 0 are.
 
         Returns:
-            float32 [B, h, R, C]; values at entries that are not visible mean nothing.
+            Logits, float32 [B, h, R, C]; entries that are not visible are undefined.
         """
         raise NotImplementedError
 
     def row_terms(
         self, scores: Tensor, bias: Tensor | None, visible: Tensor, query: TokenRange, key: TokenRange
     ) -> Tensor:
-        """What each row adds to the numbers, one for each key, that all rows below it read.
+        """Compute what each row adds to the sums, one per key, that all later rows read.
 
-        They are sums, so blocks of rows hand them on and a cache keeps a number for each token.
+        Because they are sums, blocks of rows pass them on, and a cache stores one number per token.
 
         Args:
-            scores, bias, visible: as in `forward`, of the `summed_heads` alone.
-            query, key: where rows and columns stand.
+            scores, bias, visible: as in `forward`, for the `summed_heads` only.
+            query, key: token ranges of rows and columns.
 
         Returns:
-            float32 [B, R, C], zero where the key is not visible.
+            float32 [B, R, C], zero if the key is not visible.
         """
         raise NotImplementedError
 
     def apply_row_sums(self, logits: Tensor, row_sums: Tensor) -> Tensor:
-        """The logits [B, h, R, C] of `forward` with what the sums [B, R, C] of `row_terms` over all rows above do to
-        them."""
+        """Apply the sums [B, R, C] of `row_terms` over all rows above to the logits [B, h, R, C] of `forward`."""
         raise NotImplementedError
 
     def process_weights(self, weights: Tensor, visible: Tensor, heads: slice = ALL_HEADS) -> Tensor:
-        """What the attention weights become after the softmax and before dropout.
+        """Transform the attention weights after the softmax and before dropout.
 
         Args:
-            weights: float32 [B, H, R, C] of all heads, zero where a key is not visible.
+            weights: float32 [B, H, R, C] of all heads, zero if a key is not visible.
             visible: as in `forward`.
-            heads: the heads whose weights are wanted.
+            heads: the heads of the result.
 
         Returns:
             float32 [B, h, R, C].
@@ -158,9 +164,9 @@ class Processor(PositionModule):
         raise NotImplementedError
 
     def process_output(self, output: Tensor) -> Tensor:
-        """What each head's output [B, h, R, d] becomes before the heads are joined."""
+        """Transform the output [B, h, R, d] of each head before the heads are concatenated."""
         raise NotImplementedError
 
     def flops_per_score(self) -> float:
-        """Forward FLOPs per (b, i, j) over all heads."""
+        """Return the forward FLOPs per (b, i, j) over all heads."""
         raise NotImplementedError

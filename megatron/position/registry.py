@@ -1,7 +1,7 @@
-"""The classes of encodings, processors and temperatures by name, and modules built of them. A file adds a method.
+"""Registry of encodings, processors and temperatures by name. A new file adds a method.
 
-An encoding's hooks are checked when it is built: a mistake in a file is one line, not a crash in the middle of a step.
-Other projects' names for the same methods are the business of `megatron.config`, not of this registry.
+The hooks of an encoding are checked when it is built. A mistake in a file is reported in one line instead of crashing a
+training step. Names from other projects are translated by `megatron.config`, not by this registry.
 
 H heads, N distances, T tokens, d head dimension, D hidden size.
 """
@@ -40,7 +40,7 @@ from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 MAX_OPTION = {int: 10**6, float: 1e9}
-"""Of the options' sizes, and of their bases and start values: infinity and NaN fail, and what no memory holds."""
+"""Upper limits of integer and float options. They reject infinity, NaN, and sizes that exceed any memory."""
 
 ModuleT = TypeVar("ModuleT", bound=PositionModule)
 
@@ -52,7 +52,7 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
         hint = f"did you mean {matches[0]}? " if matches else ""
         raise ValueError(
             f"unknown {base.__name__.lower()} {name!r}; {hint}choose from {', '.join(names)}; "
-            f"{METHODS_VARIABLE} names folders of your own"
+            f"{METHODS_VARIABLE} adds folders of your own"
         )
     path = find_method_file(folder, name)
     return _load_class_of_file(folder, name, base, path, get_change_time(path))  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def _load_class(folder: str, name: str, base: type[ModuleT]) -> type[ModuleT]:
 
 @cache
 def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path, changed: int) -> type[ModuleT]:
-    """The class as the file had it at `changed`: a user may change a file while a notebook runs."""
+    """Load the class from a file, cached by modification time, because users may edit a file while a notebook runs."""
     try:
         module = _import_file(folder, name, path)
     except (Exception, SystemExit) as error:
@@ -72,7 +72,7 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
         if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
     ]
     if len(classes) != 1:
-        raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, it defines {len(classes)}")
+        raise MethodFileError(f"{format_path(path)} must define one {base.__name__}, but defines {len(classes)}")
     if issubclass(classes[0], Encoding):
         functions = (name for name, value in vars(classes[0]).items() if inspect.isfunction(value))
         hooks = (hook for hook in HOOKS if classes[0].overrides_hook(hook))
@@ -86,14 +86,14 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
 
 
 def _import_file(folder: str, name: str, path: Path) -> ModuleType:
-    """The module of a method's file: of the project's package, or by itself."""
+    """Import the file of a method, as part of the project's package or on its own."""
     if path.parent == FOLDER / folder:
         return importlib.import_module(f"{__package__}.{folder}.{name}")
     module = ModuleType(f"farfield_methods.{folder}.{name}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # where pickling and inspect look
+    sys.modules[module.__name__] = module  # read by pickle and inspect
     try:
-        # not by an importer, whose compiled file may be that of an edit in the same second
+        # no importer, because its compiled file could be stale if the file was edited within the same second
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except BaseException:
         del sys.modules[module.__name__]
@@ -102,7 +102,7 @@ def _import_file(folder: str, name: str, path: Path) -> ModuleType:
 
 
 def _pass_on_signal(error: BaseException) -> None:
-    """Raise the exception that a signal made, a subclass of SystemExit: the file is not to blame."""
+    """Re-raise the exception of a signal, a subclass of SystemExit: the file is not at fault."""
     if isinstance(error, SystemExit) and type(error) is not SystemExit:
         raise error
 
@@ -115,17 +115,17 @@ def _describe_error_in_file(path: Path, error: BaseException) -> str:
 
 
 def load_encoding_class(name: str) -> type[Encoding]:
-    """The class of a named encoding. Raises ValueError with the nearest name for an unknown one."""
+    """Return the class of an encoding. Raises ValueError with the nearest name if the name is unknown."""
     return _load_class("encodings", name, Encoding)
 
 
 def load_processor_class(name: str) -> type[Processor]:
-    """The class of a named processor. Raises ValueError with the nearest name for an unknown one."""
+    """Return the class of a processor. Raises ValueError with the nearest name if the name is unknown."""
     return _load_class("processors", name, Processor)
 
 
 def load_temperature_class(name: str) -> type[Temperature]:
-    """The class of a named temperature. Raises ValueError with the nearest name for an unknown one."""
+    """Return the class of a temperature. Raises ValueError with the nearest name if the name is unknown."""
     return _load_class("temperatures", name, Temperature)
 
 
@@ -153,9 +153,9 @@ def build_encoding(name: str, dims: AttentionDims, options: Mapping[str, Any] | 
     """Build a position encoding.
 
     Raises:
-        ValueError: an unknown name or option.
-        OptionError: a value of an option that it cannot take.
-        MethodFileError: its file cannot be imported, it cannot be constructed, or a hook gives no answer.
+        ValueError: unknown name or option.
+        OptionError: invalid value of an option.
+        MethodFileError: the file cannot be imported, the constructor fails, or a hook returns an invalid result.
     """
     encoding = _build(load_encoding_class(name), name, dims, options or {})
     check_hook_results(encoding)
@@ -168,9 +168,7 @@ def build_processor(
     """Build a score processor for an encoding with or without a bias. Raises as `build_encoding` does."""
     processor = _build(load_processor_class(name), name, dims, options or {}, has_bias=has_bias)
     if processor.rows_above and processor.overrides("row_terms"):
-        raise MethodFileError(
-            f"{_describe(type(processor))} has both rows_above and row_terms; it may have one of them"
-        )
+        raise MethodFileError(f"{_describe(type(processor))} has both rows_above and row_terms; only one is allowed")
     return processor
 
 
@@ -190,16 +188,18 @@ def _build(method: type[ModuleT], name: str, dims: AttentionDims, options: Mappi
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, SystemExit, TypeError) as error:
         _pass_on_signal(error)
-        # A mistake in the file. A ValueError is about what the user chose, a RuntimeError may be want of memory.
+        # These errors are mistakes in the file. A ValueError is the user's choice, and a RuntimeError may be lack of
+        # memory.
         raise MethodFileError(_describe_error_in_file(Path(inspect.getfile(method)), error)) from error
 
 
 def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per method (kind, name, formula, parameters, options with defaults, traits, source, advice), and one
-    line for each whose file cannot be used.
+    """Describe methods in one record each, and list one error line for each method whose file is invalid.
+
+    A record has kind, name, formula, parameters, options with defaults, traits, source and advice.
 
     Args:
-        names: of the methods.
+        names: names of the methods.
     """
     records, errors = [], []
     loaders = [
@@ -230,10 +230,10 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
 
 
 def check_hook_results(encoding: Encoding) -> None:
-    """Ask each hook that the encoding answers about one token, and refuse what is no answer to it.
+    """Call each implemented hook for one token, and check its result.
 
     Raises:
-        MethodFileError: names the file, the class, the hook, and what it must return.
+        MethodFileError: names the file, the class, the hook and the expected result.
     """
     dims, one = encoding.dims, TokenRange(0, 1)
     device = next(encoding.parameters(), torch.empty(0)).device
@@ -276,11 +276,11 @@ def check_hook_results(encoding: Encoding) -> None:
                     _check_tensor(encoding, "rotate_keys", encoding.rotate_keys(q, one), shapes[hook])
     if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
         name = _describe(type(encoding), "gate")
-        raise MethodFileError(f"{name} gives a bias, but {type(encoding).__name__}.adds_bias is False")
+        raise MethodFileError(f"{name} returns a bias, but {type(encoding).__name__}.adds_bias is False")
 
 
 def _check_factors(temperature: Temperature) -> None:
-    """Ask for the factors of one row, and refuse what are none."""
+    """Compute the factors of one row, and check the result."""
     device = next(temperature.parameters(), torch.empty(0)).device
     name = _describe(type(temperature), "forward")
     with torch.no_grad():
@@ -301,7 +301,7 @@ def _check_terms(encoding: Encoding, hook: str, result: object, shape: tuple[int
     for term, value, fact in zip(("bias", "weight"), result, ("adds_bias", "multiplies_scores"), strict=True):
         declared = getattr(encoding, fact)
         if term == "bias" and value is None and type(encoding).overrides_hook("gate"):
-            continue  # the gate may be all of it
+            continue  # the gate may be the only source of a bias
         if (value is not None) != declared:
             returned = f"no {term}" if value is None else f"a {term}"
             raise MethodFileError(f"{name} returns {returned}, but {type(encoding).__name__}.{fact} is {declared}")

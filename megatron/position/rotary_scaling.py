@@ -1,38 +1,38 @@
-"""How rotary positions are scaled: other frequencies, or other positions of far keys.
+"""Scaling of rotary positions: changed frequencies, or changed positions of far keys.
 
-The option `scaling` of rotary names one. Published models stretch their frequencies to read further than they were
-trained at, in training or when a trained model is read (`config/position_overrides.py`); p_rope and hope are for
-training alone and give pairs that turn slowly no position at all, θ'_m = 0; selfextend and rerope keep the frequencies
-and say how far apart far tokens count to be.
+The `scaling` option of rotary selects one. Published models stretch their frequencies to read sequences longer than in
+training, either during training or when a trained model is loaded (`config/position_overrides.py`). p_rope and hope are
+for training only: pairs with low frequencies carry no position, θ'_m = 0. selfextend and rerope keep the frequencies
+and change the distance between far tokens.
 
-θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1; λ_m = 2π/θ_m their wavelengths in tokens, s the factor and L
-the length of the original training.
+θ_m = base^(−m/half) are the frequencies, m = 0 … half − 1. λ_m = 2π/θ_m are their wavelengths in tokens, s is the
+factor, and L is the original training length.
 
 | scaling  | θ'_m                                                                                   | cos, sin ×       |
 |----------|----------------------------------------------------------------------------------------|------------------|
 | p_rope   | θ_m for the first ⌊share·half⌋ pairs, which are the fastest, else 0                    | 1                |
-| hope     | θ_m where λ_m ≤ L, so that training sees the pair turn once at least, else 0           | 1                |
+| hope     | θ_m if λ_m ≤ L, so that the pair completes a period in training, else 0                | 1                |
 | linear   | θ_m / s                                                                                | 1                |
-| ntk      | θ_m·s^(−m/(half − 1)), as of the base base·s^(half/(half − 1)): the last is θ_m / s    | 1                |
-| dynamic  | of ntk with s·N/L − (s − 1) in the place of s, N ≥ L tokens of a sequence; θ_m up to L | 1                |
+| ntk      | θ_m·s^(−m/(half − 1)), as with the base base·s^(half/(half − 1)): the last is θ_m / s  | 1                |
+| dynamic  | ntk with s·N/L − (s − 1) instead of s, for N ≥ L tokens of a sequence; θ_m up to L     | 1                |
 | llama3   | θ_m·(g + (1 − g)/s), g = (L/λ_m − low)/(high − low) within [0, 1]                      | 1                |
 | yarn     | θ_m·(g + (1 − g)/s), g = 1 − (m − b(fast))/(b(slow) − b(fast)) within [0, 1]           | 1 + 0.1·ln s     |
-| longrope | θ_m / short_m, and θ_m / long_m where N > L                                            | √(1 + ln s/ln L) |
+| longrope | θ_m / short_m, and θ_m / long_m if N > L                                               | √(1 + ln s/ln L) |
 
-low, high are `low_freq_factor` and `high_freq_factor`; fast, slow are `beta_fast` and `beta_slow`, turns within L; and
-b(r) = half·ln(L/(2π·r))/ln(base) is the pair that turns r times within L, rounded outwards to whole pairs and kept
-within [0, 2·half − 1]. short_m and long_m are `short_factor` and `long_factor`, lists that somebody searched for.
-`attention_factor` replaces the last column of yarn and longrope; there it is 1 for s ≤ 1.
+low and high are `low_freq_factor` and `high_freq_factor`; fast and slow are `beta_fast` and `beta_slow`, periods within
+L. b(r) = half·ln(L/(2π·r))/ln(base) is the pair that completes r periods within L, rounded outwards to whole pairs and
+clamped to [0, 2·half − 1]. short_m and long_m are `short_factor` and `long_factor`, lists found by search.
+`attention_factor` replaces the last column of yarn and longrope, which is 1 for s ≤ 1.
 
-N of dynamic and longrope is the length that a sequence reaches (`TokenRange.known_length`): keys that are cached were
-turned once, so a text that is generated has the frequencies of its longest possible end from its beginning.
-transformers turns new tokens by other frequencies than the cached ones as a text grows.
+In dynamic and longrope, N is the final length of a sequence (`TokenRange.known_length`). Cached keys are rotated once,
+so generation uses the frequencies of its longest possible text from the beginning. transformers rotates new tokens by
+other frequencies than the cached ones as a text grows.
 
-Of far keys, n = i − j ≥ w tokens back, w being `neighbors`:
+Far keys are n = i − j ≥ w tokens back, where w is `neighbors`:
 
-| scaling    | a query at i and a key at j count to be apart by | query, key are turned as at  |
+| scaling    | distance of a query at i and a key at j          | positions of query and key   |
 |------------|--------------------------------------------------|------------------------------|
-| selfextend | ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋, G being `group`       | ⌊i/G⌋ + w − ⌊w/G⌋ and ⌊j/G⌋  |
+| selfextend | ⌊i/G⌋ − ⌊j/G⌋ + w − ⌊w/G⌋, G is `group`          | ⌊i/G⌋ + w − ⌊w/G⌋ and ⌊j/G⌋  |
 | rerope     | w                                                | w and 0                      |
 
 Sources: p_rope, Barbero et al. 2024 (2410.06205, section 6); hope, Chen et al. 2024 (2410.21216); linear, Chen et al.
@@ -63,18 +63,18 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "selfextend": ("group", "neighbors"),
     "rerope": ("neighbors",),
 }
-"""The options that each of them takes."""
+"""Options of each scaling."""
 TWO_ROTATIONS = ("selfextend", "rerope")
-"""Those that rotate queries and keys once more for keys that are far."""
+"""Scalings that rotate queries and keys a second time for far keys."""
 _OPTIONAL = ("attention_factor",)
 _DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """One of them with its numbers; what is None has the default of the publication.
+    """A rotary scaling with its options. Options that are None have the default of the publication.
 
-    Raises ValueError: an option that is missing, that this one does not take, or that makes no sense, naming it.
+    Raises ValueError if an option is missing, not supported by this scaling, or invalid. The message names the option.
     """
 
     kind: str = "none"
@@ -125,15 +125,16 @@ class RotaryScaling:
         return float(_DEFAULTS[name] if value is None else value)
 
     def check_pairs(self, half: int, base: float) -> None:
-        """Raises ValueError if there are too few pairs of dimensions, of which there are `half`."""
+        """Check the number of pairs of dimensions. Raises ValueError if it is too small or does not match the
+        factors."""
         if self.kind in ("ntk", "dynamic") and half < 2:
-            raise ValueError(f"scaling {self.kind} needs two pairs of dimensions that turn")
+            raise ValueError(f"scaling {self.kind} needs at least two rotated pairs of dimensions")
         for name in ("short_factor", "long_factor"):
             if (factors := getattr(self, name)) is not None and len(factors) != half:
-                raise OptionError(name, f"has {len(factors)} numbers; {half} pairs of dimensions turn")
+                raise OptionError(name, f"has {len(factors)} numbers; expected {half}, one per rotated pair")
         if self.kind in ("p_rope", "hope") and not self._count_kept_pairs(half, base):
             name = "share" if self.kind == "p_rope" else "original_length"
-            raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would turn: that is pos_emb none")
+            raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would rotate; use pos_emb none")
 
     def _count_kept_pairs(self, half: int, base: float) -> int:
         if self.kind == "p_rope":
@@ -142,12 +143,12 @@ class RotaryScaling:
         return sum(base ** (-m / half) * self._get_value("original_length") >= 2 * math.pi for m in range(half))
 
     def frequencies(self, plain: Tensor, base: float, length: int = 0) -> Tensor:
-        """The frequencies that are made of the plain ones, float64 [half].
+        """Return the scaled frequencies, float64 [half].
 
         Args:
             plain: θ, float64 [half].
-            base: of these.
-            length: of the sequence, in tokens (dynamic, longrope).
+            base: base of the frequencies.
+            length: length of the sequence, in tokens (dynamic, longrope).
         """
         match self.kind:
             case "none" | "selfextend" | "rerope":
@@ -175,7 +176,8 @@ class RotaryScaling:
         return plain * (unscaled + (1 - unscaled) / self._get_value("factor"))
 
     def _ramp(self, plain: Tensor, base: float) -> Tensor:
-        """0 for pairs that turn often within the original length, 1 for those that hardly do: float64 [half]."""
+        """Return a ramp from 0 for pairs with many periods in the original length to 1 for those with few: float64
+        [half]."""
         half = plain.shape[0]
 
         def find_pair(turns: float) -> float:
@@ -188,12 +190,12 @@ class RotaryScaling:
 
     @property
     def depends_on_length(self) -> bool:
-        """Do frequencies depend on the length that a sequence reaches?"""
+        """True if the frequencies depend on the final length of a sequence."""
         return self.kind in ("dynamic", "longrope")
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor that multiplies cosines and sines."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -205,11 +207,11 @@ class RotaryScaling:
 
     @property
     def far_distance(self) -> int | None:
-        """The distance from which on `place_far` says where tokens count to be; None for no distance."""
+        """Distance from which keys count as far and `place_far` applies; None if the scaling has no far keys."""
         return self.neighbors if self.kind in TWO_ROTATIONS else None
 
     def place_far(self, positions: Tensor, *, are_queries: bool) -> Tensor:
-        """Where queries or keys at some positions [T] count to be for tokens that are far from them."""
+        """Return the positions that queries or keys at positions [T] have with respect to far tokens."""
         assert self.neighbors is not None
         if self.kind == "rerope":
             return torch.full_like(positions, self.neighbors if are_queries else 0)

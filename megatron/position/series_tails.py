@@ -1,12 +1,12 @@
-"""How the series of a bias ends: what an encoding knows of Σ_t b_t, where b_t = exp(bias at the distance t).
+"""Tail of the bias series Σ_t b_t, where b_t = exp(bias at distance t), as declared by an encoding.
 
-A model is sure to extrapolate where that series converges (Qin et al. 2023, Exploring Transformer Extrapolation,
-theorem 3.4). However many terms are added up, they say nothing of the infinitely many after them, so an encoding
-declares the form of its bias far away (`Encoding.bias_tails`), with the numbers that its parameters give it.
+A model is guaranteed to extrapolate if this series converges (Qin et al. 2023, Exploring Transformer Extrapolation,
+theorem 3.4). A finite number of terms says nothing about the rest of the series. So an encoding declares the asymptotic
+form of its bias (`Encoding.bias_tails`), with its parameters.
 
-A form that converges knows the integral of b, and so bounds what is left of the series after any number of terms: b
-falls and is convex from `start` on, so each term b_t lies below the integral over [t − 1/2, t + 1/2], and the sum from
-t on above the integral from t and half of that over [t, t + 1] (by the trapezium's rule, and because b falls).
+A convergent form provides the integral of b, which bounds the remainder after any number of terms. b decreases and is
+convex from `start` on. Each term b_t is therefore at most the integral over [t − 1/2, t + 1/2]. The sum from t on is at
+least the integral from t plus half of the integral over [t, t + 1], by the trapezoidal rule and because b decreases.
 """
 
 import math
@@ -18,19 +18,19 @@ import torch
 
 @dataclass(frozen=True)
 class SeriesTail:
-    """The end of one head's series."""
+    """Tail of the series of one head."""
 
     converges: bool | None
-    """Does the series converge? None if the encoding does not say."""
+    """True if the series converges; None if the encoding does not say."""
     reason: str
-    """Why, with the head's numbers: a clause without a full stop."""
+    """Reason with the parameters of the head: a clause without a period."""
     log_integral: Callable[[float], float] | None = None
     """ln ∫_x^∞ b(t) dt for x ≥ start; None for a series that is not known to converge."""
     start: float = 0.0
-    """From here on b falls and is convex."""
+    """Distance from which b decreases and is convex."""
 
     def log_remainder_bounds(self, first: int) -> tuple[float, float]:
-        """A lower and an upper bound of ln Σ_{t ≥ first} b_t; infinite where nothing better is known."""
+        """Return a lower and an upper bound of ln Σ_{t ≥ first} b_t; infinite if no better bound is known."""
         if self.converges is False:
             return math.inf, math.inf
         if self.log_integral is None or first - 0.5 < self.start:
@@ -42,7 +42,7 @@ class SeriesTail:
 
 
 def windowed_tail(window: int) -> SeriesTail:
-    """b is 0 from some distance on, which a sum of more terms than that has seen."""
+    """Return the tail of a windowed bias: b is 0 outside the window, so a sum over the window is exact."""
     reason = f"b is 0 outside the window of {window:,} keys"
     return SeriesTail(True, reason, lambda x: -math.inf, window - 0.5)
 
@@ -50,20 +50,20 @@ def windowed_tail(window: int) -> SeriesTail:
 def unknown_tail(
     reason: str = "its encoding does not declare how the bias ends (Encoding.bias_tails)",
 ) -> SeriesTail:
-    """Of a bias whose encoding declares nothing, or cannot know."""
+    """Return the tail of a bias whose encoding declares nothing or cannot know it."""
     return SeriesTail(None, reason)
 
 
 def constant_tail(value: float, reason: str) -> SeriesTail:
-    """b stays at or above `value` for ever, or comes back to it: Σ b diverges."""
+    """Return the tail of a bias for which b stays at or above `value`, or returns to it: Σ b diverges."""
     return SeriesTail(False, f"{reason}, so b does not tend to 0 (it stays at {value:.3g})")
 
 
 def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_name: str | None = None) -> SeriesTail:
-    """b = (1 + rate·t^inner)^(−exponent), which converges if exponent·inner > 1.
+    """Return the tail of b = (1 + rate·t^inner)^(−exponent), which converges if exponent·inner > 1.
 
     Args:
-        decay_name: the name of exponent·inner, for the reason, where it is a parameter.
+        decay_name: name of exponent·inner in the reason, if it is a parameter.
     """
     decay = exponent * inner
     if decay <= 1:
@@ -75,7 +75,7 @@ def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_
     def log_integral(x: float) -> float:
         if inner == 1:
             return (1 - exponent) * math.log1p(rate * x) - math.log(rate * (exponent - 1))
-        # (1 + u)^−p = u^−p·(1 + 1/u)^−p with u = rate·t^inner, and the second factor as a binomial series in 1/u.
+        # (1 + u)^−p = u^−p·(1 + 1/u)^−p with u = rate·t^inner; expand the second factor as a binomial series in 1/u.
         log_u = math.log(rate) + inner * math.log(x)
         term, total = 1.0, 0.0
         for k in range(60):
@@ -91,7 +91,8 @@ def power_tail(exponent: float, rate: float = 1.0, inner: float = 1.0, *, decay_
 
 
 def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
-    """b = exp(−rate·t^exponent) with rate > 0 and 0 < exponent ≤ 2: it converges, for exponents below 1 too."""
+    """Return the tail of b = exp(−rate·t^exponent) with rate > 0 and 0 < exponent ≤ 2. It converges, also for exponents
+    below 1."""
 
     def log_integral(x: float) -> float:
         a = 1 / exponent
@@ -103,7 +104,7 @@ def exponential_tail(rate: float, exponent: float = 1.0) -> SeriesTail:
 
 
 def squared_log_tail(rate: float = 1.0, offset: float = 1.0) -> SeriesTail:
-    """b = exp(−ln²(offset + rate·t)) with an offset of at least 1."""
+    """Return the tail of b = exp(−ln²(offset + rate·t)) with an offset of at least 1."""
 
     def log_integral(x: float) -> float:
         z = math.log(offset + rate * x) - 0.5
@@ -116,17 +117,17 @@ def squared_log_tail(rate: float = 1.0, offset: float = 1.0) -> SeriesTail:
 
 
 def _root(value: float, exponent: float) -> float:
-    """value^(1/exponent), infinite where that is too large for a float."""
+    """Return value^(1/exponent), or infinity if it overflows."""
     logarithm = math.log(value) / exponent
     return math.exp(logarithm) if logarithm < 700 else math.inf
 
 
 def _log_upper_gamma(a: float, s: float) -> float:
-    """ln Γ(a, s), the upper incomplete gamma function, for a > 0 and s ≥ 0."""
+    """Return ln Γ(a, s), the upper incomplete gamma function, for a > 0 and s ≥ 0."""
     if s < a + 1:
         ratio = torch.special.gammaincc(*torch.tensor([a, s], dtype=torch.float64))
         return math.lgamma(a) + math.log(ratio)
-    # Legendre's continued fraction, evaluated from the front (Lentz).
+    # Legendre's continued fraction, evaluated forward (Lentz).
     tiny = 1e-300
     b = s + 1 - a
     c, d = 1 / tiny, 1 / b

@@ -1,11 +1,10 @@
-"""The interface of an attention temperature: a factor on each query, which all of its scores share.
+"""Interface of an attention temperature: a factor per query that multiplies all of its scores.
 
     q_i ← scale_h(i) · q_i
 
-The factor multiplies the query before anything reads it. So a temperature goes with every encoding, score processor and
-backend: a soft cap, an encoding's weight and contextual terms, and a processor take the scaled scores, while a bias and
-what an encoding adds to keys by themselves (Transformer-XL's u and v) stay as they are. Keys are not touched, and so
-neither is the cache of decoding.
+The factor is applied to the query first. So a temperature works with every encoding, score processor and backend. A
+soft cap, an encoding's weight and contextual terms, and a processor use the scaled scores. A bias and terms that an
+encoding adds to the keys alone (Transformer-XL's u and v) are not scaled. Keys and the decoding cache are unchanged.
 
 H heads, S any shape of query rows.
 """
@@ -18,7 +17,7 @@ from megatron.position.base import PositionModule
 class Temperature(PositionModule):
     """Base of all attention temperatures. Every layer has its own.
 
-    Rows are independent of each other: a row's factor depends on what is said of that row alone.
+    Rows are independent: the factor of a row depends only on that row's position and number of keys.
     """
 
     @classmethod
@@ -26,15 +25,15 @@ class Temperature(PositionModule):
         return ("rows independent",)
 
     def forward(self, positions: Tensor, num_keys: Tensor) -> Tensor:
-        """The factors on the queries, by which their scores are multiplied.
+        """Compute the factors of the queries.
 
         Args:
-            positions: float32 S, of the rows from 0, as an encoding is told them: within the own document, and the
-                drawn ones where positions are randomized.
-            num_keys: float32 S, how many keys each row sees, its own included: what the window, documents and padding
-                leave of them. They are counted, so randomized positions change nothing of it. 1 for a row of padding.
+            positions: float32 S, positions of the rows from 0, as an encoding receives them: within the document, and
+                the sampled ones if positions are randomized.
+            num_keys: float32 S, the number of keys each row sees, including its own, after window, documents and
+                padding. It does not depend on randomized positions. 1 for a row of padding.
 
         Returns:
-            float32 [H, *S], or [1, *S] where all heads have the same.
+            float32 [H, *S], or [1, *S] if all heads have the same factor.
         """
         raise NotImplementedError

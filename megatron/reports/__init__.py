@@ -1,5 +1,5 @@
-"""Results and how they are shown: records of any metric, and the tables, plots and pages that are made of them.
+"""Records of results, and the tables, plots, and pages built from them.
 
-`metrics` says what can be measured, `records` what one model scored, `layout` which records may stand in one table.
-`tables`, `plots` and `report` show layouts and know nothing else: no model, no configuration, no corpus.
+`metrics` defines the metrics, `records` the results of a model, and `comparison_table` which records share a table.
+Tables, plots, and pages depend only on these, not on models, configurations, or corpora.
 """

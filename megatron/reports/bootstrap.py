@@ -1,15 +1,15 @@
-"""Percentile bootstrap over blocks of text: how far a perplexity, and its change with length, could be chance.
+"""Percentile bootstrap over blocks of text: confidence intervals of perplexities and of their changes with length.
 
-Blocks (the windows' targets in `last`) are the independent samples; tokens inside one are not. A resample draws as many
-blocks as there are, with replacement, and its nll is the mean over all tokens of the blocks drawn:
+Blocks (the targets of a window in `last`) are the independent samples; tokens within a block are not independent. A
+resample draws as many blocks as there are, with replacement. Its nll is the mean over all tokens of the drawn blocks:
 
     nll*(L) = Σ_b sum_b(L) / Σ_b count_b          b over the drawn blocks
     interval of the perplexity                    exp of the 2.5% and 97.5% quantiles of nll*(L)
     interval of the change ppl(L)/ppl(L0)         exp of those of nll*(L) − nll*(L0), the same blocks drawn for both
 
-Every length scores the same targets, so drawing the same blocks for both pairs them: a block that is hard at every
-length, which is most of what a perplexity's own interval is made of, leaves the change alone. The percentile method is
-Efron's (Efron and Tibshirani 1993, An introduction to the bootstrap, chapter 13).
+Every length scores the same targets, so drawing the same blocks pairs the lengths. A block that is hard at every length
+accounts for most of the interval of a perplexity, but cancels in the change. The percentile method is due to Efron
+(Efron and Tibshirani 1993, An introduction to the bootstrap, chapter 13).
 
 K lengths, B blocks.
 """
@@ -19,30 +19,30 @@ import numpy as np
 NUM_RESAMPLES = 10_000
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_SEED = 20_230_917
-"""Fixed, so that the same losses have the same intervals on every machine."""
+"""Fixed seed, so that the same losses give the same intervals on every machine."""
 
 MAX_DRAWS_PER_CHUNK = 1 << 22
-"""Drawn blocks held at a time: an int64 and a float64 each."""
+"""Number of drawn blocks in memory at a time: an int64 and a float64 for each."""
 
 
 def draw_bootstrap_means(
     block_sums: np.ndarray, block_counts: np.ndarray, *, num_resamples: int = NUM_RESAMPLES, seed: int = BOOTSTRAP_SEED
 ) -> np.ndarray | None:
-    """Means over blocks that were drawn with replacement, the same blocks in every row.
+    """Draw means over blocks with replacement, using the same blocks in every row.
 
-    What is made of the means of two rows, their difference for example, is therefore paired.
+    Functions of the means of two rows, such as their difference, are therefore paired.
 
     Args:
         block_sums: summed losses of each block, float64 [K, B].
-        block_counts: tokens counted in each block, int [B].
-        num_resamples: how many to draw.
-        seed: of the draws.
+        block_counts: number of counted tokens in each block, int [B].
+        num_resamples: number of resamples.
+        seed: random seed.
 
     Returns:
-        float64 [K, resamples]; None if fewer than two blocks have a token that counts: one sample says nothing of its
-        own scatter.
+        float64 [K, resamples], or None if fewer than two blocks have counted tokens, because one sample has no
+        variance.
     """
-    has_tokens = block_counts > 0  # the others would change nothing but the number of draws
+    has_tokens = block_counts > 0  # blocks without tokens would only change the number of draws
     block_sums, block_counts = block_sums[:, has_tokens], block_counts[has_tokens]
     num_blocks = len(block_counts)
     if num_blocks < 2:
@@ -62,14 +62,14 @@ def draw_bootstrap_means(
 def draw_bootstrap_curves(
     block_sums: np.ndarray, block_counts: np.ndarray, *, num_resamples: int = 2000, seed: int = BOOTSTRAP_SEED
 ) -> np.ndarray | None:
-    """The same of many points at once, each of which has its own counts: the same blocks are drawn for all points.
+    """Draw means for many points at once, each with its own counts, using the same blocks for all points.
 
     Args:
         block_sums, block_counts: float64 [B, points].
 
     Returns:
-        float64 [resamples, points]; None for fewer than two blocks. A point of which no drawn block counts a token has
-        the mean of all blocks.
+        float64 [resamples, points], or None if there are fewer than two blocks. If no drawn block has a token for a
+        point, its value is the mean over all blocks.
     """
     num_blocks = len(block_sums)
     if num_blocks < 2:
@@ -79,7 +79,7 @@ def draw_bootstrap_curves(
     draws = np.empty((num_resamples, block_sums.shape[1]))
     chunk_size = max(1, MAX_DRAWS_PER_CHUNK // num_blocks)
     for start in range(0, num_resamples, chunk_size):
-        # How often each block is drawn, which is all that a sum needs to know.
+        # The number of times that each block is drawn determines the sums.
         size = min(chunk_size, num_resamples - start)
         weights = generator.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), size=size).astype(np.float64)
         counts = weights @ block_counts
@@ -89,6 +89,6 @@ def draw_bootstrap_curves(
 
 
 def compute_percentile_interval(samples: np.ndarray) -> tuple[float, float]:
-    """The ends of the 95% interval that draws [resamples] amount to."""
+    """Compute the 95% percentile interval of samples [resamples]."""
     low, high = np.quantile(samples, ((1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2))
     return float(low), float(high)

@@ -1,15 +1,15 @@
-"""Charts of pages: curves over length or another axis, and points, as numbers that a template turns into inline SVG.
+"""Charts for HTML pages: curves or points, in coordinates that a template renders as inline SVG.
 
-One drawing serves screens of all widths and both colour schemes. Places are shares of the width and height of the
-plot, which the template writes as percentages, so text and strokes keep their size whatever the width is. Colours are
-classes of the style sheet. `templates/page.js` reads the same numbers from the page, and draws a chart again when a
-reader switches its scale or its methods; without it the chart stands there as it is.
+One drawing serves all screen widths and both color schemes. Coordinates are fractions of the plot's width and height.
+The template writes them as percentages, so text and strokes keep their size at any width. Colors are classes of the
+style sheet. `templates/page.js` reads the same numbers from the page, and redraws a chart when a reader switches its
+scale or its methods. Without scripts the static chart remains.
 
-A scale ends where most values end. A line to a value beyond it (a perplexity of a million among others of five) runs on
-to where that value would be and is cut off at the edge of the plot, so that it is false nowhere. Where lines have
-markers, a triangle at the edge stands for such a value; its number is told where the pointer is. Perplexities are cut
-off at `MAX_LOG_RATIO` times the least on a logarithmic scale and at `MAX_LINEAR_RATIO` times on a linear one, other
-metrics where they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
+A scale covers the range of most values. A line to a value beyond the scale (a perplexity of a million among others of
+five) continues toward that value. It is clipped at the edge of the plot, so its slope is correct. If lines have
+markers, a triangle at the edge marks the clipped value, and pointing at it shows the number. Perplexities are clipped
+at `MAX_LOG_RATIO` times the minimum on a logarithmic scale, and at `MAX_LINEAR_RATIO` times on a linear one. Other
+metrics are clipped if they are more than `MAX_SPREADS` interquartile ranges away from the quartiles.
 """
 
 import math
@@ -30,43 +30,50 @@ from megatron.reports.x_axes import format_multiple, join_headers
 NUM_COLORS, NUM_MARKERS, NUM_DASHES = 8, 8, 4
 MAX_LOG_RATIO, MAX_LINEAR_RATIO, MAX_SPREADS = 1000.0, 10.0, 10.0
 OTHERS_REACH = 4.0
-"""How many times the largest perplexity in colour a faint curve may reach, to have a place of its own."""
+"""Maximum ratio of a faint curve's perplexity to the range of colored curves, for the axis to include it."""
 MAX_DRAWN_CURVES = NUM_COLORS
-"""Of more, the best at the last place are drawn in colour, and the others faintly until a reader asks for them."""
+"""Maximum number of colored curves: the best at the last x. Others are faint unless selected."""
 MAX_DENSE_POINTS = 160
-"""Of a curve over a dense axis."""
+"""Maximum number of points of a curve on a dense axis."""
 NARROW_WIDTH, WIDE_WIDTH = 240, 520
-"""Pixels of a plot on a telephone, and of one on anything wider than 40rem."""
+"""Widths of a plot in pixels: on a phone, and on screens wider than 40rem."""
 CHARACTER_WIDTH, LINE_HEIGHT = 6.8, 15.0
-"""Pixels of a plot's text."""
+"""Size of a plot's text in pixels."""
 PLOT_HEIGHT = 300
-"""Pixels; style.css says the same."""
+"""Height of a plot in pixels, as in style.css."""
 BAR_OFFSET = 0.007
-"""How far apart curves with bars stand at a place: share of the width."""
+"""Horizontal offset between curves with bars, as a fraction of the width."""
 EDGE_ROOM = 0.03
-"""What the first place keeps from the left edge of a chart with markers and bars, and the last from the right: a share
-of the width, so that no bar leaves the plot and lies on the texts of the axis."""
+"""Margin left of the first x and right of the last x in charts with markers and bars, as a fraction of the width.
+
+It keeps bars inside the plot and off the axis labels.
+"""
 MAX_REACH = 100.0
-"""How far beyond the plot a line is drawn at most: heights of the plot. A browser cuts off what is outside, and the
-place where a line leaves is wrong by less than a hundredth of the way between two places."""
+"""Maximum distance that a line is drawn beyond the plot, in plot heights.
+
+Browsers clip what is outside. The point where a line leaves the plot is off by less than 1% of the distance between two
+x values.
+"""
 SIGNIFICANT_DIGITS = 7
-"""Of numbers in the page, where the records have them all."""
+"""Number of significant digits in the page; records have all digits."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A vertical axis."""
+    """Vertical axis of a chart."""
 
     name: str
-    """log or linear."""
+    """Either log or linear."""
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    """Value and text, ascending."""
+    """Value and label of each tick, ascending."""
 
     def locate(self, value: float, reach: float = 0.0) -> float:
-        """The share of the height above a value: 0 at the upper edge, 1 at the lower edge, and beyond them no more than
-        `reach` below 0 or above 1."""
+        """Return the vertical position of a value: 0 at the top edge, 1 at the bottom edge.
+
+        Values beyond the scale are limited to `reach` below 0 or above 1.
+        """
         if self.name == "log":
             position = math.log(value) if value > 0 else -math.inf
             share = (math.log(self.high) - position) / math.log(self.high / self.low)
@@ -75,53 +82,53 @@ class Scale:
         return min(max(share, -reach), 1 + reach)
 
     def get_clip_mark(self, value: float) -> str | None:
-        """`over` or `under` for a value that the scale leaves out."""
+        """Return `over` or `under` for a value beyond the scale, else None."""
         return "over" if value > self.high else "under" if value < self.low else None
 
 
 @dataclass(frozen=True)
 class ChartPlace:
-    """Of the horizontal axis."""
+    """Position on the horizontal axis."""
 
     share: float
-    """Of the width, from the left."""
+    """Distance from the left edge, as a fraction of the width."""
     text: str
-    """Where a sentence or a table names it: 32× (2,048)."""
+    """Name in sentences and tables, for example 32× (2,048)."""
 
 
 @dataclass(frozen=True)
 class ChartTick:
-    """Of the horizontal axis."""
+    """Tick of the horizontal axis."""
 
     share: float
     text: str
     subtext: str = ""
     is_wide_only: bool = False
-    """Is there no room for its text on a telephone?"""
+    """True if its label is hidden on phones for lack of space."""
 
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """One value of one method."""
+    """One value of one series."""
 
     place: int
-    """Index of its place."""
+    """Index into the chart's x positions."""
     value: float
     text: str
     interval: tuple[float, float] | None = None
-    """What its bar or band spans."""
+    """Range of its error bar or band."""
 
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """The points of one method."""
+    """Points of one method."""
 
     name: str
     points: tuple[ChartPoint, ...]
     is_drawn: bool
-    """In colour, before a reader chooses."""
+    """True if the curve is colored before a reader selects curves."""
     style: int
-    """Index of its colour, marker and dashes."""
+    """Index of its color, marker, and dash pattern."""
 
     @property
     def css_class(self) -> str:
@@ -130,38 +137,38 @@ class ChartSeries:
 
     @property
     def marker(self) -> str:
-        """The id of its marker's drawing."""
+        """SVG id of its marker."""
         return f"m{get_style_indices(self.style)[1]}"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of a page."""
+    """Figure of a page."""
 
     name: str
-    """Id of its element, unique on the page, and name of the file that it is saved as."""
+    """Id of its element, unique on the page, and name of the file when saved."""
     title: str
     alt_text: str
-    """What it shows, for those who do not see it."""
+    """Description for screen readers."""
     x_title: str
     y_title: str
     places: tuple[ChartPlace, ...]
     ticks: tuple[ChartTick, ...]
     scales: tuple[Scale, ...]
-    """The first is drawn."""
+    """Vertical axes; the first one is used initially."""
     series: tuple[ChartSeries, ...]
     kind: str = "curves"
-    """curves, dense (with bands and without markers), or points (one for each series, read one by one)."""
+    """Chart type: curves, dense (bands instead of markers), or points (one for each series)."""
     interval_note: str = ""
-    """What bars or bands are."""
+    """Meaning of the bars or bands."""
     mark: tuple[float, str] | None = None
-    """Share of the width and text of a vertical line."""
+    """Horizontal fraction and label of a vertical line."""
     path: tuple[str, ...] = ()
-    """Names of points that a line joins."""
+    """Names of points connected by a line."""
     missing: tuple[str, ...] = ()
-    """Methods without a value here, with the reason."""
+    """Methods without a value in this chart, with the reason."""
     series_word: str = "methods"
-    """What its series are, in the plural."""
+    """Word for its series, in the plural."""
 
     @property
     def scale(self) -> Scale:
@@ -169,7 +176,7 @@ class Chart:
 
     @cached_property
     def clip_note(self) -> str:
-        """How values beyond one of the scales are drawn, with the outermost; empty if there are none."""
+        """Explanation of how clipped values are drawn, with the extreme values; empty if none are clipped."""
         points = [point for series in self.series for point in series.points]
         if not points:
             return ""
@@ -186,12 +193,15 @@ class Chart:
             return ""
         drawing = "A line that leaves the plot has" if self.kind == "dense" else "A filled triangle at the edge marks"
         values = "values" if self.kind == "dense" else "a value"
-        return f"{drawing} {values} beyond the axis, {' and '.join(reaches)}; the pointer and the arrow keys tell each."
+        return f"{drawing} {values} beyond the axis, {' and '.join(reaches)}; hover or use the arrow keys for values."
 
     def list_shapes(self, series: ChartSeries) -> dict[str, Any]:
-        """What the template draws of a series: `line` and `band` as points of 0 to 1000, and beyond for what is cut
-        off, `bars` and `markers` as percentages. A line of one point is its marker. Of a series that is not drawn in
-        colour, the line and the triangles of what lies beyond the scale."""
+        """Return the SVG shapes of a series.
+
+        `line` and `band` are points in a range of 0 to 1000, or beyond if clipped; `bars` and `markers` are
+        percentages. A line of one point is its marker. A series that is not colored only has its line and the triangles
+        of clipped values.
+        """
         scale, offset = self.scale, self._get_offset(series)
         x_shares = [self.places[point.place].share + offset for point in series.points]
         line = [(x, scale.locate(point.value, MAX_REACH)) for x, point in zip(x_shares, series.points, strict=True)]
@@ -220,14 +230,13 @@ class Chart:
 
     @cached_property
     def _has_bars(self) -> bool:
-        """Do curves have bars? More than a few would hide each other."""
+        """True if curves have error bars. Too many bars would hide each other."""
         drawn = [series for series in self.series if series.is_drawn]
         has_intervals = any(point.interval is not None for series in drawn for point in series.points)
         return self.kind == "curves" and has_intervals and len(drawn) <= MAX_DRAWN_CURVES
 
     def _get_offset(self, series: ChartSeries) -> float:
-        """How far aside a curve with bars stands, its markers with them, so that no bar lies on another: a share of the
-        width."""
+        """Return the horizontal offset of a curve with bars, as a fraction of the width. Bars must not overlap."""
         if not (self._has_bars and series.is_drawn):
             return 0.0
         drawn = [other for other in self.series if other.is_drawn]
@@ -235,7 +244,7 @@ class Chart:
 
     @cached_property
     def path_points(self) -> str:
-        """The line of `path`."""
+        """Points of the line through `path`."""
         by_name = {series.name: series.points[0] for series in self.series}
         points = [by_name[name] for name in self.path]
         return _format_path(
@@ -244,7 +253,7 @@ class Chart:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the page's script needs, to become JSON: numbers with `SIGNIFICANT_DIGITS` digits."""
+        """Data for the page's script, serializable as JSON; numbers have `SIGNIFICANT_DIGITS` digits."""
         return {
             "kind": self.kind,
             "word": self.series_word,
@@ -274,10 +283,10 @@ class Chart:
 
     @cached_property
     def labels(self) -> list[tuple[str, str, str, str]]:
-        """Names beside points, where none runs into another at any width: x, y, anchor and text.
+        """Labels of points that do not overlap at any width: x, y, anchor, and text.
 
-        A label stands beside its point, away from the nearer edge. Points only move apart in wider plots, so what
-        keeps its distance on a telephone keeps it everywhere. The points that the path joins come first.
+        A label is placed beside its point, away from the nearer edge. Wider plots only move points apart, so labels
+        that do not overlap on a phone never overlap. Points on the path come first.
         """
         if self.kind != "points":
             return []
@@ -311,7 +320,10 @@ class Chart:
 
 
 def get_style_indices(index: int) -> tuple[int, int, int]:
-    """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
+    """Return the color, marker, and dash indices of a curve.
+
+    Of 64 curves no two share color and marker; of 256 no two share all three.
+    """
     row = index // NUM_COLORS
     return index % NUM_COLORS, (index + row) % NUM_MARKERS, (row + index // (NUM_COLORS * NUM_MARKERS)) % NUM_DASHES
 
@@ -319,14 +331,14 @@ def get_style_indices(index: int) -> tuple[int, int, int]:
 def build_curve_chart(
     table: ComparisonTable, name: str, alt_text: str, shown_methods: Sequence[str] | None = None
 ) -> Chart:
-    """A metric over the axis of a table, a curve for each method.
+    """Build a chart of a metric over the axis of a table, with a curve for each method.
 
     Args:
-        table: what is drawn.
-        name: of the chart.
-        alt_text: what it shows, in words.
-        shown_methods: those that are drawn in colour, in their order; predictors that learned nothing are too. If
-            None, the best at the last place, as many as there are colours.
+        table: source of the values.
+        name: name of the chart.
+        alt_text: description in words.
+        shown_methods: methods to color, in order; trivial baselines are always colored. If None, the best methods at
+            the last x, up to the number of colors.
     """
     curves = {method: get_curve(table, method) for method in table.methods}
     measured = [method for method in table.methods if curves[method][0]]
@@ -345,7 +357,7 @@ def build_curve_chart(
     has_intervals = any(point.interval for each in series for point in each.points)
     note = f"{'Bands' if table.axis.is_dense else 'Bars'}: {get_bar_meaning(table)}."
     if not table.axis.is_dense and len(series) > 1:
-        note += " Curves stand a little apart, so that no bar hides another."
+        note += " Curves are offset horizontally so that their bars do not overlap."
     return Chart(
         name,
         table.title,
@@ -368,12 +380,12 @@ def build_curve_chart(
 
 
 def get_bar_meaning(table: ComparisonTable) -> str:
-    """What the bars or bands of a table's curves span."""
-    return "smallest to largest seed" if table.max_seeds > 1 else "95% interval over windows"
+    """Return the meaning of the bars or bands of a table's curves."""
+    return "range over seeds" if table.max_seeds > 1 else "95% interval over windows"
 
 
 def get_curve(table: ComparisonTable, method: str) -> tuple[list[float], list[float], list[tuple[float, float] | None]]:
-    """Places, mean values and bars of one method."""
+    """Return the x values, means, and bars of one method."""
     records_by_x: dict[float, list[Record]] = {}
     for record in table.records:
         if record.method == method:
@@ -383,14 +395,14 @@ def get_curve(table: ComparisonTable, method: str) -> tuple[list[float], list[fl
     for x in x_values:
         values = [record.value for record in records_by_x[x]]
         means.append(statistics.fmean(values))
-        # Bars of one picture mean one thing: among several seeds a lone one has none.
+        # All bars of a plot mean the same, so with several seeds a single one has no bar.
         single_interval = None if table.max_seeds > 1 else records_by_x[x][0].interval
         bars.append((min(values), max(values)) if len(values) > 1 else single_interval)
     return x_values, means, bars
 
 
 def _list_limits(series: Sequence[ChartSeries]) -> tuple[list[float], list[float]]:
-    """Values and ends of intervals of curves that are drawn in colour, and values of the others."""
+    """Return the values and interval ends of colored curves, and the values of other curves."""
     drawn, others = [], []
     for each in series:
         for point in each.points:
@@ -402,12 +414,12 @@ def _list_limits(series: Sequence[ChartSeries]) -> tuple[list[float], list[float
 
 
 def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metric) -> tuple[Scale, ...]:
-    """The vertical axes that a reader may choose from, the better one first.
+    """Choose the vertical axes that a reader can select, best one first.
 
     Args:
-        values: that have a place, but for those that are cut off.
-        others: that have one where they are not much beyond the values.
-        metric: of them.
+        values: values that the axes should cover, unless they are clipped.
+        others: values that the axes cover only if they are not far beyond `values`.
+        metric: metric of the values.
     """
     low, high = min(values), max(values)
     if metric.plot_scale == "logarithmic" and low > 0:
@@ -425,7 +437,7 @@ def choose_scales(values: Sequence[float], others: Sequence[float], metric: Metr
 
 
 def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
-    """With some room above and below, and the ticks within."""
+    """Build a scale with margins above and below the range, and ticks within it."""
     if name == "log":
         room = max((high / low) ** 0.04, 1.02)
         low, high = low / room, high * room
@@ -441,7 +453,7 @@ def _build_scale(name: str, low: float, high: float, metric: Metric) -> Scale:
 
 
 def choose_log_ticks(low: float, high: float) -> list[float]:
-    """1, 2, 5, 10, 20, 50 … around the range; powers of ten alone over more than three decades."""
+    """Return ticks at 1, 2, 5, 10, 20, 50, … around the range, or powers of ten if it exceeds three decades."""
     steps = (1, 2, 5) if high / low < 1000 else (1,)
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     candidates = [step * 10.0**power for power in range(first, last) for step in steps]
@@ -450,7 +462,7 @@ def choose_log_ticks(low: float, high: float) -> list[float]:
 
 
 def choose_linear_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten: four to eight of them."""
+    """Return four to eight ticks at multiples of 1, 2, or 5 times a power of ten."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
@@ -464,7 +476,7 @@ def _order_methods(
     curves: Mapping[str, tuple[list[float], list[float], list[tuple[float, float] | None]]],
     shown_methods: Sequence[str] | None,
 ) -> list[tuple[str, bool]]:
-    """Methods with whether they are drawn in colour, which come first: at least one is."""
+    """Return methods with a flag for color. Colored methods come first, and there is at least one."""
     if shown_methods is not None and not {*shown_methods, *table.trivial_baselines}.isdisjoint(measured):
         drawn = [method for method in shown_methods if method in measured]
         drawn += [method for method in table.trivial_baselines if method in measured and method not in drawn]
@@ -480,7 +492,9 @@ def _order_methods(
 
 
 def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
-    """All places, or of a dense axis so many, evenly spaced by the logarithm, with those that the table names."""
+    """Return all x values, or `MAX_DENSE_POINTS` values of a dense axis, evenly spaced by logarithm, plus the table's
+    columns.
+    """
     if not table.axis.is_dense or len(x_values) <= MAX_DENSE_POINTS:
         return x_values
     wanted = np.geomspace(x_values[0], x_values[-1], MAX_DENSE_POINTS)
@@ -489,13 +503,15 @@ def _thin_out(x_values: list[float], table: ComparisonTable) -> list[float]:
 
 
 def _locate_places(x_values: Sequence[float], table: ComparisonTable) -> list[float]:
-    """The share of the width at each place."""
+    """Return the horizontal position of each x value, as a fraction of the width."""
     return [_locate_x(x, x_values, table) for x in x_values]
 
 
 def _locate_x(x: float, x_values: Sequence[float], table: ComparisonTable) -> float:
-    """The share of the width at a place between the first and the last: by the logarithm where places are counts of
-    tokens, and with room for markers and bars at both edges where there are any."""
+    """Return the horizontal position of an x value, as a fraction of the width.
+
+    Token counts use a logarithmic axis. Axes with markers and bars have margins at both edges.
+    """
     low, high = x_values[0], x_values[-1]
     if low == high:
         return 0.5
@@ -505,7 +521,7 @@ def _locate_x(x: float, x_values: Sequence[float], table: ComparisonTable) -> fl
 
 
 def _locate_train_length(x_values: Sequence[float], table: ComparisonTable) -> tuple[float, str] | None:
-    """The mark at the training length, if it has a place between the others."""
+    """Return the mark at the training length if it is inside the axis, else None."""
     length = table.train_length
     if not table.axis.in_tokens or not x_values[0] <= length <= x_values[-1]:
         return None
@@ -519,7 +535,7 @@ def _format_x_title(table: ComparisonTable) -> str:
 def _choose_x_ticks(
     x_values: Sequence[float], positions: Sequence[float], table: ComparisonTable
 ) -> tuple[ChartTick, ...]:
-    """Of places that a table names, those whose texts do not run into each other, from the last place on."""
+    """Choose ticks at the table's columns whose labels do not overlap, starting from the last one."""
     candidates = []
     for x, share in zip(x_values, positions, strict=True):
         if x in table.x_values:
@@ -534,7 +550,7 @@ def _choose_x_ticks(
 
 
 def keep_labels_apart(ticks: Sequence[tuple[float, str, str]], width: float) -> set[int]:
-    """Indices of those ticks (share of the width, text, text below) whose texts do not run into each other."""
+    """Return the indices of ticks (position, label, lower label) whose labels do not overlap."""
     kept: set[int] = set()
     edge = math.inf
     for index in reversed(range(len(ticks))):

@@ -1,7 +1,7 @@
-"""What a page says of how it is cited and made again: commands, versions, papers of its methods, BibTeX.
+"""Reproduction box of a page: commands, versions, papers of its methods, and BibTeX.
 
-The project's citation is `CITATION.cff`, which GitHub and reference managers read; BibTeX is made of it here, so that
-both say the same. A method's paper is the `source` that its file declares (`megatron/position/catalog.py`).
+The project's citation is `CITATION.cff`, which GitHub and reference managers read. BibTeX is generated from it, so that
+both agree. The paper of a method is the `source` declared in its file (`megatron/position/catalog.py`).
 """
 
 import re
@@ -34,23 +34,23 @@ _BIBTEX_TYPES = {"article": "article", "conference-paper": "inproceedings", "sof
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The box of a page."""
+    """Contents of a page's reproduction box."""
 
     commands: tuple[str, ...]
-    """In order, each a line of a shell."""
+    """Shell commands, in order."""
     version: str
-    """Of this project when the page was made."""
+    """Version of this project that made the page."""
     papers: Mapping[str, str]
-    """Encoding, processor or temperature → its paper, of all that the methods are made of."""
+    """Encoding, processor, or temperature → paper, for all components of the methods."""
     bibtex: str
 
 
 def describe_reproduction(positions: Sequence[str], command: str | None = None) -> Reproduction:
-    """How a page is cited, and made again.
+    """Describe how to cite and reproduce a page.
 
     Args:
-        positions: names of the methods that it shows, which hold those of encodings, processors and temperatures.
-        command: that made the page; None where a program did.
+        positions: names of the page's methods, which include those of encodings, processors, and temperatures.
+        command: command that made the page, or None if a program did.
     """
     commit = read_commit()
     checkout = None if commit is None else f"git checkout {commit.rstrip('+')}"
@@ -63,13 +63,13 @@ def describe_reproduction(positions: Sequence[str], command: str | None = None) 
 
 
 def format_command() -> str | None:
-    """The command that this process was started with; None if it is none of `deepy.py`."""
+    """Return the command line of this process, or None if it is not `deepy.py`."""
     program, *arguments = sys.argv
     return shlex.join(["./deepy.py", *arguments]) if Path(program).name == "deepy.py" else None
 
 
 def read_commit() -> str | None:
-    """The commit that the project's folder is at, with a + where files differ from it; None without git."""
+    """Return the git commit of the project folder, with a + if files are modified, or None without git."""
     try:
         asked = subprocess.run(
             ["git", "-C", str(PROJECT_FOLDER), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
@@ -83,12 +83,12 @@ def read_commit() -> str | None:
 def _describe_version(commit: str | None) -> str:
     if commit is None:
         return f"Farfield {get_farfield_version()}"
-    changed = ", with changes that were not committed" if commit.endswith("+") else ""
+    changed = ", with uncommitted changes" if commit.endswith("+") else ""
     return f"Farfield {get_farfield_version()}, commit {commit.rstrip('+')}{changed}"
 
 
 def list_papers(positions: Sequence[str]) -> dict[str, str]:
-    """The papers of all encodings, processors and temperatures that names of methods hold."""
+    """List the papers of all encodings, processors, and temperatures in method names."""
     words = dict.fromkeys(word for position in positions for word in re.findall(r"\w+", position))
     papers: dict[str, str] = {}
     for list_names, read_facts in (
@@ -96,21 +96,21 @@ def list_papers(positions: Sequence[str]) -> dict[str, str]:
         (list_processors, read_processor_facts),
         (list_temperatures, read_temperature_facts),
     ):
-        with suppress(MethodFileError):  # a user's own file that cannot be read names no paper
+        with suppress(MethodFileError):  # a user's method file that cannot be read has no paper
             names = list_names()
             papers |= {word: source for word in words if word in names and (source := read_facts(word).source)}
     return {word: papers[word] for word in words if word in papers}
 
 
 def read_citation() -> dict[str, Any]:
-    """`CITATION.cff`: the project, and the papers that it asks to cite."""
-    from ruamel.yaml import YAML  # takes a while
+    """Read `CITATION.cff`: the project, and the papers to cite with it."""
+    from ruamel.yaml import YAML  # imports slowly
 
     return YAML(typ="safe", pure=True).load(CITATION_FILE)
 
 
 def render_bibtex(citation: Mapping[str, Any]) -> str:
-    """An entry for the project, and one for each of its references."""
+    """Render BibTeX entries for the project and each of its references."""
     return "\n".join(_render_entry(work) for work in (citation, *citation.get("references", ())))
 
 
@@ -137,7 +137,7 @@ def _format_author(author: Mapping[str, str]) -> str:
 
 
 def _choose_key(work: Mapping[str, Any]) -> str:
-    """chi2022kerple: first author, year, first word of the title."""
+    """Build a BibTeX key from author, year, and the first word of the title, for example chi2022kerple."""
     author = work["authors"][0].get("family-names", "")
     words = re.findall(r"\w+", work["title"])
     key = f"{author}{work.get('year', '')}{words[0]}".lower()

@@ -1,7 +1,7 @@
-"""`./deepy.py report RESULTS…`: records of several files in one page, and what they say.
+"""`./deepy.py report RESULTS…`: combine the records of several files in one page.
 
-Results of several files may call different runs by the same name; `method_rows.py` tells their trainings apart. What
-several files hold of one model is shown once, by the last of them.
+Files may use one name for different runs; `method_rows.py` distinguishes their trainings. If several files contain the
+same measurement of a model, the last file takes precedence.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -38,23 +38,23 @@ def combine_results(
     delta: float = DEFAULT_DELTA,
     title: str | None = None,
 ) -> list[Record]:
-    """Show the tables of several files, and write them into a page if one is named.
+    """Print the tables of several files, and write a page if `output` is given.
 
-    Each experiment is a section of its own, with papers' tables beside its own; the rest is put together.
+    Each experiment is a section of its own, with the published tables next to ours. All other results share a section.
 
     Args:
-        result_paths: results.json files, or folders that hold one.
-        console: takes the tables.
-        output: the page, or a file of Markdown or LaTeX.
-        against: the method that others are compared with; an experiment's own if None.
-        delta: the bound of the criterion of extrapolation.
-        title: of the page.
+        result_paths: results.json files, or folders that contain one.
+        console: console for the tables.
+        output: HTML page, Markdown file, or LaTeX file to write.
+        against: method to compare with; that of each experiment if None.
+        delta: bound of the extrapolation criterion.
+        title: title of the page.
 
     Raises:
-        UserError: there is no such file, it holds no records, or no table has the method.
+        UserError: a file is missing or contains no records, or no table has the method.
     """
     if title is not None and (output is None or output.suffix == LATEX_SUFFIX):
-        raise UserError(f"--title {title}: is of a page of HTML or Markdown, which --output names")
+        raise UserError(f"--title {title}: needs --output FILE.html or FILE.md")
     if output is not None:
         _check_output_page(output)
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
@@ -92,9 +92,10 @@ def combine_results(
 def build_sections(
     result_paths: Sequence[Path], against: str | None = None, delta: float = DEFAULT_DELTA, *, is_whole: bool = True
 ) -> list[ReportSection]:
-    """The parts of the page; arguments and errors as for `combine_results`.
+    """Build the sections of a page. For arguments and errors see `combine_results`.
 
-    is_whole: whether all is measured that will be; until then a method to compare with may be missing.
+    Args:
+        is_whole: False if more results are to come, in which case the method to compare with may be missing.
     """
     records_by_path = {path: records.read_records(path) for path in _list_result_files(result_paths)}
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
@@ -109,7 +110,11 @@ def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
 
 
 def _check_output_page(output: Path) -> None:
-    """Raises UserError if the page cannot be written."""
+    """Check that the page can be written.
+
+    Raises:
+        UserError: it cannot.
+    """
     checks = {
         ".html": is_generated_page,
         ".htm": is_generated_page,
@@ -118,22 +123,21 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: its name must end in .html for a page, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
-            f"results.csv lies beside {RESULTS_FILE} already"
+            f"--output {output}: expected a name ending in .html, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"results.csv is already next to {RESULTS_FILE}"
         )
     if output.is_dir():
-        raise UserError(f"--output {output}: is a folder")
+        raise UserError(f"--output {output}: expected a file, not a folder")
     check_folder("--output", output.parent)
     refuse_foreign_files("--output", [output], checks[output.suffix])
 
 
 def _list_result_files(result_paths: Sequence[Path]) -> list[Path]:
-    """The files with records. What a sweep says of its experiment, and of runs that failed, lies beside its records and
-    is read with them."""
+    """List the files with records. Companion files (experiment, failed runs) are read with their records."""
     for path in result_paths:
         if path.is_dir() and not (path / RESULTS_FILE).exists():
             raise UserError(
-                f"{path}: holds no {RESULTS_FILE}, which `./deepy.py evaluate RUN… --output FOLDER` and sweeps write"
+                f"{path}: no {RESULTS_FILE} found; `./deepy.py evaluate RUN… --output FOLDER` and sweeps write it"
             )
     files = [path / RESULTS_FILE if path.is_dir() else path for path in result_paths]
     companion_files = {
@@ -151,7 +155,7 @@ def _build_sections(
     against: str | None,
     delta: float,
 ) -> list[ReportSection]:
-    """What belongs to no experiment first, all together."""
+    """Build the sections, starting with one for all results that belong to no experiment."""
     sections = []
     other_records = [record for path in records_by_path if path not in experiments for record in records_by_path[path]]
     other_failures = [item for path in records_by_path if path not in experiments for item in failures_by_path[path]]
@@ -181,7 +185,7 @@ def _build_sections(
                 )
             )
     if not sections:
-        raise UserError(f"{', '.join(map(str, records_by_path))}: no results")
+        raise UserError(f"{', '.join(map(str, records_by_path))}: no records found")
     methods = list(dict.fromkeys(record.method for item in sections for record in item.records))
     if against is not None and against not in methods:
         raise UserError(f"--against {against}: nothing to compare with it; {format_choices(against, methods)}")
@@ -189,7 +193,7 @@ def _build_sections(
 
 
 def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Iterator[str]:
-    """Lines about files that hold other values of the same run than a file before them."""
+    """Yield notes about files whose values contradict an earlier file on the same run."""
     latest: dict[tuple[Hashable, ...], tuple[Path, float]] = {}
     for path, file_records in records_by_path.items():
         conflict_counts: dict[Path, int] = {}
@@ -202,4 +206,4 @@ def find_contradictions(records_by_path: Mapping[Path, Sequence[Record]]) -> Ite
             latest[key] = (path, record.value)
         for other_path, count in conflict_counts.items():
             count_text = "1 number" if count == 1 else f"{count} numbers"
-            yield f"{path}: has {count_text} of runs of which {other_path} has others; these here are shown"
+            yield f"{path}: {count_text} of runs differ from {other_path}; this file takes precedence"

@@ -1,25 +1,25 @@
-"""Which records may stand in one table, and what stands in its cells.
+"""Comparison tables: which records share a table, and the contents of its cells.
 
-Records of different metrics, axes, protocols, training lengths or target tokens are never put into one table, because
-their numbers cannot be compared (`verdict_tables.py` says where those of several training lengths can). With several
-seeds a cell is their arithmetic mean ± sample standard deviation. The last column is the change from the shortest
-length to the largest with its bootstrap interval, and in a word what that says.
+Records of different metrics, axes, protocols, training lengths, or target tokens are never put into one table, because
+their numbers are not comparable (`verdict_tables.py` compares training lengths where possible). With several seeds a
+cell is their arithmetic mean ± sample standard deviation. The last column is the change from the shortest length to the
+largest, with its bootstrap interval and a verdict in one word.
 
-What a change is, everywhere (tables, pages, the criterion of extrapolation, comparisons of methods):
+Changes have one definition everywhere (tables, pages, extrapolation criterion, comparisons of methods):
 
-    one seed         the ratio of two values of that seed, or their difference where the metric has no ratios
+    one seed         the ratio of two values of that seed, or their difference if the metric has no ratios
     several seeds    the geometric mean of these ratios, or the mean of these differences, over the seeds that have
-                     both values; a seed that has one of the two alone says nothing of a change
-    their spread     the standard deviation of the same kind: of ratios a factor, written ×/÷
+                     both values; a seed with only one of the two does not count
+    deviation        the standard deviation of the same kind; for ratios it is a factor, written ×/÷
 
-Ratios of perplexities are averaged as what they are, exponentials of differences of nll. So it makes no difference
-whether seeds or lengths are averaged first, a change there and back is none, and the number is the one that tests of
-significance on logarithms are about. Cells stay arithmetic means, as papers print them: where seeds differ much, the
-ratio of two cells is another number than the change.
+Ratios of perplexities are exponentials of differences of nll, and are averaged as such. The result does not depend on
+whether seeds or lengths are averaged first, a change and its reverse cancel, and significance tests on logarithms test
+the same number. Cells remain arithmetic means, as papers print them. If seeds differ much, the ratio of two cells
+differs from the change.
 
-Not every cell has every seed. A cell that has fewer than the fullest of its table says its n, a change or a comparison
-says over how many pairs it was taken, and `verdict_tables.py` lists what is not there. Predictors that learned nothing
-have no seeds, and never compete for the mark of the best.
+Not every cell has every seed. A cell with fewer seeds than the table's maximum shows its n. A change or a comparison
+shows its number of pairs. `verdict_tables.py` lists missing results. Trivial baselines have no seeds, and are never
+marked as best.
 """
 
 import statistics
@@ -35,31 +35,31 @@ from megatron.reports.records import Record
 from megatron.reports.x_axes import XAxis, format_multiple
 
 MAX_NAMED_METHODS = 4
-"""Methods that a note names."""
+"""Maximum number of methods that a note names."""
 MAX_NAMED_PLACES = 10
-"""Columns of a table over a dense axis."""
+"""Maximum number of columns of a table over a dense axis."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One method at one place: mean over seeds, and their sample standard deviation where there are several."""
+    """Mean over seeds of one method at one x value, with the sample standard deviation of several seeds."""
 
     metric: Metric
     mean: float
     deviation: float | None
     is_best: bool
-    interval: tuple[float, float] | None = None  # 95%, of a single run
+    interval: tuple[float, float] | None = None  # 95% interval of a single run
     num_seeds: int = 1
-    partial_num_seeds: int | None = None  # that number, where other cells of the table have more
+    partial_num_seeds: int | None = None  # number of seeds, if other cells of the table have more
 
     @property
     def mean_text(self) -> str:
-        """The mean alone, with digits enough for the interval."""
+        """Mean without deviation, with as many digits as the interval needs."""
         return self.metric.format_value(self.mean, _get_half_width(self.interval))
 
     @property
     def interval_texts(self) -> tuple[str, ...]:
-        """The two ends of the interval; nothing if there is none."""
+        """Both ends of the interval; empty if there is none."""
         return tuple(self.metric.format_value(bound, _get_half_width(self.interval)) for bound in self.interval or ())
 
     def __str__(self) -> str:
@@ -73,26 +73,29 @@ class Cell:
 
 @dataclass(frozen=True)
 class Change:
-    """From one length to another, of one method, over the seeds that have both."""
+    """Change of one method between two lengths, over the seeds that have both."""
 
     metric: Metric
-    mean: float  # geometric, of ratios; arithmetic, of differences
-    deviation: float | None  # over seeds, of the same kind: a factor, of ratios
-    interval: tuple[float, float] | None  # 95%, of a single run
-    verdict: str | None  # rises, falls, holds; of several seeds the one they share, else mixed
+    mean: float  # geometric mean of ratios, or arithmetic mean of differences
+    deviation: float | None  # over seeds, of the same kind; a factor for ratios
+    interval: tuple[float, float] | None  # 95% interval of a single run
+    verdict: str | None  # rises, falls, or holds; for several seeds their common verdict, else mixed
     num_seeds: int = 1
-    partial_num_seeds: int | None = None  # that number, where cells of the table have more
+    partial_num_seeds: int | None = None  # number of seeds, if cells of the table have more
 
     @property
     def half_width(self) -> float | None:
-        """How sure it is: half of the width of its interval, or of what seeds mostly lie in."""
+        """Uncertainty of the change: half the width of its interval, or of the range of most seeds."""
         if self.deviation is None:
             return _get_half_width(self.interval)
         return self.metric.compute_change_half_width(self.mean, self.deviation)
 
     def format_relative(self, change: float) -> str:
-        """The mean, or an end of the interval, as a distance from no change, rounded alike wherever it is told: -2.8%,
-        +134.4%, +14,492,739%, or -12.30 where the metric has no ratios."""
+        """Format the mean, or an end of the interval, as a distance from no change.
+
+        Examples are -2.8%, +134.4%, +14,492,739%, or -12.30 if the metric has no ratios. All places use the same
+        rounding.
+        """
         return self.metric.format_relative_change(change, self.half_width, min_decimals=int(abs(change) < 10))
 
     def __str__(self) -> str:
@@ -108,7 +111,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """A table of comparable records."""
+    """Table of comparable records."""
 
     metric: Metric
     protocol: str
@@ -116,28 +119,28 @@ class ComparisonTable:
     records: tuple[Record, ...]
     axis: XAxis
     methods: tuple[str, ...]  # in the order of the records
-    x_values: tuple[float, ...]  # on the axis, ascending; of a dense axis those that the table names
+    x_values: tuple[float, ...]  # x values of the columns, ascending; only some of the values of a dense axis
     cells: dict[tuple[str, float], Cell]
-    changes: dict[str, Change] = field(default_factory=dict)  # method → change; those that are known, over lengths
-    max_lengths: dict[str, int] = field(default_factory=dict)  # method → positions that it knows, where they end
-    text: str | None = None  # what was scored, if there are tables of other texts beside this one
-    targets: int | None = None  # scored in each window, if there are tables of other numbers beside this one
-    failures: tuple[RunFailure, ...] = ()  # runs that would stand here, and gave no result
-    trivial_baselines: tuple[str, ...] = ()  # methods that learned nothing
+    changes: dict[str, Change] = field(default_factory=dict)  # method → change over lengths, if known
+    max_lengths: dict[str, int] = field(default_factory=dict)  # method → maximum length, if limited
+    text: str | None = None  # name of the text, if other tables have other texts
+    targets: int | None = None  # scored tokens per window, if other tables have other numbers
+    failures: tuple[RunFailure, ...] = ()  # failed runs that belong to this table
+    trivial_baselines: tuple[str, ...] = ()  # methods that are trivial baselines
 
     @cached_property
     def max_seeds(self) -> int:
-        """The largest number of runs behind a cell; they differ in their seed."""
+        """Largest number of seeds of any cell."""
         return _count_max_seeds(self.records)
 
     def get_partial_num_seeds(self, num_seeds: int) -> int | None:
-        """A number of seeds, if it has to be said: the table's fullest cells have more."""
+        """Return a number of seeds if it must be shown because other cells have more, else None."""
         return num_seeds if num_seeds < self.max_seeds else None
 
     def compute_change(self, method: str, base_x: float, x: float) -> Change | None:
-        """How a method differs at one place from itself at another, over the seeds that have both; None without any.
+        """Compute the change of a method from one x value to another, over the seeds that have both, or return None.
 
-        Its interval is known of one seed, where its record has one of the change from there.
+        The interval is known for a single seed whose record has the interval of this change.
         """
         method_records = [record for record in self.records if record.method == method]
         last, first = ([record for record in method_records if record.x_value == record_x] for record_x in (x, base_x))
@@ -153,12 +156,12 @@ class ComparisonTable:
 
     @property
     def protocol_description(self) -> str:
-        """Which tokens were scored, as titles say it."""
-        return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens of a window")
+        """Description of the scored tokens, for titles."""
+        return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens per window")
 
     @property
     def title(self) -> str:
-        """What the table shows, in one line."""
+        """Title of the table, in one line."""
         text = "" if self.text is None else f", text {self.text}"
         window = self.records[0].length
         axis_text = "" if self.axis.name == "length" else f" by {self.axis.inline_name}, windows of {window:,} tokens"
@@ -169,18 +172,18 @@ class ComparisonTable:
 
     @property
     def notes(self) -> list[str]:
-        """What was counted and how to read the cells, a sentence each."""
+        """Notes on the scored tokens and on how to read the cells, one sentence each."""
         tokens = sorted({record.tokens for record in self.records})
         token_text = f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
         column_phrase = "in all" if self.metric.length_summary else self.axis.column_phrase
         notes = [f"{token_text} tokens scored {column_phrase}; {self.metric.better} is better."]
         if self.max_seeds > 1:
             has_partial_cells = any(cell.partial_num_seeds is not None for cell in self.cells.values())
-            exception = ", those with an n of so many" if has_partial_cells else ""
+            exception = ", or of n seeds where shown" if has_partial_cells else ""
             notes.append(f"Cells are mean ± standard deviation of {self.max_seeds} seeds{exception}.")
             if self.metric.shows_best_seed:
                 at_last = "" if self.metric.length_summary else f" at {self.axis.format_value(self.x_values[-1])}"
-                notes.append(f"The best of them{at_last}: {', '.join(self._format_best_seeds())}.")
+                notes.append(f"Best seed{at_last}: {', '.join(self._format_best_seeds())}.")
         if any(cell.is_best for cell in self.cells.values()):
             notes.append("* best of its column.")
         metric = self.metric
@@ -193,28 +196,28 @@ class ComparisonTable:
         if self.changes:
             value_name = metric.inline_title
             change_note = (
-                f"Change is {value_name} at {self.x_values[-1]:,} {metric.change_operator} that at "
+                f"Change: {value_name} at {self.x_values[-1]:,} {metric.change_operator} that at "
                 f"{self.x_values[0]:,} tokens"
             )
             if self.max_seeds > 1:
-                change_note += f", each seed's own: their {metric.change_mean_description} over the seeds with both"
+                change_note += f", computed per seed: {metric.change_mean_description} over the seeds with both"
             if any(change.verdict is not None for change in self.changes.values()):
                 interval_note = (
-                    " [95% bootstrap interval]." if self.max_seeds == 1 else "; its verdict is that of every seed."
+                    " [95% bootstrap interval]." if self.max_seeds == 1 else "; all seeds share the verdict."
                 )
-                notes += [f"{change_note}{interval_note}", f"A change {metric.verdict_rule}."]
+                notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
-                notes.append(f"{change_note}; how sure it is, is not known.")
+                notes.append(f"{change_note}; its uncertainty is unknown.")
         if unproven := list_unproven_methods(self.records):
             notes.append(
                 f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
-                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} do not record what was trained: runs of one "
+                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs of equal "
                 "name and number of steps count as seeds of one method."
             )
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def _format_best_seeds(self) -> list[str]:
-        """Of each method with several seeds, the best value at the last place."""
+        """Return the best value at the last x value, for each method with several seeds."""
         values_by_method: dict[str, list[float]] = {}
         for record in self.records:
             if record.x_value == self.x_values[-1]:
@@ -227,38 +230,40 @@ class ComparisonTable:
         ]
 
     def get_column_headers(self) -> list[tuple[str, str]]:
-        """The two heads of every column: multiple of the training length, tokens."""
+        """Return both header lines of every column: multiple of the training length, and tokens."""
         if self.metric.length_summary:
             return [self.metric.length_summary] * len(self.x_values)
         return [self.axis.get_column_headers(x, self.train_length) for x in self.x_values]
 
     def get_change_header(self) -> tuple[str, str]:
-        """The two heads of the column of changes."""
+        """Return both header lines of the change column."""
         first, last = (format_multiple(length / self.train_length) for length in (self.x_values[0], self.x_values[-1]))
         return "change", f"{first} to {last}"
 
     def get_missing_text(self, method: str, x: float) -> str:
-        """What stands where a method has no number: its largest length or a failure if that is why, else a dash."""
+        """Return the text for a missing value: the method's maximum length or a failure if that is the reason, else a
+        dash.
+        """
         if self.ends_before(method, x):
             return f"max {self.max_lengths[method]:,}"
         return "failed" if any(failure.method == method for failure in self.failures) else "–"
 
     def ends_before(self, method: str, x: float) -> bool:
-        """Do a method's positions end before a place?"""
+        """Return True if a method's maximum length is below an x value."""
         max_length = self.max_lengths.get(method)
         return max_length is not None and self.axis.in_tokens and max_length < x
 
 
 def format_partial_seeds(partial_num_seeds: int | None) -> str:
-    """How a cell says that it rests on fewer seeds than others."""
+    """Format the number of seeds of a cell that has fewer seeds than others."""
     return "" if partial_num_seeds is None else f" (n {partial_num_seeds})"
 
 
 def pair_by_seed(records: Iterable[Record], other_records: Iterable[Record]) -> list[tuple[Record, Record]]:
-    """Records of the same seed, by seed: what only one side has is left out.
+    """Pair records of the same seed, sorted by seed; unpaired records are dropped.
 
     Args:
-        records, other_records: of one method at one place each, of which each seed has one run.
+        records, other_records: records of one method at one x value each, with one run per seed.
     """
     others_by_seed = {record.seed: record for record in other_records}
     pairs = [(record, others_by_seed[record.seed]) for record in records if record.seed in others_by_seed]
@@ -266,12 +271,14 @@ def pair_by_seed(records: Iterable[Record], other_records: Iterable[Record]) -> 
 
 
 def build_comparison_tables(records: Sequence[Record], failures: Sequence[RunFailure] = ()) -> list[ComparisonTable]:
-    """Sort records into tables whose numbers may be compared: one per metric, axis (with its length, if
-    that is another), protocol, training length and targets.
+    """Group records into tables of comparable numbers.
+
+    There is one table for each metric, axis (and window length, for axes other than length), protocol, training length,
+    and set of targets.
 
     Args:
-        records: of all tables. One that repeats an earlier one (same method, place, seed and run) replaces it.
-        failures: runs that gave no records; a method that has none at all gets a row that says so.
+        records: records of all tables. A record replaces an earlier one of the same method, x value, seed, and run.
+        failures: runs without records. A method that has none at all gets a row that says so.
     """
     records = disambiguate_methods(records)
     records_by_key: dict[Hashable, list[Record]] = {}
@@ -294,13 +301,14 @@ def build_comparison_tables(records: Sequence[Record], failures: Sequence[RunFai
 
 
 def select_curve_tables(tables: Sequence[ComparisonTable]) -> list[ComparisonTable]:
-    """Those that make a curve: not one number that sums up lengths, unless there is nothing else."""
+    """Select tables that can be drawn as curves. If all tables summarize several lengths in one number, return them
+    all.
+    """
     return [table for table in tables if table.metric.length_summary is None] or list(tables)
 
 
 def _belongs_to_table(failure: RunFailure, table_records: Sequence[Record], measured_methods: set[str]) -> bool:
-    """Would a failed run stand in the table of these records, where `measured_methods` are the methods of all
-    tables?"""
+    """Return True if a failed run belongs to the table of these records, given the methods of all tables."""
     if failure.train_length not in (None, table_records[0].train_length):
         return False
     if failure.dataset not in (None, table_records[0].dataset):
@@ -326,7 +334,7 @@ def _build_comparison_table(
         x: [mean for (method, cell_x), mean in means.items() if cell_x == x and method not in trivial_baselines]
         for x in x_values
     }
-    # One method alone is not the best of anything.
+    # A single method is not marked as best.
     has_competition = len({record.method for record in records} - trivial_baselines) > 1
     max_seeds = _count_max_seeds(latest.values())
     cells = {
@@ -346,7 +354,7 @@ def _build_comparison_table(
         for (method, x), cell_records in records_by_cell.items()
         if x in x_values
     }
-    # A change is from another length: a table over places inside windows has no column for it.
+    # Changes refer to another length, so tables over other axes have no change column.
     changes = {}
     for (method, x), cell_records in records_by_cell.items():
         seed_changes = [
@@ -375,7 +383,9 @@ def _build_comparison_table(
 
 
 def _choose_octaves(places: Sequence[float], train_length: int) -> tuple[float, ...]:
-    """Of many places, the last ones that are nearest to a training length, its halves and its doubles, and the last."""
+    """Choose columns among many x values: those nearest to the training length, its halves, and its doubles, and the
+    last one.
+    """
     octaves = [train_length * 2.0**power for power in range(-40, 41)]
     inside = [octave for octave in octaves if places[0] <= octave <= places[-1]]
     nearest = {min(places, key=lambda place: abs(place - octave)) for octave in inside}
@@ -385,7 +395,7 @@ def _choose_octaves(places: Sequence[float], train_length: int) -> tuple[float, 
 def _aggregate_changes(
     metric: Metric, seed_changes: Sequence[tuple[float, tuple[float, float] | None]], max_seeds: int
 ) -> Change:
-    """Of the changes of several seeds, each with its interval if that is known."""
+    """Aggregate the changes of several seeds, each with its interval if known."""
     values = [value for value, _ in seed_changes]
     verdicts = {
         None if interval is None else metric.classify_change(value, *interval) for value, interval in seed_changes

@@ -1,10 +1,10 @@
-"""Contests: what the methods of a leaderboard are ranked by.
+"""Contests: the criteria by which a leaderboard ranks methods.
 
-Each table of perplexity over lengths is a contest, at its largest length. Each task is one, by its mean accuracy beyond
-training or, where it was asked by depth, by its effective length. In a contest methods are ranked, equal ones share the
-mean of their ranks, and one without a number is last. A kind of contest (text, tasks, needles) is the mean of its
-ranks; methods are sorted by the mean over kinds, so that many tasks count no more than one text. Ranks are among the
-methods that every contest asked; the others follow without a rank, by the first contest.
+Each table of perplexity over lengths is a contest at its largest length. Each task is a contest by its mean accuracy
+beyond training, or by its effective length if it was evaluated by depth. In a contest, tied methods share the mean of
+their ranks, and methods without a number are last. A kind of contest (text, tasks, needles) is the mean of its ranks.
+Methods are sorted by the mean over kinds, so that many tasks have the weight of one text. Ranks cover the methods that
+every contest evaluated. Other methods follow without a rank, sorted by the first contest.
 """
 
 import math
@@ -22,22 +22,22 @@ class Contest:
     """One column of ranks."""
 
     kind: str
-    """text, tasks or needles."""
+    """Either text, tasks, or needles."""
     title: str
     metric: Metric
     scores: Mapping[str, float]
-    """Method → what it is ranked by; methods without a number are missing."""
+    """Method → score; methods without a number are missing."""
     deviations: Mapping[str, float]
-    """Over seeds, of methods with several."""
+    """Standard deviations over seeds, for methods with several seeds."""
     methods: frozenset[str]
-    """That were asked, with a number or without."""
+    """All evaluated methods, with or without a number."""
     floor: float | None = None
-    """What the best predictor that learned nothing reaches."""
+    """Score of the best trivial baseline."""
     partial_num_seeds: Mapping[str, int] = field(default_factory=dict)
-    """Of methods with fewer seeds than others."""
+    """Number of seeds of methods that have fewer seeds than others."""
 
     def is_above_floor(self, method: str) -> bool:
-        """Is a method better than what learned nothing? So is every one where nothing is known of that."""
+        """Return True if a method beats every trivial baseline, or if there is none."""
         get_key = self.metric.get_sort_key
         return self.floor is None or get_key(self.scores[method]) < get_key(self.floor)
 
@@ -54,7 +54,7 @@ class Contest:
         return text + format_partial_seeds(self.partial_num_seeds.get(method))
 
     def rank_methods(self, methods: Sequence[str]) -> dict[str, float]:
-        """From 1, the best. Equal scores share the mean of their ranks; methods without one share the last."""
+        """Rank methods from 1, the best. Ties share the mean of their ranks; methods without a score tie for last."""
         keys = {
             method: self.metric.get_sort_key(self.scores[method]) if method in self.scores else math.inf
             for method in methods
@@ -64,7 +64,7 @@ class Contest:
 
 
 def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
-    """The contests of tables: of a dataset's metrics the one that says most."""
+    """Build the contests from tables, using one metric for each dataset."""
     contests = []
     for table in tables:
         name, dataset = table.metric.name, table.records[0].dataset
@@ -83,7 +83,7 @@ def build_contests(tables: Sequence[ComparisonTable]) -> list[Contest]:
 
 
 def _name_task(table: ComparisonTable, tables: Sequence[ComparisonTable]) -> str:
-    """A task's name, with its options where another table's differs in nothing else."""
+    """Return the name of a task, with its options if another table has the same task with other options."""
     names = [(other.records[0].dataset or other.protocol).removeprefix("task ") for other in (table, *tables)]
     short = names[0].partition("(")[0]
     return names[0] if any(name.partition("(")[0] == short for name in set(names) - {names[0]}) else short
@@ -113,8 +113,8 @@ def _build_contest(kind: str, title: str, table: ComparisonTable, x: float) -> C
 
 
 def rank_methods(contests: Sequence[Contest], methods: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """All methods in the order of the leaderboard, and of those that every contest asked the mean rank by kind."""
-    if not contests:  # one method alone
+    """Return all methods in leaderboard order, and mean ranks by kind for methods that every contest evaluated."""
+    if not contests:  # there is only one method
         return list(methods), {}
     asked = [method for method in methods if all(method in contest.methods for contest in contests)]
     scores, get_key = contests[0].scores, contests[0].metric.get_sort_key

@@ -1,7 +1,8 @@
-"""Needle maps as tables and pictures: values over depth and length, a map of each method.
+"""Needle maps as tables and figures: values over depth and length, with one map for each method.
 
-Records over depth make a table for each length (`comparison_table.py`). Those that differ in the length alone are one
-map, and are shown as such: a row for each depth of each method, a column for each length, shaded by what is better.
+Records over depth form a table for each length (`comparison_table.py`). Tables that differ only in length are combined
+into one map, with a row for each depth of each method, and a column for each length. Cells are shaded by how good they
+are.
 """
 
 from collections.abc import Sequence
@@ -17,30 +18,30 @@ from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple, join_headers
 
 SHADES = " ░▒▓█"
-"""From the worst to the best, in text."""
+"""Shades in text, from worst to best."""
 NUM_HTML_SHADES = 10
-"""Classes shade0 to shade9 of the style sheet."""
+"""Number of shade classes of the style sheet, shade0 to shade9."""
 
 
 @dataclass(frozen=True)
 class HtmlMap:
-    """The squares of a method's map, for the macro `depth_map`."""
+    """Squares of one method's map, for the macro `depth_map`."""
 
     method: str
     num_columns: int
     num_rows: int
     squares: dict[int, str]
-    """Shade → the path of its squares, each one wide and one high."""
+    """Shade → SVG path of its squares, each of size 1 × 1."""
     num_seen: int | None
-    """Columns up to the training length, if others follow."""
+    """Number of columns up to the training length, if more follow."""
 
 
 @dataclass(frozen=True)
 class DepthMap:
-    """Values of one metric over depth and length, of methods that were asked the same."""
+    """Values of one metric over depth and length, for methods evaluated on the same sequences."""
 
     tables: tuple[ComparisonTable, ...]
-    """Over depth, of each length, ascending."""
+    """Tables over depth, one for each length, ascending."""
 
     @property
     def metric(self) -> Metric:
@@ -60,7 +61,6 @@ class DepthMap:
 
     @property
     def title(self) -> str:
-        """What it shows, in one line."""
         first = self.tables[0]
         text = "" if first.text is None else f", text {first.text}"
         return (
@@ -70,9 +70,9 @@ class DepthMap:
 
     @property
     def notes(self) -> list[str]:
-        """How to read it, a sentence each."""
+        """Notes on how to read the map, one sentence each."""
         num_seeds = max(table.max_seeds for table in self.tables)
-        notes = [f"Depth is the share of the text that stands before the answer; {self.metric.better} is better."]
+        notes = [f"Depth is the share of the text before the answer; {self.metric.better} is better."]
         if num_seeds > 1:
             notes.append(f"Cells are means of up to {num_seeds} seeds.")
         records = (record for table in self.tables for record in table.records)
@@ -83,27 +83,27 @@ class DepthMap:
         return table.cells.get((method, depth))
 
     def get_values(self, method: str) -> np.ndarray:
-        """float64 [depths, lengths]; NaN where there is none."""
+        """Return the values of a method, float64 [depths, lengths], with NaN for missing ones."""
         cells = [[self.get_cell(method, depth, length) for length in self.lengths] for depth in self.depths]
         return np.array([[np.nan if cell is None else cell.mean for cell in row] for row in cells])
 
     @cached_property
     def scale(self) -> tuple[float, float]:
-        """The values between which shades run: those that the metric has, or those of all cells."""
+        """Range of the shades: the range of the metric, or of all cells if unlimited."""
         values = np.concatenate([self.get_values(method).ravel() for method in self.methods])
         low = self.metric.min_value if np.isfinite(self.metric.max_value) else float(np.nanmin(values))
         high = min(self.metric.max_value, float(np.nanmax(values)))
         return low, self.metric.max_value if np.isfinite(self.metric.max_value) else max(high, low + 1e-9)
 
     def get_shade(self, value: float, num_shades: int) -> int:
-        """0 for the worst to `num_shades` − 1 for the best."""
+        """Return the shade of a value, from 0 for the worst to `num_shades` − 1 for the best."""
         low, high = self.scale
         share = (value - low) / (high - low)
         share = share if self.metric.better == "higher" else 1 - share
         return min(max(int(share * num_shades), 0), num_shades - 1)
 
     def build_text_table(self) -> TextTable:
-        """For terminals, logs and Markdown."""
+        """Build the table for terminals, logs, and Markdown."""
         train_length = self.tables[0].train_length
         headers = [join_headers(format_multiple(length / train_length), f"{length:,}") for length in self.lengths]
         rows = []
@@ -125,7 +125,7 @@ class DepthMap:
         return f"max {max_length:,}" if max_length is not None and max_length < length else "–"
 
     def build_html_table(self) -> HtmlTable:
-        """For a page: cells with their intervals, on a ground that says how good they are."""
+        """Build the table for a page, with intervals and shaded cells."""
         train_length = self.tables[0].train_length
         columns = [HtmlColumn("depth")]
         columns += [HtmlColumn(format_multiple(length / train_length), f"{length:,}") for length in self.lengths]
@@ -144,7 +144,6 @@ class DepthMap:
         return HtmlCell(cell.mean_text, note, f"shade{self.get_shade(cell.mean, NUM_HTML_SHADES)}")
 
     def list_html_maps(self) -> list[HtmlMap]:
-        """The maps of a page, one for each method."""
         return [self._build_html_map(method) for method in self.methods]
 
     def _build_html_map(self, method: str) -> HtmlMap:
@@ -163,7 +162,7 @@ class DepthMap:
         )
 
     def describe(self) -> str:
-        """The map in words, for those who do not see it: of each method the mean of every length."""
+        """Describe the map in words for screen readers: the mean of each method at every length."""
         parts = []
         for method in self.methods:
             columns = zip(self.get_values(method).T, self.lengths, strict=True)
@@ -175,7 +174,7 @@ class DepthMap:
 
 
 def split_depth_maps(tables: Sequence[ComparisonTable]) -> tuple[list[ComparisonTable], list[DepthMap]]:
-    """Tables that are no part of a map, and the maps of the others."""
+    """Separate tables over depth from other tables, and combine them into maps."""
     others: list[ComparisonTable] = []
     groups: dict[tuple[str, str, int, str | None], list[ComparisonTable]] = {}
     for table in tables:

@@ -1,7 +1,7 @@
-"""Runs that gave no result, and why: a sweep's failed members, beside its results.
+"""Failed runs of a sweep and their reasons, saved next to its results.
 
-A method whose run diverged has no record, because records hold numbers. What became of it stands beside results.json,
-as results.failures.json, so that tables, pages and lists of what is missing can say so:
+A method whose run diverged has no record, because records contain numbers. Its failure is saved next to results.json,
+in results.failures.json, so that tables, pages, and lists of missing results can mention it:
 
     [{"method": "rotary", "seed": 1235, "reason": "the loss is not finite", "step": 120}]
 """
@@ -18,19 +18,21 @@ from megatron.utils.errors import UserError
 
 @dataclass(frozen=True)
 class RunFailure:
-    """A run that ended without a result."""
+    """Run that ended without a result."""
 
     method: str
-    """As records call it: in a sweep the variant."""
+    """Method name as in records; in a sweep the name of the variant."""
     seed: int
     reason: str
-    """One line."""
+    """Reason, in one line."""
     step: int | None = None
-    """At which it failed, if that is known."""
+    """Step at which the run failed, if known."""
     train_length: int | None = None
-    """Of the run; None if that is not known. It then belongs to tables of all training lengths."""
+    """Training length of the run, or None if unknown. If None, the failure appears in tables of all training lengths.
+    """
     dataset: str | None = None
-    """What it was to be scored on, as records call it; None if that is not known. It then belongs to tables of all."""
+    """Dataset to be scored, as in records, or None if unknown. If None, the failure appears in tables of all datasets.
+    """
 
     def __post_init__(self) -> None:
         for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
@@ -48,15 +50,14 @@ class RunFailure:
 
 
 def get_failures_path(results_path: Path) -> Path:
-    """Where the failures of a results file lie."""
     return results_path.with_suffix(".failures.json")
 
 
 def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path | None:
-    """Write failures beside their results file. Without any, no file is left there, and None is returned.
+    """Write failures next to their results file. Without failures, remove that file and return None.
 
     Raises:
-        UserError: what lies there is not a list that this wrote.
+        UserError: an existing file at that path is not a list of failures.
     """
     path = get_failures_path(results_path)
     read_failures(results_path)
@@ -68,10 +69,10 @@ def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path |
 
 
 def read_failures(results_path: Path) -> list[RunFailure]:
-    """The failures of a results file; none if it has no such file beside it.
+    """Read the failures of a results file, or return an empty list if there is no such file.
 
     Raises:
-        UserError: the file is not one that `write` wrote.
+        UserError: the file is not a list of failures.
     """
     path = get_failures_path(results_path)
     if not path.is_file():
@@ -79,7 +80,7 @@ def read_failures(results_path: Path) -> list[RunFailure]:
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
-            raise TypeError("should be a list of objects")
+            raise TypeError("expected a list of objects")
         return [RunFailure(**row) for row in rows]
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: no list of failed runs ({error})") from error
+        raise UserError(f"{path}: not a list of failed runs ({error})") from error

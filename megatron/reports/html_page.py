@@ -1,8 +1,8 @@
-"""What every page of ours is: one file of HTML, for screens of all widths, light and dark, with nothing to load.
+"""Common parts of our HTML pages: self-contained files for all screen widths, with light and dark colors.
 
-Pages are jinja2 templates that extend `templates/page.html`; they are handed texts, which jinja2 escapes. A table is
-data here and markup in `templates/macros.html`: names of rows on the left, which stay in view where the rest is moved
-sideways. `templates/page.js` makes tables sortable and charts interactive; a page says all that it says without it.
+Pages are jinja2 templates that extend `templates/page.html`. Templates receive text, and jinja2 escapes it. Tables are
+data here and markup in `templates/macros.html`. Row names stay visible on the left while a table scrolls.
+`templates/page.js` makes tables sortable and charts interactive; pages are complete without it.
 """
 
 import base64
@@ -22,14 +22,15 @@ _PAGE_MARKERS = (
     b'<meta name="generator" content="Farfield">',
     b":root { color-scheme: light; }\n* { box-sizing: border-box; }\n",
 )
-"""What stands at the head of every page, and what stood there before."""
+"""Markers in the head of every page, of this version and earlier ones."""
 
 
 @cache
 def build_environment(folder: Path) -> jinja2.Environment:
-    """The settings of all templates, of which those of a folder extend and import each other and the shared ones.
+    """Build the jinja2 environment for templates in a folder, which may extend and import each other and the shared
+    ones.
 
-    They are kept, and the templates with them: compiling one takes longer than filling it in.
+    Environments and compiled templates are cached, because compiling a template takes longer than rendering it.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, TEMPLATES_FOLDER]),
@@ -44,44 +45,44 @@ def build_environment(folder: Path) -> jinja2.Environment:
 
 
 def format_share(share: float) -> str:
-    """As a percentage, in attributes of SVG."""
+    """Format a fraction as a percentage for SVG attributes."""
     return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def embed_json(value: Any) -> markupsafe.Markup:
-    """JSON that may stand in a script element: no text in it can end the element."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return markupsafe.Markup(text.replace("<", "\\u003c"))
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file that a page holds, packed, and which its reader can save."""
+    """Compressed file embedded in a page for download."""
 
     name: str
     text: str
     description: str
-    """What is in it."""
+    """Description of its contents."""
 
     @property
     def href(self) -> str:
-        """As a data: URI; the page's script unpacks it, and without that it is saved as NAME.gz."""
+        """File as a data: URI. The page's script decompresses it; without scripts it is saved as NAME.gz."""
         packed = gzip.compress(self.text.encode("utf-8"), mtime=0)
         return f"data:application/gzip;base64,{base64.b64encode(packed).decode('ascii')}"
 
 
 def render_template(template: Path, **context: Any) -> str:
-    """A template filled in.
+    """Render a template.
 
     Args:
-        template: the file. Texts are escaped where its name ends in .html.
-        context: what the template names; a name that is not given is an error.
+        template: path of the template. Text is escaped if the name ends in .html.
+        context: variables of the template; an undefined variable is an error.
     """
     return build_environment(template.parent).get_template(template.name).render(context)
 
 
 def is_generated_page(path: Path) -> bool:
-    """Is a file a page of ours, of this version or an earlier one?"""
+    """Return True if a file is one of our pages, of this version or an earlier one."""
     if not path.is_file():
         return False
     head = path.read_bytes()[:4096]
@@ -90,21 +91,21 @@ def is_generated_page(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class HtmlPicture:
-    """A picture in two drawings, of which screens up to 40rem wide take the narrow one."""
+    """Picture in two versions; screens up to 40rem wide show the narrow one."""
 
     wide: str
     """PNG as base64."""
     narrow: str
     alt_text: str
-    """What it shows, for those who do not see it."""
+    """Description for screen readers."""
 
 
 def encode_picture(draw_png: Callable[[bool], bytes], alt_text: str) -> HtmlPicture:
     """Draw a picture for a page.
 
     Args:
-        draw_png: makes the PNG; its argument is whether the narrow one is wanted.
-        alt_text: what it shows.
+        draw_png: function that returns the PNG; its argument is True for the narrow version.
+        alt_text: description in words.
     """
     wide, narrow = (base64.b64encode(draw_png(is_narrow)).decode("ascii") for is_narrow in (False, True))
     return HtmlPicture(wide, narrow, alt_text)
@@ -112,13 +113,11 @@ def encode_picture(draw_png: Callable[[bool], bytes], alt_text: str) -> HtmlPict
 
 @dataclass(frozen=True)
 class HtmlColumn:
-    """Of a table."""
-
     header: str
     subheader: str = ""
-    """In small print under the header."""
+    """Small print below the header."""
     css_class: str = ""
-    """Class of its cells; those of "text" stand on the left."""
+    """CSS class of its cells; cells of class "text" are left-aligned."""
 
     @property
     def is_text(self) -> bool:
@@ -127,26 +126,24 @@ class HtmlColumn:
 
 @dataclass(frozen=True)
 class HtmlCell:
-    """Of a table."""
-
     text: str
     note: str | None = None
-    """In small print under the text."""
+    """Small print below the text."""
     css_class: str = ""
-    """Its class, beside its column's."""
+    """CSS class of the cell, in addition to its column's."""
 
 
 @dataclass(frozen=True)
 class HtmlTable:
-    """What the macro `table` shows."""
+    """Data of the macro `table`."""
 
     corner_header: str
-    """Over the names of the rows."""
+    """Header of the row names."""
     columns: Sequence[HtmlColumn]
     rows: Sequence[tuple[HtmlCell, Sequence[HtmlCell]]]
-    """A name, and a cell for each column."""
+    """Name and cells of each row."""
     css_class: str = ""
     caption: str = ""
-    """What it shows, in a phrase or a sentence."""
+    """Caption, a phrase or a sentence."""
     notes: Sequence[str] = ()
-    """How to read it, a sentence each."""
+    """Notes on how to read the table, one sentence each."""

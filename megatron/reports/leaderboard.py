@@ -1,4 +1,4 @@
-"""Many methods in one table with ranks, what a component adds to each, and what each costs."""
+"""Leaderboard: a table of ranked methods, the effect of added components, and the costs of methods."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,29 +14,29 @@ from megatron.reports.table_formats import TextTable
 from megatron.reports.x_axes import format_multiple
 
 _HOLM_NOTE = (
-    f"Significant: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}, corrected for all tests against one method at all "
-    "lengths, as `report --against` has them."
+    f"Significant: p is below {SIGNIFICANCE_LEVEL:.0%} after Holm's correction for all tests against one method at "
+    "all lengths, as in `report --against`."
 )
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Two methods that differ in one thing alone."""
+    """Two methods that differ in one component."""
 
     name: str
-    """What is added: a processor or a temperature."""
+    """Name of the added component, a processor or a temperature."""
     method: str
     base: str
 
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """What a report says of many methods at once.
+    """Configuration of a leaderboard.
 
     Args:
-        baseline: the method that costs are told against.
-        ablations: pairs of methods that are compared.
-        num_shown: the best methods that pictures show.
+        baseline: method that costs are relative to.
+        ablations: pairs of methods to compare.
+        num_shown: number of best methods in figures.
     """
 
     baseline: str
@@ -45,11 +45,11 @@ class Leaderboard:
 
 
 class LeaderboardReport:
-    """What is shown of a leaderboard.
+    """Contents of a leaderboard, computed from tables.
 
     Args:
-        leaderboard: whose baseline and ablations they are.
-        tables: of all records.
+        leaderboard: configuration with baseline and ablations.
+        tables: tables of all records.
     """
 
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
@@ -61,7 +61,7 @@ class LeaderboardReport:
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
-        """Length → the comparison of each ablation's methods there."""
+        """Length → comparison of each ablation's methods."""
         self.against_best: dict[str, MethodComparison] = {}
         """Comparisons with the best method at the largest length."""
         if self.text is None:
@@ -83,19 +83,19 @@ class LeaderboardReport:
 
     @property
     def largest(self) -> str:
-        """The largest length as sentences name it: 32×."""
+        """Largest length as a multiple of the training length, for example 32×."""
         assert self.text is not None
         return format_multiple(self.text.x_values[-1] / self.text.train_length)
 
     @property
     def best_text_method(self) -> str | None:
-        """The method with the least perplexity at the largest length."""
+        """Method with the lowest perplexity at the largest length."""
         assert self.text is not None
         cells = {m: cell.mean for (m, x), cell in self.text.cells.items() if x == self.text.x_values[-1]}
         return min(cells, key=cells.__getitem__) if cells else None
 
     def list_shown_methods(self) -> list[str]:
-        """Those that pictures show: the first of the ranking, and the baseline."""
+        """Return the methods in figures: the best-ranked ones and the baseline."""
         drawn = self.ranking[: self.leaderboard.num_shown]
         baseline = self.leaderboard.baseline
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
@@ -135,24 +135,24 @@ class LeaderboardReport:
                 cells.append(self._describe_distance(method))
             rows.append((method, tuple(cells)))
         notes.append(
-            "Sorted by the mean over kinds of the mean rank in each kind; 1 is the best, and what has no number is "
-            "last."
+            "Sorted by the mean over kinds of the mean rank in each kind. 1 is the best rank; methods without a "
+            "number are last."
         )
         if len(self.ranks) < len(self.ranking):
             notes.append(
-                f"Ranks are among the {len(self.ranks)} methods that every contest asked; the others follow, by "
+                f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
                 f"{self.contests[0].title}."
             )
         if text is not None:
             notes.append(
-                f"From the best: perplexity over that of {self.best_text_method}, on the same text and seeds; in "
-                f"brackets if the difference is not significant over seeds, or rests on one seed. {_HOLM_NOTE}"
+                f"From the best: perplexity relative to {self.best_text_method}, on the same text and seeds; in "
+                f"parentheses if the difference is not significant over seeds, or based on one seed. {_HOLM_NOTE}"
             )
         if any(contest.deviations for contest in self.contests):
-            notes.append("± is the standard deviation over seeds, of methods that have several.")
+            notes.append("± is the standard deviation over seeds, for methods with several seeds.")
         if any(contest.partial_num_seeds for contest in self.contests):
             notes.append(
-                "Where n stands, a method has so many seeds and others have more; its change and distance rest on them."
+                "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
             )
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes))
 
@@ -174,16 +174,16 @@ class LeaderboardReport:
             cells = ["–" if comparison is None else _describe_ablation(comparison) for comparison in found]
             rows.append((f"{ablation.name} on {ablation.base}", tuple(cells)))
         return TextTable(
-            "What processors and temperatures change: perplexity over that of the method without",
-            "what is added",
+            "Effect of processors and temperatures: perplexity relative to the method without them",
+            "added component",
             tuple(f"{format_multiple(length / self.text.train_length)} ({length:,.0f})" for length in lengths),
             tuple(rows),
             (
                 f"p: paired two-sided t-test over the seeds that both methods have. {_HOLM_NOTE}",
-                'With few seeds only large and regular differences are significant: "not significant" does not mean '
+                'With few seeds only large and consistent differences are significant: "not significant" does not mean '
                 "equal.",
                 *(
-                    ["Intervals: 95%, over blocks of the text, of the two models of one seed; they test no method."]
+                    ["Intervals: 95%, over blocks of the text, for two models of one seed, not for methods."]
                     if any(c.text_interval is not None for length in lengths for c in self.ablations[length].values())
                     else []
                 ),
@@ -209,12 +209,12 @@ class LeaderboardReport:
         baseline = self.leaderboard.baseline
         assert self.text is not None
         times = (
-            "Times are seconds of processors"
+            "Times are CPU seconds"
             if has_cpu_times(self.text)
-            else "Times are seconds, where several runs shared a machine,"
+            else "Times are wall-clock seconds, and runs may have shared a machine,"
         )
         return TextTable(
-            f"What methods cost, against {baseline}",
+            f"Costs of methods, relative to {baseline}",
             "method",
             (
                 "parameters",
@@ -225,8 +225,8 @@ class LeaderboardReport:
             ),
             tuple(rows),
             (
-                f"{times} on the machine named below: medians over steps and seeds, over those of {baseline}.",
-                "Memory is the largest of a process, with Python and PyTorch in it.",
+                f"{times} on the machine named below: medians over steps and seeds, relative to {baseline}.",
+                "Memory is the peak of a process, including Python and PyTorch.",
             ),
         )
 

@@ -1,4 +1,4 @@
-"""Three questions about a leaderboard, answered in sentences that are made of its numbers."""
+"""Sentences that answer three questions about a leaderboard from its numbers."""
 
 import math
 import statistics
@@ -12,36 +12,34 @@ from megatron.reports.significance import NOT_SIGNIFICANT, NOT_TESTED, MethodCom
 from megatron.reports.x_axes import format_multiple
 
 HOLDS_WITHIN = 1.05
-"""Perplexity at the largest length over that at the training length, up to which a method is said to hold."""
+"""Maximum ratio of perplexity at the largest length to that at the training length for a method that holds."""
 GOOD_WITHIN = 1.05
-"""Mean perplexity at the largest length over the lowest, up to which a method is considered for its costs."""
+"""Maximum ratio of mean perplexity at the largest length to the lowest, for a method to be considered for its costs."""
 VERDICT_WORDS = {
     "better": "significantly lowers perplexity on",
     "worse": "significantly raises perplexity on",
     NOT_SIGNIFICANT: "makes no significant difference on",
-    NOT_TESTED: "is not tested, for want of a second seed, on",
+    NOT_TESTED: "is not tested (only one seed) on",
 }
-"""What the component of an ablation does, in a sentence."""
+"""Effect of an ablation's component, as part of a sentence."""
 MAX_NAMED = 8
-"""Methods that a sentence names; more are counted."""
+"""Maximum number of methods that a sentence names; more are counted."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question and what the numbers say."""
-
     question: str
     sentences: tuple[str, ...]
 
 
 def build_answers(board: LeaderboardReport) -> list[Answer]:
-    """The questions in their order; none where no text was scored."""
+    """Build the questions and answers, in order; empty if no text was scored."""
     if board.text is None:
         return []
     names = list(dict.fromkeys(ablation.name for ablation in board.leaderboard.ablations))
     return [
         Answer(f"Which method holds at {board.largest}?", tuple(_tell_who_holds(board))),
-        *(Answer(f"Does {name} add something to others?", tuple(_tell_what_adds(board, name))) for name in names),
+        *(Answer(f"Does {name} improve other methods?", tuple(_tell_what_adds(board, name))) for name in names),
         Answer("What does it cost?", tuple(_tell_costs(board, names))),
     ]
 
@@ -63,18 +61,18 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
     holding.sort(key=lambda method: text.cells[method, last].mean)
     limit = f"{HOLDS_WITHIN - 1:.0%}"
     yield (
-        f"Of {len(changes)} methods {len(holding)} hold: their perplexity at {board.largest} is at most {limit} "
+        f"Of {len(changes)} methods {len(holding)} hold: perplexity at {board.largest} is at most {limit} "
         f"above that at the training length ({_name_methods(holding)})."
     )
     lost = sorted((method for method in changes if method not in holding), key=changes.__getitem__)
     if lost:
         worst = lost[-1]
         yield (
-            f"The others rise, least {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and most {worst} "
-            f"({format_percent(changes[worst] - 1)})."
+            f"Perplexity of the others rises, least for {lost[0]} ({format_percent(changes[lost[0]] - 1)}) and most "
+            f"for {worst} ({format_percent(changes[worst] - 1)})."
         )
     value = text.metric.format_value(text.cells[best, last].mean)
-    yield f"The lowest mean perplexity at {board.largest} is that of {best}, {value}."
+    yield f"The lowest mean perplexity at {board.largest} is from {best}, {value}."
     yield _compare_with_best(board)
     missing = [m for m in board.ranking if (m, last) not in text.cells and m in text.methods]
     ended: dict[int, list[str]] = {}
@@ -82,16 +80,16 @@ def _tell_who_holds(board: LeaderboardReport) -> Iterator[str]:
         if text.ends_before(method, last):
             ended.setdefault(text.max_lengths[method], []).append(method)
     for max_length, methods in ended.items():
-        whose = "its positions end" if len(methods) == 1 else "their positions end"
-        yield f"{_name_methods(methods)} cannot be evaluated there, because {whose} at {max_length:,} tokens."
+        whose = "its maximum length is" if len(methods) == 1 else "their maximum length is"
+        yield f"{_name_methods(methods)} cannot be evaluated there, because {whose} {max_length:,} tokens."
     unknown = [method for method in missing if not text.ends_before(method, last)]
     if unknown:
-        yield f"Without a number there: {_name_methods(unknown)}."
+        yield f"No result there: {_name_methods(unknown)}."
     num_partial = sum(text.cells[method, last].partial_num_seeds is not None for method in changes)
     if num_partial:
         yield (
-            f"{num_partial} of these {len(changes)} have fewer than {text.max_seeds} seeds, which their n says in the "
-            "tables: another training of these may say otherwise."
+            f"{num_partial} of these {len(changes)} have fewer than {text.max_seeds} seeds (see n in the tables), so "
+            "their results are less certain."
         )
     for contest in board.contests:
         if contest.kind != "text" and contest.scores:
@@ -102,7 +100,7 @@ def _compare_with_best(board: LeaderboardReport) -> str:
     """Return how many methods are significantly worse than the best over seeds, and how many are not."""
     tested = {method: found for method, found in board.against_best.items() if found.is_tested}
     if not tested:
-        return "No other method has two seeds in common with it, so no difference from it is tested."
+        return "No other method shares two seeds with it, so no differences are tested."
     worse = sorted((m for m, found in tested.items() if found.verdict == "worse"), key=lambda m: tested[m].change)
     close = sorted((m for m in tested if m not in worse), key=lambda m: tested[m].change)
     named = _name_methods([f"{method} {_format_change(tested[method])}" for method in close])
@@ -127,7 +125,7 @@ def _tell_what_adds(board: LeaderboardReport, name: str) -> Iterator[str]:
         own = [(ablation.base, found) for ablation, found in comparisons.items() if ablation.name == name]
         where = format_multiple(length / text.train_length)
         if not own:
-            yield f"At {where} no pair of methods with {name} and without could be compared."
+            yield f"At {where} no methods with and without {name} could be compared."
             continue
         parts = []
         for verdict, words in VERDICT_WORDS.items():
@@ -143,14 +141,14 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
     assert text is not None
     best = board.best_text_method
     if best is not None and best in board.costs and best != baseline:
-        yield f"Against {baseline}, {best}, the best at {board.largest}, takes {_describe_cost(board, best)}."
+        yield f"Relative to {baseline}, {best}, the best at {board.largest}, takes {_describe_cost(board, best)}."
     for name in names:
         pairs = [a for a in board.leaderboard.ablations if a.name == name]
         steps = _compare_costs(board, pairs, "step")
         scoring = _compare_costs(board, pairs, "scoring")
         if steps and scoring:
             yield (
-                f"{name} makes a training step {_format_ratios(steps)} as long as the same method without it, and "
+                f"With {name} a training step takes {_format_ratios(steps)} as long as without it, and "
                 f"reading {board.largest} {_format_ratios(scoring)}."
             )
     if best is None or len(text.methods) == 1 or not board.costs[best].has_times:
@@ -159,17 +157,17 @@ def _tell_costs(board: LeaderboardReport, names: Sequence[str]) -> Iterator[str]
     good = f"whose mean perplexity at {board.largest} is within {GOOD_WITHIN - 1:.0%} of the lowest"
     if cheap:
         yield (
-            f"Methods {good} and that are at most 10% slower than {baseline}, in training and in reading "
+            f"Methods {good}, and that are at most 10% slower than {baseline} in training and in reading "
             f"{board.largest}: {_name_methods(cheap)}."
         )
     else:
         yield (
-            f"Every method {good} is more than 10% slower than {baseline}, in training or in reading {board.largest}."
+            f"Every method {good} is more than 10% slower than {baseline} in training or in reading {board.largest}."
         )
 
 
 def _format_ratios(ratios: Sequence[float]) -> str:
-    """1.31 times, or of several the median with the least and the largest."""
+    """Format ratios: 1.31 times; for several, the median with the range."""
     text = f"{statistics.median(ratios):.2f} times"
     return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f} to {max(ratios):.2f})"
 
@@ -200,7 +198,7 @@ def _describe_cost(board: LeaderboardReport, method: str) -> str:
         share = cost.parameters / base.parameters - 1
         kind = "as many" if not share else f"{abs(share):.1%} {'more' if share > 0 else 'fewer'}"
         parts.append(f"{kind} parameters")
-    return ", ".join(parts) or "an unknown share"
+    return ", ".join(parts) or "an unknown cost"
 
 
 def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: str) -> list[float]:
@@ -214,7 +212,7 @@ def _compare_costs(board: LeaderboardReport, pairs: Sequence[Ablation], field: s
 
 
 def _tell_winner(contest: Contest) -> str:
-    """Who is best in a task, and how many have learned something of it."""
+    """Name the best methods in a task, and the number of methods above the trivial baselines."""
     order = sorted(contest.scores, key=lambda method: contest.metric.get_sort_key(contest.scores[method]))
     top = [method for method in order if contest.scores[method] == contest.scores[order[0]]]
     text = f"In {contest.title}, the best is {_name_methods(top)} with {contest.format_score(order[0])}"
@@ -226,7 +224,7 @@ def _tell_winner(contest: Contest) -> str:
 
 
 def _name_methods(names: Sequence[str]) -> str:
-    """In a sentence: a, b and c, or the first ones and how many more."""
+    """Join names in a sentence: a, b and c, or the first ones and the number of others."""
     if not names:
         return "none"
     if len(names) > MAX_NAMED:

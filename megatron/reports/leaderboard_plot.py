@@ -1,4 +1,4 @@
-"""What methods cost against what they reach: a chart of a leaderboard's page, and the same as a PNG beside files."""
+"""Scatter plot of cost and perplexity of methods, for a leaderboard's page and as a PNG file."""
 
 import io
 import math
@@ -7,14 +7,14 @@ from megatron.reports.charts import Chart, ChartPlace, ChartPoint, ChartSeries, 
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.metrics import format_number, get_metric
 
-# matplotlib takes a while, and is imported where it is used.
+# matplotlib imports slowly, so it is imported inside functions.
 
 MAX_CROWDED_NAMES = 30
-"""Methods that have their name beside their point; of more, those that pictures show and those that nothing beats."""
+"""Maximum number of methods for labels on all points; otherwise only shown methods and the frontier have labels."""
 
 
 def list_cost_points(board: LeaderboardReport) -> list[tuple[str, float, float]]:
-    """Method, seconds of a training step over the baseline's, and perplexity at the largest length."""
+    """Return method, relative duration of a training step, and perplexity at the largest length, for each method."""
     text = board.text
     if text is None:
         return []
@@ -27,9 +27,10 @@ def list_cost_points(board: LeaderboardReport) -> list[tuple[str, float, float]]
 
 
 def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
-    """The chart for a page; None if no cost is known.
+    """Build the chart for a page, or return None if no cost is known.
 
-    name: of the chart.
+    Args:
+        name: name of the chart.
     """
     points = sorted(list_cost_points(board), key=lambda point: point[1])
     if not points:
@@ -38,7 +39,7 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
     best = sorted(points, key=lambda point: point[2])[:5]
     described = "; ".join(f"{method} {step:.2f} times and {format_number(value)}" for method, step, value in best)
     alt_text = (
-        f"Plot of perplexity at {board.largest} over the time of a training step, {baseline} being 1, of "
+        f"Plot of perplexity at {board.largest} over the duration of a training step relative to {baseline}, for "
         f"{len(points)} methods. The best: {described}."
     )
     low, high = points[0][1] / 1.05, points[-1][1] * 1.05
@@ -50,9 +51,9 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
     doubles = [2.0**power for power in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
     return Chart(
         name,
-        f"Perplexity at {board.largest} over the time of a training step",
+        f"Perplexity at {board.largest} over the duration of a training step",
         alt_text,
-        f"time of a training step, {baseline} = 1",
+        f"duration of a training step, {baseline} = 1",
         f"perplexity at {board.largest}",
         tuple(ChartPlace(locate(step), f"{step:.2f}× a training step of {baseline}") for _, step, _ in points),
         tuple(ChartTick(locate(step), f"{step:g}×") for step in doubles),
@@ -67,7 +68,7 @@ def build_cost_chart(board: LeaderboardReport, name: str) -> Chart | None:
 
 
 def find_frontier(points: list[tuple[str, float, float]]) -> list[str]:
-    """The methods than which none is both faster and better, from the fastest on."""
+    """Return the Pareto frontier: methods such that no other is both faster and better, fastest first."""
     frontier, least = [], float("inf")
     for name, _, value in sorted(points, key=lambda point: (point[1], point[2])):
         if value < least:
@@ -77,7 +78,11 @@ def find_frontier(points: list[tuple[str, float, float]]) -> list[str]:
 
 
 def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
-    """A point for each method, with the frontier joined. Raises ValueError if no cost is known."""
+    """Render the scatter plot as PNG, with the frontier connected by a line.
+
+    Raises:
+        ValueError: no cost is known.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -98,7 +103,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     values = [value for _, _, value in points]
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
-    axes.set_xlabel(f"time of a training step, {board.leaderboard.baseline} = 1")
+    axes.set_xlabel(f"duration of a training step, {board.leaderboard.baseline} = 1")
     axes.set_ylabel(f"perplexity at {board.largest}")
     axes.grid(color="0.92", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""A chart of functions: lines over a number, each with a band where it stands for many (medians of heads, say)."""
+"""Chart of functions of a number, each with an optional band (for example the median and the spread over heads)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,42 +23,42 @@ from megatron.reports.charts import (
 from megatron.reports.metrics import format_number
 
 MAX_NUMBER = 1e300
-"""What stands for infinity, which JSON does not have."""
+"""Substitute for infinity, which JSON cannot represent."""
 SPREADS: dict[str, Callable[[float], float]] = {"linear": float, "log": math.log, "log1p": math.log1p}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One function."""
+    """Function drawn as a line."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    """x and y, in the order of the axis; y may be infinite, and where it is no number there is no point."""
+    """x and y values in axis order. y may be infinite; points with y = NaN are skipped."""
     band: Sequence[tuple[float, float]] | None = None
-    """The least and the largest of what the line stands for, at each point."""
+    """Lower and upper end of the band at each point."""
     style: int = 0
-    """Index of its colour and dashes."""
+    """Index of its color and dash pattern."""
 
 
 def build_median_line(name: str, x_values: Sequence[float], curves: Sequence[Sequence[float]], style: int) -> Line:
-    """The median of curves at each x, in a band from their 10% to their 90% quantile."""
+    """Build a line of the median of curves at each x, with a band from the 10% to the 90% quantile."""
     low, middle, high = np.quantile(np.array(curves, dtype=float), [0.1, 0.5, 0.9], axis=0).tolist()
     return Line(name, list(zip(x_values, middle, strict=True)), list(zip(low, high, strict=True)), style)
 
 
 @dataclass(frozen=True)
 class HorizontalAxis:
-    """From where to where, and how numbers are spread over it."""
+    """Range and scale of the horizontal axis."""
 
     title: str
     first: float
-    """At the left edge; it may be larger than the last."""
+    """Number at the left edge; may be larger than the last."""
     last: float
     spread: Literal["linear", "log", "log1p"] = "linear"
-    """By the number, by its logarithm, or by that of the number plus 1: distances, which begin at 0."""
+    """Scale: linear, log, or log1p (log of the number plus 1, for distances that begin at 0)."""
 
     def locate(self, x: float) -> float:
-        """The share of the width, from the left."""
+        """Return the horizontal position of a number, as a fraction of the width."""
         first, here, last = map(SPREADS[self.spread], (self.first, x, self.last))
         return 0.5 if first == last else (here - first) / (last - first)
 
@@ -94,19 +94,19 @@ def build_line_chart(
     mark: tuple[float, str] | None = None,
     series_word: str = "methods",
 ) -> Chart:
-    """The chart; where there are more lines than colours, as many, evenly spaced, are drawn in colour at first.
+    """Build a chart. If there are more lines than colors, evenly spaced lines are colored at first.
 
     Args:
-        name: id of the figure on its page, and name of the file that it is saved as.
-        title, y_title: over it, and over its vertical axis.
-        alt_text: what it shows, for those who do not see it.
-        axis: the horizontal one.
-        lines: at least one.
-        y_limits: of the vertical axis; lines to values beyond are cut off at its edge.
-        y_format: how a value is told where the pointer is.
-        note: a sentence under it.
-        mark: x and text of a vertical line.
-        series_word: what lines are, in the plural.
+        name: id of the figure on its page, and name of the file when saved.
+        title, y_title: titles of the chart and of its vertical axis.
+        alt_text: description for screen readers.
+        axis: horizontal axis.
+        lines: at least one line.
+        y_limits: range of the vertical axis; lines are clipped at its edges.
+        y_format: function that formats values under the pointer.
+        note: sentence below the chart.
+        mark: x and label of a vertical line.
+        series_word: word for the lines, in the plural.
     """
     x_values = sorted({x for line in lines for x, y in line.points if not math.isnan(y)}, key=axis.locate)
     index_by_x = {x: index for index, x in enumerate(x_values)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.reports.comparison_table import ComparisonTable
 
 MIN_SECONDS = 1e-9
-"""Times below it are not measured, and nothing is compared with them."""
+"""Shortest time that counts as measured, in seconds. Shorter times are not compared."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class MethodCost:
     parameters: int | None
     step: float | None
     scoring: float | None
-    """Seconds of scoring at the largest length."""
+    """Duration of scoring at the largest length, relative to the baseline."""
     train_memory: float | None
     scoring_memory: float | None
 
@@ -27,9 +27,9 @@ class MethodCost:
 
 
 def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
-    """The costs of the methods of a table of perplexities.
+    """Compute the costs of the methods in a table of perplexities.
 
-    A model on CPUs is charged the seconds of its processors, which runs beside it hardly change; on a GPU, seconds.
+    Models on CPUs are compared by CPU time, which other processes hardly affect; models on a GPU by wall time.
     """
     last, prefix = table.x_values[-1], "cpu_" if has_cpu_times(table) else ""
 
@@ -61,7 +61,7 @@ def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost
 
 
 def has_cpu_times(table: ComparisonTable) -> bool:
-    """True if all records have processor seconds of models that ran on CPUs alone."""
+    """True if all records of models are from CPUs and include CPU times."""
     records = [record for record in table.records if not record.is_trivial_baseline]
     return all(
         record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
@@ -70,7 +70,7 @@ def has_cpu_times(table: ComparisonTable) -> bool:
 
 
 def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None:
-    """The table of perplexities over lengths that has most methods."""
+    """Return the table of perplexities over lengths with the most methods."""
     candidates = [
         table
         for table in tables

@@ -1,11 +1,11 @@
-"""Rows of tables: runs that are seeds of one method, and distinct names for different trainings.
+"""Rows of tables: group runs that are seeds of one method, and name different trainings distinctly.
 
-A row of a table is the mean over the seeds of one method. Runs are seeds of one another if their records have equal
-training digests, took the same number of steps, and no two of them have the same seed. Wherever a name stands for more
-than that, each training gets a name of its own: the name with the folder of its runs. So no table averages two
-different models, however the runs were evaluated.
+A row of a table is the mean over the seeds of one method. Runs are seeds of one method if their records have equal
+training digests and the same number of steps, and no two of them have the same seed. If a name covers more than that,
+each training gets its own name: the name plus the folder of its runs. A table therefore never averages different
+models, regardless of how the runs were evaluated.
 
-Records without a digest, of earlier versions or of other programs, are judged by their steps and seeds alone.
+Records without a digest, from earlier versions or other programs, are grouped by steps and seeds only.
 """
 
 import re
@@ -16,9 +16,9 @@ from typing import NamedTuple
 from megatron.reports.records import Record
 
 SEED_FOLDER = re.compile(r"seed_\d+")
-"""Last part of the folder of a sweep's run."""
+"""Pattern of the last component of a sweep's run folder."""
 MAX_NAMED_FOLDERS = 2
-"""Folders that a name lists; of more it gives the number."""
+"""Maximum number of folders in a name; more are counted."""
 
 
 class _Model(NamedTuple):
@@ -36,7 +36,6 @@ class _Model(NamedTuple):
 
     @property
     def folder(self) -> str | None:
-        """Folder of the run, without the seed."""
         return None if self.run is None else get_run_folder_without_seed(self.run)
 
 
@@ -47,7 +46,7 @@ def get_table_key(record: Record) -> tuple[Hashable, ...]:
 
 
 def get_run_folder_without_seed(run: str) -> str:
-    """Return the folder of a run, without the seed in which a sweep's runs differ."""
+    """Return the folder of a run, without the seed that distinguishes a sweep's runs."""
     path = PurePath(run)
     return str(path.parent if SEED_FOLDER.fullmatch(path.name) else path)
 
@@ -68,9 +67,9 @@ def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
 
 
 def list_unproven_methods(records: Iterable[Record]) -> list[str]:
-    """Return the methods of a table whose runs are taken for seeds of one another without a digest that says so.
+    """Return the methods of a table whose runs count as seeds of one method although a digest is missing.
 
-    Runs in one folder of a sweep, which differ in their seed_N, need none.
+    Runs in one sweep folder, which differ in their seed_N, need no digest.
     """
     models: dict[str, set[_Model]] = {}
     for record in records:
@@ -99,7 +98,7 @@ def _has_repeated_seeds(models: Iterable[_Model]) -> bool:
 
 
 def _label_models(models: Sequence[_Model]) -> dict[_Model, str]:
-    """Return what distinguishes the trainings of one name, the same for seeds of one another."""
+    """Return labels that distinguish the trainings of one name. Seeds of one training share a label."""
     groups: list[list[_Model]] = []
     for same_training in _group(models, lambda model: (model.step, model.training_digest)):
         splits: tuple[Callable[[_Model], Hashable], ...] = (

@@ -1,7 +1,7 @@
-"""What can be measured: each metric with its unit, its better direction, and how its values are compared and shown.
+"""Metrics: unit, better direction, comparison, and formatting of each measured quantity.
 
-A record holds one value of one metric, under the metric's name (`megatron.reports.records`). Tables, plots and pages
-ask the metric for everything that differs between metrics, so a new one is an entry of `METRICS` and nothing else.
+A record contains one value of one metric, under the metric's name (`megatron.reports.records`). Tables, plots, and
+pages get all metric-specific behavior from here, so a new metric only needs an entry in `METRICS`.
 """
 
 import math
@@ -14,85 +14,84 @@ from typing import Literal
 from megatron.utils.suggestions import format_choices
 
 MAX_NLL = 700.0
-"""Nats per token that still have a perplexity: exp overflows at 709."""
+"""Maximum loss in nats per token that still has a perplexity; exp overflows at 709."""
 
 MIN_PERPLEXITY, MAX_PERPLEXITY = 1e-3, 1e305
-"""Bounds of the perplexity of a record: the ratio of any two is finite."""
+"""Bounds of a record's perplexity, such that the ratio of any two is finite."""
 
 DEVIATIONS_PER_HALF_WIDTH = 2
-"""Standard deviations in half of a 95% interval's width."""
+"""Number of standard deviations in half the width of a 95% interval."""
 
 MAX_DECIMALS = 6
-"""An interval that is narrower says that seeds or texts were the same, and needs no more digits to say so."""
+"""Maximum number of decimals. A narrower interval means that seeds or texts were identical."""
 
 
 def _decapitalize(title: str) -> str:
-    """A title as it stands inside a sentence: perplexity, but ΔP."""
+    """Return a title as used inside a sentence: perplexity, but ΔP."""
     return title[0].lower() + title[1:] if title[1:2].islower() else title
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One kind of number that evaluations produce.
+    """One kind of measured quantity.
 
-    Two values of a metric are compared by their ratio or by their difference. Where they are compared by ratio, the
-    value is exp of a mean, so standard errors are those of its logarithm.
+    Two values of a metric are compared by their ratio or by their difference. If they are compared by ratio, the value
+    is exp of a mean, and standard errors are those of its logarithm.
     """
 
     name: str
-    """Under which a value stands in results.json and results.csv; `NAME_low` and `NAME_high` hold its interval."""
+    """Key of the value in results.json and results.csv; `NAME_low` and `NAME_high` contain its interval."""
     title: str
     unit: str
-    """A phrase that follows the title: per token, in %."""
+    """Phrase that follows the title, such as per token or in %."""
     definition: str
-    """One sentence for people who read a report."""
+    """Definition in one sentence, for readers of a report."""
     better: Literal["lower", "higher"]
     comparison: Literal["ratio", "difference"]
     negligible_change: float
-    """A ratio that is this close to 1, or a difference that is this close to 0, is no change, however sure it is."""
+    """Change below which a value holds, as a distance of the ratio from 1 or of the difference from 0."""
     min_value: float = -math.inf
     max_value: float = math.inf
     display_factor: float = 1.0
-    """What is shown is the value times this: 100 for shares that are shown in percent."""
+    """Factor applied for display: 100 for values in percent."""
     shows_best_seed: bool = False
-    """Is the best of several seeds told beside their mean, because that is what is published?"""
+    """True if the best of several seeds is shown next to their mean, because papers publish it."""
     length_summary: tuple[str, str] | None = None
-    """The two heads of its column, if a value sums up several lengths, of which its record names the largest."""
+    """Both header lines of its column if a value summarizes several lengths; its record names the largest length."""
     is_count: bool = False
-    """Are values whole numbers?"""
+    """True if values are whole numbers."""
     plot_scale: Literal["linear", "logarithmic"] = "linear"
-    """Of a plot's axis. A logarithmic one is used only where values differ by more than a factor of 4."""
+    """Scale of plots. A logarithmic scale applies only if values differ by more than a factor of 4."""
 
     @property
     def title_with_unit(self) -> str:
-        """Title and unit, as a table's title begins: Perplexity per token."""
+        """Title and unit at the start of a table's title: Perplexity per token."""
         return f"{self.title} {self.unit}".strip()
 
     @property
     def inline_title(self) -> str:
-        """The title inside a sentence."""
+        """Title inside a sentence."""
         return _decapitalize(self.title)
 
     @property
     def axis_label(self) -> str:
-        """Title and unit, as a plot's axis is labelled: perplexity per token."""
+        """Title and unit as an axis label: perplexity per token."""
         return _decapitalize(self.title_with_unit)
 
     @property
     def neutral_change(self) -> float:
-        """The change between equal values."""
+        """Change between equal values: 1 for ratios, 0 for differences."""
         return 1.0 if self.comparison == "ratio" else 0.0
 
     def select_best(self, values: Iterable[float]) -> float:
-        """The best of some values."""
         return min(values) if self.better == "lower" else max(values)
 
     def get_sort_key(self, value: float) -> float:
-        """A key to sort by, the best first."""
+        """Return a key that sorts the best values first."""
         return value if self.better == "lower" else -value
 
     def invalid_reason(self, value: float) -> str | None:
-        """Why this is no possible value, else None."""
+        """Return the reason why a value is outside the metric's range, or None."""
         if value < self.min_value or value > self.max_value:
             lower_text = f"at least {self.min_value:g}"
             upper_text = f"at most {self.max_value:g}"
@@ -105,51 +104,51 @@ class Metric:
         return None
 
     def compute_change(self, value: float, base: float) -> float:
-        """How a value differs from another: their ratio, or their difference."""
+        """Return the ratio of two values, or their difference."""
         return value / base if self.comparison == "ratio" else value - base
 
     def classify_change(self, change: float, low: float, high: float) -> str:
-        """Return whether a value rises, falls or holds: it holds if the interval contains no change or it is small.
+        """Return whether a value rises, falls, or holds: it holds if the change is small or uncertain.
 
-        Whether a rise is good is the metric's direction; the word says only what the number does.
+        The verdict describes the number only; the metric's direction decides whether a rise is good.
         """
         if abs(change - self.neutral_change) < self.negligible_change:
             return "holds"
         return "rises" if low > self.neutral_change else "falls" if high < self.neutral_change else "holds"
 
     def compute_interval(self, value: float, stderr: float) -> tuple[float, float]:
-        """The 95% interval of a normal distribution with that standard error, on the scale that the mean was taken."""
+        """Return the normal 95% interval for a standard error, on the scale of the mean."""
         if self.comparison == "ratio":
             return math.exp(math.log(value) - 1.96 * stderr), math.exp(math.log(value) + 1.96 * stderr)
         return value - 1.96 * stderr, value + 1.96 * stderr
 
     @property
     def mean_kind(self) -> str:
-        """Which mean `average_changes` takes."""
+        """Kind of mean computed by `average_changes`."""
         return "geometric mean" if self.comparison == "ratio" else "mean"
 
     def average_changes(self, changes: Sequence[float]) -> float:
-        """Several changes in one number: the geometric mean of ratios, the arithmetic mean of differences.
+        """Average changes: geometric mean of ratios, or arithmetic mean of differences.
 
-        Either is the change of the means of the same kind, so it does not matter whether one averages first: the
-        geometric mean of ratios is the ratio of geometric means, and the exponential of the mean difference of
-        logarithms. Turned round (b over a for a over b) it is the inverse.
+        Both equal the change between means of the same kind, so the order of averaging does not matter: the geometric
+        mean of ratios is the ratio of geometric means, and the exponential of the mean difference of logarithms. If a
+        and b are swapped, it is the inverse.
         """
         if self.comparison == "ratio":
             return math.exp(math.fsum(map(math.log, changes)) / len(changes))
         return math.fsum(changes) / len(changes)
 
     def compute_change_deviation(self, changes: Sequence[float]) -> float | None:
-        """The sample standard deviation that belongs to `average_changes`, of the same scale; None of a single change.
+        """Return the sample standard deviation on the scale of `average_changes`, or None for a single change.
 
-        Of ratios it is geometric, a factor: a step of one deviation multiplies or divides by it.
+        For ratios it is geometric: a deviation is a factor to multiply or divide by.
         """
         if len(changes) < 2:
             return None
         return math.exp(stdev(map(math.log, changes))) if self.comparison == "ratio" else stdev(changes)
 
     def format_value(self, value: float, half_width: float | None = None) -> str:
-        """A value in a table's cell, with digits enough for what is said of its uncertainty (see `number`)."""
+        """Format a value for a table's cell, with as many digits as its uncertainty needs (see `format_number`)."""
         if self.is_count:
             return f"{value:,.0f}"
         return format_number(
@@ -157,13 +156,13 @@ class Metric:
         )
 
     def format_value_with_deviation(self, value: float, deviation: float) -> str:
-        """A value and its standard deviation, with equally many decimals: 5.60 ± 0.66."""
+        """Format a value and its standard deviation with equal numbers of decimals: 5.60 ± 0.66."""
         return _append_deviation(
             self.format_value(value, DEVIATIONS_PER_HALF_WIDTH * deviation), deviation * self.display_factor
         )
 
     def format_tick(self, value: float, ticks: Sequence[float] = ()) -> str:
-        """A value in a picture, with three digits, or at an axis, with as many decimals as its `ticks` need."""
+        """Format a value for a figure with three digits, or for an axis with as many decimals as its `ticks` need."""
         scaled = value * self.display_factor
         places = sorted({float(tick) * self.display_factor for tick in ticks})
         if len(places) < 2:
@@ -173,7 +172,7 @@ class Metric:
         return f"{scaled:,.{decimals}f}"
 
     def format_change(self, change: float, half_width: float | None = None) -> str:
-        """A change: 1.004, or +12.30. More digits where an interval of half-width `half_width` needs them."""
+        """Format a change: 1.004, or +12.30. An interval of half-width `half_width` may need more digits."""
         if self.comparison == "ratio":
             return _format_ratio(change, half_width)
         return _format_signed(
@@ -181,7 +180,7 @@ class Metric:
         )
 
     def format_change_with_deviation(self, change: float, deviation: float) -> str:
-        """A mean change and its `compute_change_deviation`: 1.296 ×/÷ 1.115, or +1.30 ± 0.14."""
+        """Format a mean change with its `compute_change_deviation`: 1.296 ×/÷ 1.115, or +1.30 ± 0.14."""
         half_width = self.compute_change_half_width(change, deviation)
         if self.comparison == "ratio":
             return (
@@ -191,16 +190,16 @@ class Metric:
         return _append_deviation(self.format_change(change, half_width), deviation * self.display_factor)
 
     def compute_change_half_width(self, change: float, deviation: float) -> float:
-        """Half of the width of an interval that changes with this mean and `compute_change_deviation` lie in mostly."""
+        """Return the half-width of an interval that covers most changes with this mean and deviation."""
         return DEVIATIONS_PER_HALF_WIDTH * (change * (deviation - 1) if self.comparison == "ratio" else deviation)
 
     def format_change_interval(self, low: float, high: float) -> str:
-        """The interval of a change: [0.985, 1.023]."""
+        """Format the interval of a change: [0.985, 1.023]."""
         half_width = (high - low) / 2
         return f"[{self.format_change(low, half_width)}, {self.format_change(high, half_width)}]"
 
     def format_relative_change(self, change: float, half_width: float | None = None, min_decimals: int = 0) -> str:
-        """A change as a distance from none: +467%, +0.3%, or -12.30. Percent have so many decimals at least."""
+        """Format a change as a distance from no change, such as +467%, +0.3%, or -12.30."""
         if self.comparison == "ratio":
             return format_percent(change - 1, half_width, min_decimals)
         return _format_signed(
@@ -209,23 +208,23 @@ class Metric:
 
     @property
     def verdict_rule(self) -> str:
-        """How `verdict` judges, in words."""
+        """Rule of `classify_change` in words."""
         if self.comparison == "ratio":
-            return f"holds if 1 is inside or it is below {self.negligible_change:.1%}, else rises or falls"
+            return f"“holds”: the interval contains 1 or the change is under {self.negligible_change:.1%}"
         return (
-            f"holds if 0 is inside or it is below {self.negligible_change * self.display_factor:g}, else rises or falls"
+            f"“holds”: the interval contains 0 or the change is under {self.negligible_change * self.display_factor:g}"
         )
 
     @property
     def change_mean_description(self) -> str:
-        """How changes of several seeds are shown, in words."""
+        """Format of the aggregated changes of several seeds, in words."""
         if self.comparison == "ratio":
             return "geometric mean ×/÷ geometric standard deviation"
         return "mean ± standard deviation"
 
     @property
     def change_operator(self) -> str:
-        """What stands between the two values of a change, in words."""
+        """Word between the two values of a change."""
         return "over" if self.comparison == "ratio" else "minus"
 
 
@@ -247,17 +246,22 @@ METRICS = {
             )
             for name, of, by, what in (
                 ("perplexity", "token", "", "token"),
-                ("long_perplexity", "key token", " of key tokens (LongPPL)", "token that gains from far context"),
+                (
+                    "long_perplexity",
+                    "key token",
+                    " of key tokens (LongPPL)",
+                    "token that benefits from distant context",
+                ),
                 ("word_perplexity", "word", " per word", "word of a task's documents"),
                 ("byte_perplexity", "byte", " per byte", "byte of a task's documents"),
-                ("target_perplexity", "target", " per target", "text that a task's document asks for"),
+                ("target_perplexity", "target", " per target", "target text of a task's document"),
             )
         ),
         Metric(
             name="delta_perplexity",
             title="ΔP",
             unit="per token",
-            definition="ΔP is the perplexity of the scored tokens alone minus theirs with the context before them.",
+            definition="ΔP is the perplexity of the scored tokens without context minus their perplexity with context.",
             better="higher",
             comparison="difference",
             negligible_change=0.005,
@@ -266,8 +270,8 @@ METRICS = {
             name="log_ratio",
             title="Log-ratio of perplexity",
             unit="in nats",
-            definition="The log-ratio is the logarithm of the perplexity of the scored tokens alone over theirs with "
-            "the context before them.",
+            definition="The log-ratio is the logarithm of the perplexity of the scored tokens without context over "
+            "their perplexity with context.",
             better="higher",
             comparison="difference",
             negligible_change=0.005,
@@ -286,8 +290,8 @@ METRICS = {
             name="effective_length",
             title="Effective length",
             unit="in tokens",
-            definition="The effective length is the largest at which a model scores at least a share of what it scores "
-            "at the shortest.",
+            definition="The effective length is the largest length at which a model reaches at least a given share of "
+            "its score at the shortest length.",
             better="higher",
             comparison="difference",
             negligible_change=0.5,
@@ -311,41 +315,45 @@ METRICS = {
                 length_summary=("mean", "beyond training") if name == "mean_accuracy" else None,
             )
             for name, title, share in (
-                ("accuracy", "Accuracy", "the share of scored tokens that the model predicts rightly"),
+                ("accuracy", "Accuracy", "the share of scored tokens that the model predicts correctly"),
                 ("mean_accuracy", "Mean accuracy", "the mean of the accuracies at all scored lengths beyond training"),
-                ("acc", "Task accuracy", "the share of a task's documents that are answered rightly"),
+                ("acc", "Task accuracy", "the share of a task's documents that are answered correctly"),
                 (
                     "acc_norm",
                     "Task accuracy by length",
-                    "as task accuracy, where the likelihood of each choice is divided by its length in bytes",
+                    "task accuracy with log-likelihoods of choices divided by their length in bytes",
                 ),
-                ("exact_match", "Exact match", "the share of answers that are written exactly as they should be"),
-                ("string_match", "String match", "the share of what is asked for that stands in the answer (RULER)"),
+                ("exact_match", "Exact match", "the share of answers that match exactly"),
+                ("string_match", "String match", "the share of expected strings that occur in the answer (RULER)"),
                 ("f1", "F1", "the harmonic mean of precision and recall of the answers"),
             )
         ),
     )
 }
-"""All metrics by their names. No name may be that of another field of `Record`."""
+"""All metrics by name. A name must not equal another field of `Record`."""
 
 
 def get_metric(name: str) -> Metric:
-    """The metric of that name. Raises ValueError, with the choices, if there is none."""
+    """Return a metric by name.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the choices.
+    """
     if name not in METRICS:
-        raise ValueError(f"{name!r} is no metric; {format_choices(name, METRICS)}")
+        raise ValueError(f"unknown metric {name!r}; {format_choices(name, METRICS)}")
     return METRICS[name]
 
 
 def clamped_exp(nats: float) -> float:
-    """e to that power, or to the largest that has a perplexity: the end of an interval may lie beyond."""
+    """Return exp of a loss in nats, limited to the largest reportable perplexity; interval ends may exceed it."""
     return math.exp(min(nats, MAX_NLL))
 
 
 def count_decimals(half_width: float | None) -> int:
-    """Digits after the point that a value needs beside its uncertainty: the last digit counts at most half of it.
+    """Return the number of decimals for a value, such that its last digit is worth at most half of its uncertainty.
 
     Args:
-        half_width: half of the width of its 95% interval; None or 0 where nothing is known.
+        half_width: half the width of its 95% interval, or None or 0 if unknown.
     """
     if not half_width or not math.isfinite(half_width):
         return 0
@@ -353,10 +361,10 @@ def count_decimals(half_width: float | None) -> int:
 
 
 def format_number(value: float, half_width: float | None = None) -> str:
-    """Two decimals, fewer where the number is large, more where two would say nothing: 0.0034, 4.87, 152.3, 16,443.
+    """Format a number with two decimals, or fewer if it is large, or more if it is small: 0.0034, 4.87, 152.3, 16,443.
 
-    With a spread (see `decimals`) there are as many as it needs. From ten million on a perplexity says that a model
-    has diverged: 3.2e+17.
+    If the uncertainty is known, it determines the decimals (see `count_decimals`). Perplexities from ten million on
+    mean that a model has diverged, and are formatted as 3.2e+17.
     """
     size = abs(value)
     if (0 < size < 0.005 and not half_width) or size >= 1e7:
@@ -367,30 +375,30 @@ def format_number(value: float, half_width: float | None = None) -> str:
 
 
 def format_percent(fraction: float, half_width: float | None = None, min_decimals: int = 0) -> str:
-    """A share as signed percent: +467%, -2%, +0.3%, +16,443%.
+    """Format a fraction as signed percent: +467%, -2%, +0.3%, +16,443%.
 
     Args:
         fraction: 1 is 100%.
-        half_width: its uncertainty, if it is known: `decimals`.
-        min_decimals: digits after the point at least.
+        half_width: uncertainty, if known (see `count_decimals`).
+        min_decimals: minimum number of decimals.
     """
     num_decimals = max(
         min_decimals, count_decimals(2 * 100 * abs(fraction) if half_width is None else 100 * half_width)
     )
-    if abs(100 * fraction) >= 1e9:  # of a model that has diverged
+    if abs(100 * fraction) >= 1e9:  # diverged model
         return f"{100 * fraction:+.2g}%"
     text = f"{100 * fraction:+,.{num_decimals}f}"
     return f"{text if any(digit in text for digit in '123456789') else f'{0:.{min_decimals}f}'}%"
 
 
 def _append_deviation(text: str, deviation: float) -> str:
-    """A number that is shown as `text`, and its standard deviation with as many decimals."""
+    """Append the standard deviation to a formatted number, with as many decimals."""
     num_decimals = len(text.partition(".")[2])
     return f"{text} ± {format_number(deviation) if 'e' in text else f'{deviation:,.{num_decimals}f}'}"
 
 
 def _format_ratio(value: float, half_width: float | None = None) -> str:
-    """Three decimals below 10, where a paired interval can be as narrow as a percent: 1.002, 6.43, 29.64."""
+    """Format a ratio with three decimals below 10, for narrow paired intervals: 1.002, 6.43, 29.64."""
     return f"{value:.{max(3, count_decimals(half_width))}f}" if value < 10 else format_number(value, half_width)
 
 

@@ -1,14 +1,14 @@
-"""An experiment that repeats a paper's table or figure: the paper's numbers beside ours, and what was done otherwise.
+"""Experiment that reproduces a paper's table or figure: published numbers next to ours, and the known differences.
 
-A sweep of a paper's table writes its experiment beside its results.json, as results.experiment.json, so that a page of
-several experiments can say of each what its own report says.
+A sweep of a paper's table saves its experiment next to its results.json, in results.experiment.json. A page of several
+experiments can then include everything from each experiment's own report.
 
-Single numbers are not comparable: corpora, tokenizers, sizes and protocols differ. What can be compared is the order of
-methods at a multiple of the training length. Agreement is Kendall's τ-b (Kendall 1938, A new measure of rank
-correlation): the share of pairs that both order alike, minus the share that they order differently; 1 is the same
-order, 0 none, −1 the reverse. Ours are means over the seeds that all compared methods share, so that no method is
-ahead by the seeds it has. The interval is a bootstrap over what our numbers are made of, with theirs as printed: over
-those seeds where there are several, else over blocks of the text.
+Single numbers are not comparable, because corpora, tokenizers, sizes, and protocols differ. The order of methods at a
+multiple of the training length is comparable. Agreement is Kendall's τ-b (Kendall 1938, A new measure of rank
+correlation): the share of pairs in the same order minus the share of pairs in the opposite order. It is 1 for the same
+order, 0 for no agreement, and −1 for the reverse. Our values are means over the seeds common to all compared methods,
+so that no method benefits from its seeds. The interval is a bootstrap over our seeds if there are several, else over
+blocks of the text. Published numbers are used as printed.
 """
 
 import json
@@ -34,12 +34,12 @@ from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
 
 NUM_TAU_RESAMPLES = NUM_RESAMPLES // 10
-"""Resamples of τ, each of which is a ranking: enough for two digits."""
+"""Number of resamples of τ. Each is a ranking, so fewer suffice for two digits."""
 
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table as it was printed."""
+    """Table as printed in a paper."""
 
     source: str
     train_length: int
@@ -51,25 +51,25 @@ class PublishedTable:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of a paper, made again."""
+    """Reproduction of a paper's table or figure."""
 
     title: str | None
     against: str | None = None
-    """The method that others are compared with."""
+    """Method that others are compared with."""
     published: tuple[PublishedTable, ...] = ()
     differences: tuple[str, ...] = ()
-    """What the papers did otherwise, or do not say: a sentence each."""
+    """Known or possible differences from the paper, one sentence each."""
     own_seeds: bool = False
-    """Have methods seeds of their own, so that one lacks none that another has?"""
+    """True if each method has its own seeds, so that no method lacks a seed of another."""
     leaderboard: Leaderboard | None = None
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Is there something to tell that the records do not hold?"""
+        """True if the experiment contains information beyond the records."""
         return bool(self.published or self.differences or self.own_seeds or self.leaderboard)
 
     def get_leaderboard(self) -> Leaderboard | None:
-        """With `against` for its baseline, whoever chose that."""
+        """Return the leaderboard, with `against` as its baseline if given."""
         if self.leaderboard is None or self.against is None:
             return self.leaderboard
         return replace(self.leaderboard, baseline=self.against)
@@ -77,39 +77,35 @@ class Experiment:
     def build_tables(
         self, records: Sequence[Record], delta: float = DEFAULT_DELTA, failures: Sequence[RunFailure] = ()
     ) -> list[TextTable]:
-        """What the results say, and the papers' tables beside them; `against` counts once its records are there."""
+        """Build tables of results and of published values. `against` applies once its records exist."""
         tables = build_comparison_tables(records, failures)
         methods_per_table = [{record.method for record in table.records} for table in tables]
         has_against = any(self.against in methods and len(methods) > 1 for methods in methods_per_table)
-        is_compared = has_against and self.leaderboard is None  # which has comparisons of its own
+        is_compared = has_against and self.leaderboard is None  # leaderboards have their own comparisons
         text_tables = build_verdict_tables(tables, self.against if is_compared else None, delta)
         for published_table in self.published:
             text_tables += build_published_tables(published_table, tables)
         if self.differences:
             sentences = tuple((sentence, ()) for sentence in self.differences)
-            text_tables.append(
-                TextTable("What the papers did otherwise, or did not say", "there and here", (), sentences)
-            )
+            text_tables.append(TextTable("Known and possible differences from the papers", "difference", (), sentences))
         return text_tables
 
 
 def get_experiment_path(results_path: Path) -> Path:
-    """Where the experiment of a results file lies."""
     return results_path.with_suffix(".experiment.json")
 
 
 def write_experiment(results_path: Path, experiment: Experiment) -> Path:
-    """Write an experiment beside its results file."""
     return write_text_atomically(
         get_experiment_path(results_path), json.dumps(asdict(experiment), indent=1, ensure_ascii=False) + "\n"
     )
 
 
 def read_experiment(results_path: Path) -> Experiment | None:
-    """The experiment of a results file; None if it has none.
+    """Read the experiment of a results file, or return None if it has none.
 
     Raises:
-        UserError: the file is not one that `write` wrote.
+        UserError: the file is not an experiment.
     """
     path = get_experiment_path(results_path)
     if not path.is_file():
@@ -127,11 +123,11 @@ def read_experiment(results_path: Path) -> Experiment | None:
             content["against"],
             published_tables,
             tuple(content["differences"]),
-            content.get("own_seeds", False),  # files of before have neither
+            content.get("own_seeds", False),  # missing in files of earlier versions
             _read_leaderboard(content.get("leaderboard")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: no experiment of a sweep ({error})") from error
+        raise UserError(f"{path}: not an experiment of a sweep ({error})") from error
 
 
 def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
@@ -140,14 +136,14 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     ablations = tuple(Ablation(**ablation) for ablation in content["ablations"])
     names = [content["baseline"], *(name for each in ablations for name in (each.name, each.method, each.base))]
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("leaderboard: a method's name should be text")
+        raise ValueError("leaderboard: expected method names to be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
-        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}, should be a whole number of at least 0")
+        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected a whole number of at least 0")
     return Leaderboard(content["baseline"], ablations, content["num_shown"])
 
 
 def _check_numbers(table: PublishedTable) -> None:
-    """Raise ValueError if a number of a published table is none or out of range."""
+    """Check that all numbers of a published table are valid; raise ValueError otherwise."""
     for length in (table.train_length, *table.lengths):
         if type(length) is not int or not 1 <= length <= MAX_COUNT:
             raise ValueError(f"{length!r} is not a length of at most {MAX_COUNT:,} tokens")
@@ -161,18 +157,18 @@ def _check_numbers(table: PublishedTable) -> None:
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """Of the order of methods at one multiple of the training lengths."""
+    """Agreement between two orders of methods at one multiple of the training length."""
 
     length_ratio: float
     methods: tuple[str, ...]
     tau: float
     interval: tuple[float, float] | None
     num_seeds: int
-    """That all of them share there."""
+    """Number of seeds common to all methods there."""
 
 
 def build_published_tables(published: PublishedTable, tables: Sequence[ComparisonTable]) -> list[TextTable]:
-    """Their table, with ours beside it at the same multiples of the training length, for each of ours that fits."""
+    """Build a table with published and our values at equal multiples of the training length, per matching table."""
     matching_tables = [
         table
         for table in tables
@@ -184,9 +180,9 @@ def build_published_tables(published: PublishedTable, tables: Sequence[Compariso
 
 
 def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) -> list[RankAgreement]:
-    """How far both orders agree, at every multiple that both have, over methods that both have there.
+    """Compute the agreement of both orders at every common multiple, over the methods that both have there.
 
-    A multiple at which our methods share no seed is left out.
+    Multiples at which our methods share no seed are skipped.
     """
     agreements = []
     for column, length in enumerate(published.lengths):
@@ -218,15 +214,15 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
 
 
 def kendall_tau(values: Sequence[float], other_values: Sequence[float]) -> float:
-    """Kendall's τ-b of two rankings of the same things; 0 where one of them has all tied."""
-    from scipy import stats  # takes a second to import
+    """Return Kendall's τ-b of two rankings, or 0 if one of them has only ties."""
+    from scipy import stats  # imports slowly (about one second)
 
     tau = float(stats.kendalltau(values, other_values).statistic)
     return 0.0 if math.isnan(tau) else tau
 
 
 def _select_shared_seeds(table: ComparisonTable, methods: Sequence[str], x: float) -> list[list[Record]]:
-    """Of each method its records at a place, of the seeds that all of them have there, in the order of the seeds."""
+    """Return the records of each method at an x value, for the seeds common to all methods, sorted by seed."""
     records_by_seed: list[dict[int, Record]] = []
     for method in methods:
         method_records = (record for record in table.records if (record.method, record.x_value) == (method, x))
@@ -236,7 +232,7 @@ def _select_shared_seeds(table: ComparisonTable, methods: Sequence[str], x: floa
 
 
 def _resample_values(records_per_method: Sequence[Sequence[Record]]) -> np.ndarray | None:
-    """Values [methods, resamples] as they might have come out, of records [methods, seeds]; None if not known."""
+    """Resample values [methods, resamples] from records [methods, seeds], or return None if that is not possible."""
     num_seeds = len(records_per_method[0])
     if num_seeds > 1:
         values = np.array(
@@ -289,7 +285,7 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
         )
     rows.append(("order agreement τ", tuple(agreement_cells)))
     return TextTable(
-        title=f"Theirs | ours: {published.source}; ours: {table.title}",
+        title=f"Published | ours: {published.source}; ours: {table.title}",
         corner_header="method",
         column_headers=tuple(
             f"{format_multiple(length_ratio)} ({length:,} | {table.train_length * length_ratio:,.0f})"
@@ -297,9 +293,9 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
         ),
         rows=tuple(rows),
         notes=(
-            "Single numbers are not comparable; orders of methods are.",
-            "τ is Kendall's, 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
-            "seeds, or over blocks of our text where there is one seed.",
-            *(["It takes the seeds that all our methods share at a length."] if table.max_seeds > 1 else []),
+            "Single numbers are not comparable; the order of methods is.",
+            "Kendall's τ is 1 for the same order and −1 for the reverse; its 95% interval is a bootstrap over our "
+            "seeds, or over blocks of our text if there is one seed.",
+            *(["It uses the seeds that all our methods share at a length."] if table.max_seeds > 1 else []),
         ),
     )

@@ -1,11 +1,11 @@
-"""A metric over length or another axis, as a PNG: one curve per method, the training length marked.
+"""Plots of a metric over length or another axis, as PNG: one curve per method, with the training length marked.
 
-Colours are Okabe and Ito's, told apart by colour-blind eyes too; markers and dashes repeat the distinction in grey.
-An axis of tokens is logarithmic (lengths double); the other one is where the metric asks for it and values differ by
-more than a factor of 4, since on a linear axis an exploding perplexity would flatten all others. Bars: with several
-seeds, smallest to largest; with one, the 95% interval over windows; with more than eight methods none, as they would
-hide the curves. Curves with bars stand side by side around each length, markers and bars alike, because intervals of
-the same text overlap and areas or bars on top of each other could not be told apart.
+Colors are Okabe and Ito's, which color-blind readers can distinguish. Markers and dashes keep curves distinct in
+grayscale. Token axes are logarithmic, because lengths double. The value axis is logarithmic if the metric requests it
+and values differ by more than a factor of 4; on a linear axis an exploding perplexity would flatten all others. Bars
+show the range over several seeds, or the 95% interval over windows of one seed. With more than eight methods there are
+no bars, because they would hide the curves. Curves with bars are drawn side by side around each length, both markers
+and bars, because intervals on the same text overlap.
 """
 
 import io
@@ -37,36 +37,36 @@ MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
 MAX_CURVES_WITH_BARS = len(COLORS)
 BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
-"""How far apart curves with bars stand, and all of them together at most: shares of the way to the next length."""
+"""Offset between curves with bars, and maximum total offset, relative to the distance to the next length."""
 MAX_TICKS = 9
 MAX_WRITTEN_CELLS = 80
-"""A map with more has no numbers in its cells."""
+"""Maximum number of cells of a map that shows numbers."""
 MAP_COLUMNS = 3
-"""Maps side by side."""
+"""Number of maps side by side."""
 MAP_HEIGHT = 2.4
-"""Inches of a map."""
+"""Height of a map in inches."""
 LEGEND_ROWS = 24
-"""Lines of a legend's column that fit beside a panel."""
+"""Number of legend lines that fit next to a panel."""
 LEGEND_CHARACTERS = 44
-"""Of a legend's line."""
+"""Maximum number of characters in a legend line."""
 
 
 def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failures: Sequence[RunFailure] = ()) -> bytes:
-    """A PNG with one panel per comparable group of records (see `comparison_table.build_comparison_tables`).
+    """Render a PNG with one panel for each comparable group of records (`comparison_table.build_comparison_tables`).
 
     Args:
-        records: what to draw.
-        narrow: for telephones: as wide as high, with the legend below.
-        failures: runs without records; of a method that has none the legend says so.
+        records: records to plot.
+        narrow: for phones: as wide as high, with the legend below.
+        failures: runs without records; the legend marks methods without any records.
 
     Raises:
-        UserError: there is nothing to draw.
+        UserError: there is nothing to plot.
     """
     tables, depth_maps = split_depth_maps(build_comparison_tables(records, failures))
     tables = select_curve_tables(tables)
     if not tables and not depth_maps:
         raise UserError("no records to plot")
-    # Figure instead of pyplot: no window system, no global state.
+    # Figure instead of pyplot, for no window system and no global state.
     legends = ["\n".join(map(_wrap_name, table.methods)).split("\n") for table in tables]
     max_lines = max(map(len, legends), default=0)
     longest = max((len(line) for lines in legends for line in lines), default=0)
@@ -93,12 +93,15 @@ def render_plots_png(records: Sequence[Record], *, narrow: bool = False, failure
 
 
 def _wrap_name(name: str) -> str:
-    """In lines for the legend: that of a pattern of layers names several methods."""
+    """Wrap a name for the legend, because patterns of layers have long names."""
     return textwrap.fill(name, LEGEND_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def get_curve_style(index: int) -> dict[str, str]:
-    """Colour, marker and dashes of a curve: no two of 64 share colour and marker, no two of 256 all three."""
+    """Return the color, marker, and dash pattern of a curve.
+
+    Of 64 curves no two share color and marker; of 256 no two share all three.
+    """
     color, marker, dash = get_style_indices(index)
     return {"color": COLORS[color], "marker": MARKERS[marker], "linestyle": DASHES[dash]}
 
@@ -137,10 +140,10 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(textwrap.fill(table.title, 52 if narrow else 84), loc="left", fontsize=8.5 if narrow else 11)
-    # matplotlib leaves out curves whose label begins with an underscore unless handles and labels are both given.
+    # matplotlib skips labels that begin with an underscore unless both handles and labels are given.
     bar = f"{'band' if table.axis.is_dense else 'bar'}: {get_bar_meaning(table)}"
     legend_title = (bar if narrow else textwrap.fill(bar, 18)) if has_bars else None
-    # Outside the axes, where no curve can run through it.
+    # The legend is outside of the axes, so that no curve crosses it.
     legend_location: dict[str, Any] = (
         {"loc": "upper left", "bbox_to_anchor": (0.0, -0.24), "fontsize": 8}
         if narrow
@@ -155,7 +158,7 @@ def _draw_panel(axes: Axes, table: ComparisonTable, *, narrow: bool = False) -> 
 
 
 class MetricFormatter(Formatter):
-    """The values of a metric at an axis, all with as many decimals as tell the ticks apart and place them."""
+    """Tick formatter for a metric. All ticks of an axis have as many decimals as are needed to distinguish them."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -171,7 +174,7 @@ def _draw_dense_curve(
     means: Sequence[float],
     bars: Sequence[tuple[float, float] | None],
 ) -> list[Line2D]:
-    """A line without markers, and a band in the place of bars."""
+    """Draw a line without markers, with a band instead of bars."""
     color, linestyle = style_kwargs["color"], style_kwargs["linestyle"]
     if x_values and all(bar is not None for bar in bars):
         lower, upper = zip(*(bar for bar in bars if bar is not None), strict=True)
@@ -180,7 +183,7 @@ def _draw_dense_curve(
 
 
 def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, narrow: bool) -> None:
-    """A panel for each method, with one scale of colours."""
+    """Draw a panel for each method, with a common color scale."""
     rows, panels = -(-len(depth_map.methods) // columns), []
     for number, method in enumerate(depth_map.methods, start=1):
         panels.append(figure.add_subplot(rows, columns, number))
@@ -195,7 +198,7 @@ def _draw_depth_maps(figure: SubFigure, depth_map: DepthMap, columns: int, *, na
 
 
 def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str) -> AxesImage:
-    """The map of a method: lengths from left to right, depths from the beginning of the text downwards."""
+    """Draw the map of a method, with lengths from left to right, and depths from top (start of the text) to bottom."""
     values, lengths, depths = depth_map.get_values(method), depth_map.lengths, depth_map.depths
     low, high = depth_map.scale
     cmap = "viridis" if depth_map.metric.better == "higher" else "viridis_r"
@@ -221,7 +224,7 @@ def _draw_depth_map(axes: Axes, depth_map: DepthMap, method: str) -> AxesImage:
 
 
 def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> None:
-    """The horizontal axis: its ticks, its label, and the training length if it has a place there."""
+    """Set the ticks and the label of the horizontal axis, and mark the training length."""
     axis, train_length = table.axis, table.train_length
     if axis.in_tokens:
         axes.set_xscale("log", base=2)
@@ -244,7 +247,7 @@ def _configure_x_axis(axes: Axes, table: ComparisonTable, *, narrow: bool) -> No
 
 
 def _get_bar_x_factors(table: ComparisonTable, count: int) -> list[float]:
-    """Factors on the place that put `count` curves next to each other around each place."""
+    """Return factors on x that place `count` curves side by side."""
     if not table.axis.in_tokens:
         return [1.0] * count
     ratios = [next_x / x for x, next_x in pairwise(table.x_values)]

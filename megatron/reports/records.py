@@ -1,17 +1,17 @@
-"""The one currency of results: a record says what one model scored at one length, and how that was measured.
+"""Records: the common format of all results. A record is the score of one model at one length, with its provenance.
 
-`results.json` is a list of records. Whatever shows results (tables, plots, pages, a notebook of yours) reads records
-and nothing else, so a file made by hand or by another codebase works as well as one made here. In the file the value
-stands under its metric's name, and its interval under that name with `_low` and `_high`:
+`results.json` is a list of records. Tables, plots, pages, and notebooks read only records, so files made by hand or by
+another codebase also work. In the file, the key of the value is its metric's name; its interval has the same key with
+`_low` and `_high`:
 
     {"method": "rotary", "train_length": 64, "length": 128, "protocol": "last", "perplexity": 5.5, "tokens": 4096,
      "seed": 1234, "perplexity_low": 5.1, "perplexity_high": 6.0}
 
-Only the fields of the first two lines and `seed` are required. What two values of a metric are compared by, a ratio or
-a difference, is the metric's (`megatron.reports.metrics`):
+Only the fields of the first line and `seed` are required. The metric determines whether two values are compared by
+ratio or by difference (`megatron.reports.metrics`):
 
-    change                         of the value at `length` from that at `change_from`
-    standard error                 of the mean that the value is made of, over independent pieces of text: for
+    change                         change of the value at `length` from that at `change_from`
+    standard error                 error of the mean behind the value, over independent blocks of text; for
                                    perplexity that of nll, in nats
     interval                       95%; by bootstrap (`megatron.reports.bootstrap`), else from the standard error
 """
@@ -34,91 +34,91 @@ from megatron.utils.suggestions import suggest_names
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")
-"""What files leave out."""
+"""Field and default value that files omit."""
 
 TRIVIAL_BASELINE_PREFIX = "floor: "
-"""How the names of methods begin that learned nothing: what a constant answer, or a guess, reaches."""
+"""Prefix of the names of trivial baselines, such as a constant answer or a guess."""
 
 MAX_COUNT = 2**53
-"""Largest count of a record: lengths, tokens and steps above it are not exact in floating point."""
+"""Maximum length, token, or step count in a record. Larger numbers are not exact in floating point."""
 MAX_SEED = 2**64 - 1
 MAX_AMOUNT = 1e12
-"""Largest number of seconds or GiB of a record."""
+"""Maximum number of seconds or GiB in a record."""
 
 NON_TABULAR_FIELDS = ("block_sums", "block_tokens", "remark")
-"""Fields that are lists or sentences, which tables of fields leave out."""
+"""Fields with lists or sentences, which CSV files omit."""
 
 
 class Record(BaseModel):
-    """What one model scored at one length. Frozen; unknown fields, NaN and infinities are refused."""
+    """Score of one model at one length. Records are frozen, and reject unknown fields, NaN, and infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     method: str = Field(min_length=1, description="name of the row: position encoding or sweep variant")
     train_length: int = Field(ge=1, le=MAX_COUNT, description="tokens per training sequence")
-    length: int = Field(ge=1, le=MAX_COUNT, description="tokens the model is given at once, the scored ones included")
+    length: int = Field(ge=1, le=MAX_COUNT, description="tokens in the model's input, including the scored ones")
     protocol: str = Field(
         min_length=1,
-        description="how tokens were chosen and scored: last, nonoverlapping, overlapping, strided, a probe, a task",
+        description="protocol of the scoring: last, nonoverlapping, overlapping, strided, a probe, or a task",
     )
-    metric: str = Field(description="what was measured; in files this is the name that the value stands under")
+    metric: str = Field(description="measured metric; in files it is the key of the value")
     value: float = Field(description="the measured value")
     tokens: int = Field(ge=1, le=MAX_COUNT, description="tokens scored, each counted once")
     seed: int = Field(ge=0, le=MAX_SEED, description="seed of the training run")
 
-    axis: str = Field(default="length", description="what the value stands over: length, or a place inside windows")
-    place: float | None = Field(default=None, description="where on that axis; the length is its own place")
+    axis: str = Field(default="length", description="axis of the value: length, or a position inside windows")
+    place: float | None = Field(default=None, description="position on that axis; absent for length")
     nll: float | None = Field(default=None, description="mean negative log-likelihood, nats per token")
     stderr: float | None = Field(default=None, ge=0, description="standard error of the mean, over windows")
     low: float | None = Field(default=None, description="95% bootstrap interval over blocks: lower end")
     high: float | None = Field(default=None, description="its upper end")
-    change: float | None = Field(default=None, description="of the value from that at the length change_from")
+    change: float | None = Field(default=None, description="change from the value at the length change_from")
     change_low: float | None = Field(default=None, description="its 95% bootstrap interval: lower end")
     change_high: float | None = Field(default=None, description="its upper end")
     change_from: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="shortest length that was scored with this one"
+        default=None, ge=1, le=MAX_COUNT, description="shortest length scored together with this one"
     )
     bits_per_byte: float | None = Field(
         default=None, ge=0, description="for the bytes tokenizer: bits per byte of text"
     )
     targets: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="tokens scored at the end of each window")
-    windows: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="windows the model was given")
+    windows: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="number of scored windows")
     smoothing: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="neighbouring places that the value is the mean of, fewer near the ends",
+        description="number of adjacent positions averaged, fewer near the ends",
     )
     blocks: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="independent pieces of text that stderr and intervals were taken over",
+        description="independent blocks of text behind stderr and intervals",
     )
     block_sums: list[float] | None = Field(
-        default=None, description="summed nll of each block, to compare methods by that scored the same targets"
+        default=None, description="summed nll of each block, to compare methods scored on the same targets"
     )
     block_tokens: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]] | None = Field(
-        default=None, description="tokens of each block, where they differ"
+        default=None, description="tokens of each block, if they differ"
     )
     target_digest: str | None = Field(
         default=None, description="hash of the scored tokens: equal digests, equal targets"
     )
-    dataset: str | None = Field(default=None, description="where the scored tokens come from")
+    dataset: str | None = Field(default=None, description="source of the scored tokens")
     text_digest: str | None = Field(
-        default=None, description="hash of the text that the tokens were taken from, wherever it lies"
+        default=None, description="hash of the text that contains the tokens, independent of its path"
     )
     tokenizer: str | None = Field(default=None, description="name of the tokenizer")
     position: str | None = Field(default=None, description="position encoding and processor with their options")
     max_length: int | None = Field(
-        default=None, ge=1, le=MAX_COUNT, description="positions that the model knows, if they end"
+        default=None, ge=1, le=MAX_COUNT, description="maximum length of the model, if limited"
     )
-    remark: str | None = Field(default=None, description="sentences that belong under every table with this record")
+    remark: str | None = Field(default=None, description="notes for every table with this record")
     parameters: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="parameters of the model")
     run: str | None = Field(default=None, description="run folder or checkpoint")
     step: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="optimizer steps trained")
     training_digest: str | None = Field(
-        default=None, description="hash of what was trained, seed aside: only equal ones are seeds of one another"
+        default=None, description="hash of the training without its seed: seeds of one method have equal hashes"
     )
     train_tokens: int | None = Field(default=None, ge=0, le=MAX_COUNT, description="tokens trained on")
     backend: str | None = Field(default=None, description="attention backend used for scoring")
@@ -128,8 +128,8 @@ class Record(BaseModel):
     software: str | None = Field(default=None, description="versions")
     flops: float | None = Field(default=None, ge=0, description="floating-point operations of scoring")
     seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of scoring")
-    cpu_seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="seconds of processors in scoring")
-    memory_gib: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="most memory while scoring, GiB")
+    cpu_seconds: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="CPU seconds of scoring")
+    memory_gib: float | None = Field(default=None, ge=0, le=MAX_AMOUNT, description="peak memory of scoring, GiB")
     step_seconds: float | None = Field(
         default=None, ge=0, le=MAX_AMOUNT, description="median seconds of a training step"
     )
@@ -137,16 +137,16 @@ class Record(BaseModel):
         default=None,
         ge=0,
         le=MAX_AMOUNT,
-        description="median seconds of processors in a training step, of the first process",
+        description="median CPU seconds of a training step, in the first process",
     )
     train_memory_gib: float | None = Field(
-        default=None, ge=0, le=MAX_AMOUNT, description="most memory of training, GiB"
+        default=None, ge=0, le=MAX_AMOUNT, description="peak memory of training, GiB"
     )
-    date: str | None = Field(default=None, description="when, ISO 8601, UTC")
+    date: str | None = Field(default=None, description="date and time of scoring, ISO 8601, UTC")
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        """The values are such that the metric has."""
+        """Check that the values are in the range of the metric and of the axis."""
         metric, axis = metrics.get_metric(self.metric), x_axes.get_x_axis(self.axis)
         if (self.place is None) != (self.axis == "length"):
             raise ValueError(f"axis {self.axis} has {'a' if self.axis != 'length' else 'no'} place")
@@ -164,32 +164,31 @@ class Record(BaseModel):
         return self
 
     def replace(self, **fields: Any) -> "Record":
-        """A copy with some fields changed, validated again."""
+        """Return a validated copy with some fields changed."""
         return Record.model_validate(self.model_dump(exclude_unset=True) | fields)
 
     @property
     def targets_per_window(self) -> int | None:
-        """Tokens scored in each window, where that is a choice that does not follow from the window's length."""
+        """Scored tokens per window, or None if the window's length determines them."""
         return None if self.protocol in ("nonoverlapping", "overlapping") else self.targets
 
     @property
     def is_trivial_baseline(self) -> bool:
-        """Is it of no model, but of a predictor that learned nothing?"""
+        """True if the record is of a trivial baseline, not of a model."""
         return self.run is None and self.method.startswith(TRIVIAL_BASELINE_PREFIX)
 
     @property
     def metric_info(self) -> Metric:
-        """The metric, with its unit and its better direction."""
         return metrics.get_metric(self.metric)
 
     @property
     def x_value(self) -> float:
-        """Where the value stands on its axis."""
+        """Position of the value on its axis."""
         return self.length if self.place is None else self.place
 
     @property
     def tokens_per_block(self) -> list[int] | None:
-        """Tokens of each block whose sum is kept, or None if none is."""
+        """Tokens of each block, or None if the sums of blocks are not recorded."""
         if not self.block_sums:
             return None
         num_blocks = len(self.block_sums)
@@ -214,13 +213,13 @@ class Record(BaseModel):
 
     @property
     def verdict(self) -> str | None:
-        """What the change's interval says (`Metric.classify_change`), or None if it is not known."""
+        """Verdict on the change (`Metric.classify_change`), or None if its interval is unknown."""
         if self.change is None or self.change_interval is None:
             return None
         return self.metric_info.classify_change(self.change, *self.change_interval)
 
     def to_row(self) -> dict[str, Any]:
-        """The record as it stands in files: named by its metric, without the fields that are unknown."""
+        """Return the record as a dictionary for files, keyed by metric name and without unknown fields."""
         file_names = _file_field_names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
         return {
@@ -231,14 +230,14 @@ class Record(BaseModel):
 
 
 def record_from_row(row: dict[str, Any]) -> Record:
-    """The record of an object in a file.
+    """Build a record from a file's JSON object.
 
     Raises:
-        UserError: it has no value or several, or a field is unknown, missing or of the wrong kind.
+        UserError: it has no value or several, or a field is unknown, missing, or of the wrong type.
     """
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
-        raise UserError(f"values of {' and '.join(metric_names)}; a record holds one metric")
+        raise UserError(f"values of {' and '.join(metric_names)}; expected one metric per record")
     file_names = _file_field_names(metric_names[0]) if metric_names else {}
     fields = {file_name: field for field, file_name in file_names.items()}
     columns = _file_columns(metric_names or METRICS)
@@ -263,12 +262,12 @@ def record_from_row(row: dict[str, Any]) -> Record:
 
 
 def _file_field_names(metric: str) -> dict[str, str]:
-    """What the fields that hold the value and its interval are called in files."""
+    """Map the fields of the value and its interval to their names in files."""
     return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
 def _file_columns(metric_names: Iterable[str]) -> list[str]:
-    """The names of all fields in files that hold these metrics."""
+    """Return all field names in files that contain these metrics."""
     columns: list[str] = []
     for field in Record.model_fields:
         if field != "metric":
@@ -277,19 +276,19 @@ def _file_columns(metric_names: Iterable[str]) -> list[str]:
 
 
 def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
-    """Old records but for those that the new ones measure again, then the new ones (`drop_remeasured`)."""
+    """Append new records to the old ones, which are first filtered by `drop_remeasured`."""
     return [*drop_remeasured(old, new, same_run=same_run), *new]
 
 
 def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
-    """Return the old records without those that the new ones measure again.
+    """Return the old records that the new ones do not measure again.
 
-    The same is measured again if metric, axis, run, position method (with the window of the evaluation), protocol, text
-    and the number of targets in a window agree, whatever the lengths: an evaluation is kept or replaced as a whole.
+    A measurement is repeated if metric, axis, run, position method (with the window of the evaluation), protocol, text,
+    and number of targets per window agree, regardless of lengths. An evaluation is thus kept or replaced as a whole.
 
     Args:
-        old, new: in the order in which they are to stand.
-        same_run: all are of the same run, whatever they call it; else `run` tells.
+        old, new: existing and new records.
+        same_run: True if all records are of the same run, whatever its name; otherwise compare `run`.
     """
 
     def identity(record: Record) -> tuple[str | int | None, ...]:
@@ -303,7 +302,7 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> Path:
-    """Write records as a JSON list, one object per record, without the fields that are unknown."""
+    """Write records as a JSON list, one object per record, without unknown fields."""
     rows = [json.dumps(record.to_row(), ensure_ascii=False) for record in records]
     return write_text_atomically(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
 
@@ -312,13 +311,13 @@ def read_records(path: str | Path) -> list[Record]:
     """Read a JSON list of records.
 
     Raises:
-        UserError: no such file, no JSON, or a record that is not one; the line names the record and the field.
+        UserError: the file is missing or not JSON, or a record is invalid; the message names the record and the field.
     """
     path = Path(path)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
+        raise UserError(f"{path}: not found") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -326,17 +325,16 @@ def read_records(path: str | Path) -> list[Record]:
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: should be a list of records, is {_json_type_name(content)}")
+        raise UserError(f"{path}: expected a list of records, not {_json_type_name(content)}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
 def write_records_csv(path: str | Path, records: Sequence[Record]) -> Path:
-    """Write records as CSV (`format_records_csv`)."""
     return write_text_atomically(path, format_records_csv(records))
 
 
 def format_records_csv(records: Sequence[Record]) -> str:
-    """Records as CSV, a column per field, empty where unknown; values stand under their metrics' names."""
+    """Format records as CSV with a column for each field, empty if unknown. Value columns are named by metric."""
     text = io.StringIO()
     columns = [
         name
@@ -351,7 +349,7 @@ def format_records_csv(records: Sequence[Record]) -> str:
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {index}: should be an object, is {_json_type_name(item)}")
+        raise UserError(f"{path}: record {index}: expected an object, not {_json_type_name(item)}")
     try:
         return record_from_row(item)
     except UserError as error:
@@ -359,5 +357,5 @@ def _parse_record(path: Path, index: int, item: Any) -> Record:
 
 
 def _json_type_name(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a truth value"}
+    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number")

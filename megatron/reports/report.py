@@ -1,8 +1,8 @@
-"""One self-contained `report.html`: charts, tables, what was measured, on which models, with which configurations.
+"""Self-contained `report.html`: charts, tables, measurement protocols, models, and configurations.
 
-It needs no network and no file beside it, and says all without its script too: charts are inline SVG (`charts.py`),
-and the files that a reader may save are inside it. Every number comes from the records; `templates/report.html` says
-where each text stands. Configurations are optional because records do not hold them.
+The page needs no network and no other files, and is complete without scripts. Charts are inline SVG (`charts.py`), and
+downloads are embedded. All numbers come from records; `templates/report.html` defines the layout. Configurations are
+optional because records do not contain them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,62 +41,62 @@ from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
 MAX_NAMED_METHODS = 4
-"""Methods that a title names; more are counted."""
+"""Maximum number of methods that a title names; more are counted."""
 
 MAX_DESCRIBED_CURVES = 9
-"""Of which a summary and a picture's alternative text tell the course; of more, the best and the worst."""
+"""Maximum number of curves that a summary or an alternative text describes; of more, the best and the worst."""
 
 LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this file. It needs \\usepackage{booktabs}.\n"
-"""How every file of tables begins."""
+"""First line of every LaTeX file with tables."""
 
 _PROTOCOL_DESCRIPTIONS = {
     "last": (
         "Only the last $targets tokens of each window are scored. Windows of all lengths end at the same "
-        "${windows}places of the text, so every length predicts the same $tokens tokens and differs in the context "
-        "before them alone."
+        "${windows}positions of the text, so every length predicts the same $tokens tokens and differs only in "
+        "context."
     ),
     "strided": (
-        "Windows follow each other by $targets tokens, and the last $targets tokens of each are scored: every token of "
-        "a span of the text once, each with almost a whole window before it."
+        "Windows begin $targets tokens apart, and the last $targets tokens of each are scored: every token of a span "
+        "of the text once, each with almost a full window of context."
     ),
     "nonoverlapping": (
-        "One span of the text is cut into windows that do not overlap, and every token is scored. The span is a "
-        "multiple of every length, so every length predicts the same $tokens tokens; early ones in a window have "
+        "One span of the text is divided into windows without overlap, and every token is scored. The span is a "
+        "multiple of every length, so every length predicts the same $tokens tokens; early tokens of a window have "
         "little context."
     ),
     "overlapping": (
-        "One span of the text is cut into windows that overlap, and every token with at least $min_context tokens of "
-        "its window before it is scored. The span is a multiple of what every length scores, so every length predicts "
+        "One span of the text is divided into overlapping windows, and every token with at least $min_context tokens "
+        "of context is scored. The span is a multiple of the scored tokens of every length, so every length predicts "
         "the same $tokens tokens."
     ),
     "depths": (
-        "At each depth of each length all methods are asked the same ${windows}sequences of the task, whose answer "
-        "stands at that depth. Intervals are percentile bootstraps over sequences; those of a length are of its mean "
+        "At each depth and length all methods are evaluated on the same ${windows}sequences of the task, whose answer "
+        "is at that depth. Intervals are percentile bootstraps over sequences; those of a length are for its mean "
         "over depths."
     ),
     "task": (
-        "At each length of the input all methods are asked the same ${windows}fresh sequences, from a fixed seed; "
+        "At each input length all methods are evaluated on the same ${windows}new sequences, drawn with a fixed seed; "
         "intervals are percentile bootstraps over sequences, drawn independently at each length. Rows that begin with "
-        "floor learned nothing of the input."
+        "floor are trivial baselines."
     ),
 }
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A part of a report: records that are shown together, and what they say."""
+    """Section of a report: records shown together, with tables derived from them."""
 
     title: str | None
-    """None where it is the whole page, or its part without an experiment."""
+    """Title; None if the section is the whole page or contains results without an experiment."""
     records: Sequence[Record]
     text_tables: Sequence[TextTable] = ()
-    """Further tables, shown below those of the records."""
+    """Additional tables, shown below those of the records."""
     failures: Sequence[RunFailure] = ()
-    """Runs that gave no records."""
+    """Runs without records."""
     own_seeds: bool = False
-    """Have methods seeds of their own (`Experiment.own_seeds`)?"""
+    """True if each method has its own seeds (`Experiment.own_seeds`)."""
     leaderboard: Leaderboard | None = None
-    """Told at its head; pictures then show the best methods alone."""
+    """Leaderboard shown first; figures then contain only the best methods."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "records", disambiguate_methods(self.records))
@@ -104,13 +104,13 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class TrainingSection:
-    """How the runs of a page train."""
+    """Training progress of the runs of a page."""
 
     table: TextTable
-    """A row for each run."""
+    """Table with a row for each run."""
     charts: Sequence[Chart] = ()
     is_live: bool = False
-    """Do some train now? Then it stands in front of the results, and behind them if not."""
+    """True if a run is still training. The section is then shown before the results, otherwise after them."""
 
 
 def write_report(
@@ -123,17 +123,16 @@ def write_report(
     command: str | None = None,
     training: TrainingSection | None = None,
 ) -> Path:
-    """Write the report.
+    """Write the report as an HTML file.
 
     Args:
-        path: the HTML file.
-        sections: what to show, under each other.
-        title: heading of the page; if None, that of its only section, or what is shown of which methods at which
-            lengths.
-        num_pending_runs: runs that are still to come, which the heading says.
-        configurations: name → text of a configuration file, shown folded at the end.
-        command: that made the page, for those who want to make it again.
-        training: how the runs trained.
+        path: path of the HTML file.
+        sections: sections, in order.
+        title: heading of the page; if None, the title of its only section, or a generated description.
+        num_pending_runs: number of unfinished runs, shown in the heading.
+        configurations: name → text of a configuration file, shown collapsed at the end.
+        command: command that made the page, for reproduction.
+        training: training progress of the runs.
 
     Raises:
         UserError: there is nothing to show.
@@ -155,16 +154,17 @@ def render_report(
     training: TrainingSection | None = None,
     refresh_seconds: int | None = None,
 ) -> str:
-    """The report as a string of HTML; arguments and errors as for `write_report`.
+    """Render the report as an HTML string. For arguments and errors see `write_report`.
 
-    refresh_seconds: how often an open page asks its server for itself; None of a page that is a file.
+    Args:
+        refresh_seconds: refresh interval of a served page; None for a file.
     """
     records = [record for section in sections for record in section.records]
     if not records and training is None:
         raise UserError("no records to report")
     tables = [table for section in sections for table in build_comparison_tables(section.records, section.failures)]
     metrics = list(dict.fromkeys(table.metric for table in tables))
-    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} to come)" if num_pending_runs else ""
+    pending_text = f" ({num_pending_runs} run{'s' * (num_pending_runs > 1)} pending)" if num_pending_runs else ""
     definitions = " ".join(f"{metric.definition} {metric.better.capitalize()} is better." for metric in metrics)
     if title is None and not sections:
         title = "Trainings"
@@ -179,7 +179,7 @@ def render_report(
         refresh_seconds=refresh_seconds,
         downloads=[
             Download("results.csv", format_records_csv(records), "all records"),
-            Download("tables.tex", render_report_latex(sections), "the tables in LaTeX, with booktabs"),
+            Download("tables.tex", render_report_latex(sections), "tables in LaTeX, with booktabs"),
         ]
         if records
         else [],
@@ -193,12 +193,12 @@ def render_report(
 
 
 def get_section_title(section: ReportSection) -> str:
-    """Its own, or what is shown of which methods at which lengths."""
+    """Return the title of a section, or a generated description of its metrics, methods, and lengths."""
     return _build_title(build_comparison_tables(section.records)) if section.title is None else section.title
 
 
 def render_report_latex(sections: Sequence[ReportSection]) -> str:
-    r"""All tables of a report as LaTeX, which needs \usepackage{booktabs}."""
+    r"""Render all tables of a report as LaTeX, which needs \usepackage{booktabs}."""
     parts = []
     for section in sections:
         board = build_leaderboard_report(section)
@@ -211,14 +211,15 @@ def render_report_latex(sections: Sequence[ReportSection]) -> str:
 
 
 def is_generated_latex(path: Path) -> bool:
-    """Is a file one with tables of ours?"""
+    """Return True if a file is a LaTeX file of ours."""
     return path.is_file() and path.read_bytes().startswith(LATEX_MARKER.encode())
 
 
 def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
-    """A section's title, summary, charts and tables, as the template names them.
+    """Return the template variables of a section: title, summary, charts, and tables.
 
-    name: that the names of its charts begin with.
+    Args:
+        name: prefix of the names of its charts.
     """
     all_tables = build_comparison_tables(section.records, section.failures)
     missing_table = build_missing_table(all_tables, own_seeds=section.own_seeds)
@@ -263,14 +264,14 @@ def _describe_section(section: ReportSection, name: str) -> dict[str, Any]:
 
 
 def build_leaderboard_report(section: ReportSection) -> LeaderboardReport | None:
-    """The section's leaderboard, made of its records; None if it has none."""
+    """Build the leaderboard of a section from its records, or return None if it has none."""
     if section.leaderboard is None:
         return None
     return LeaderboardReport(section.leaderboard, build_comparison_tables(section.records, section.failures))
 
 
 def select_shown_records(section: ReportSection, board: LeaderboardReport | None) -> Sequence[Record]:
-    """Those that pictures show: all, or of a leaderboard the best methods' in their order, and baselines'."""
+    """Select the records for figures: all, or those of a leaderboard's best methods and trivial baselines."""
     if board is None:
         return section.records
     order = {method: index for index, method in enumerate(board.list_shown_methods())}
@@ -279,12 +280,12 @@ def select_shown_records(section: ReportSection, board: LeaderboardReport | None
 
 
 def describe_plots(tables: Sequence[ComparisonTable]) -> str:
-    """What a picture of tables shows, for those who do not see it: each panel, and how its curves run."""
+    """Describe the plots of tables for screen readers: each panel with its curves."""
     return " ".join(_describe_plot(table) for table in tables)
 
 
 def _describe_plot(table: ComparisonTable) -> str:
-    """Each curve from its first place to its last, the best end first; of many the best and the worst alone."""
+    """Describe each curve by its first and last value, best first. Of many describe only the best and the worst."""
     axis, metric = table.axis, table.metric
     curves = []
     for method in table.methods:
@@ -308,7 +309,6 @@ def _describe_plot(table: ComparisonTable) -> str:
 
 
 def _shorten_list(texts: Sequence[str]) -> Sequence[str]:
-    """Of many the first ones and the last."""
     if len(texts) <= MAX_DESCRIBED_CURVES:
         return texts
     num_left_out = len(texts) - MAX_DESCRIBED_CURVES
@@ -316,7 +316,7 @@ def _shorten_list(texts: Sequence[str]) -> Sequence[str]:
 
 
 def _build_title(tables: Sequence[ComparisonTable]) -> str:
-    """What is measured, of which methods, at which lengths: the same words whatever the folder is called."""
+    """Build a title from metrics, methods, and lengths, independent of the folder's name."""
     trivial_baselines = {method for table in tables for method in table.trivial_baselines}
     methods = [name for name in dict.fromkeys(method for table in tables for method in table.methods)
                if name not in trivial_baselines] or list(trivial_baselines)  # fmt: skip
@@ -332,17 +332,17 @@ def _build_title(tables: Sequence[ComparisonTable]) -> str:
 
 
 def describe_methods(methods: Sequence[str], max_named: int) -> str:
-    """Their names, or how many there are where there are more."""
+    """Join method names, or return their number if there are more than `max_named`."""
     return f"{len(methods)} methods" if len(methods) > max_named else join_words(methods)
 
 
 def join_words(words: Sequence[str]) -> str:
-    """a, b and c."""
+    """Join words as in: a, b and c."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _summarize_table(table: ComparisonTable) -> str:
-    """Describe the ranking at the last place, and how far each method is from its own start."""
+    """Describe the ranking at the last x value, and the change of each method from the first one."""
     metric, axis, first_x, last_x = table.metric, table.axis, table.x_values[0], table.x_values[-1]
     last_cells = [(cell, method) for method in table.methods if (cell := table.cells.get((method, last_x))) is not None]
     parts = []
@@ -374,7 +374,7 @@ def _summarize_table(table: ComparisonTable) -> str:
 
 
 def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
-    """How numbers were measured: a text for each protocol, with all that it was asked of."""
+    """Describe each protocol and everything measured with it."""
     by_protocol: dict[str, list[ComparisonTable]] = {}
     for section in sections:
         for table in build_comparison_tables(section.records, section.failures):
@@ -383,14 +383,14 @@ def describe_measurements(sections: Sequence[ReportSection]) -> list[str]:
 
 
 def _describe_protocol(protocol: str, tables: Sequence[ComparisonTable]) -> str:
-    """Which tokens were scored, of which texts, and what bars and intervals of these tables are."""
+    """Describe the scored tokens, the texts, and the meaning of bars and intervals in these tables."""
     firsts = [table.records[0] for table in tables]
     windows = _join_counts([record.windows for record in firsts])
     facts = {
         "targets": _join_counts([record.targets for record in firsts]) or "few",
         "windows": windows and f"{windows} ",
         "min_context": _join_counts([record.length - record.targets + 1 for record in firsts if record.targets]),
-        # At a place inside windows fewer are scored than at a length.
+        # Records at positions inside windows have fewer tokens than records of lengths.
         "tokens": _join_counts([record.tokens for record in firsts if record.place is None]),
     }
     parts = [f"Protocol {protocol}.", Template(_PROTOCOL_DESCRIPTIONS.get(protocol, "")).safe_substitute(facts)]
@@ -405,43 +405,42 @@ def _describe_protocol(protocol: str, tables: Sequence[ComparisonTable]) -> str:
     single = [table for table in tables if table.max_seeds == 1]
     has_bars = any(entry.stderr is not None for table in single for entry in table.records)
     if several:
-        where = "Where there are several seeds, cells" if has_bars else "Cells"
+        where = "With several seeds, cells" if has_bars else "Cells"
         parts.append(
-            f"{where} are arithmetic means over {several} seeds, or as many as their n says, with their standard "
+            f"{where} are arithmetic means over {several} seeds, or over n seeds where shown, with their standard "
             "deviation, and bars span the seeds."
         )
     if has_bars:
-        where = "Where there is one seed, bars" if several else "Bars"
+        where = "With one seed, bars" if several else "Bars"
         parts.append(
-            f"{where} are 95% intervals over windows of text; all methods and lengths share the text, so differences "
-            "between them are known better than the bars suggest."
+            f"{where} are 95% intervals over windows of text. All methods and lengths share the text, so differences "
+            "between them are more certain than the bars suggest."
         )
     has_changes = any(entry.change_low is not None for table in tables for entry in table.records)
-    if has_changes and protocol not in ("depths", "task"):  # whose own sentences say it of sequences
+    if has_changes and protocol not in ("depths", "task"):  # these protocols mention sequences in their own sentences
         parts.append(
-            "Intervals are percentile bootstraps over windows; those of a change draw the same windows at both "
-            "lengths, so that what makes a window hard at every length cancels."
+            "Intervals are percentile bootstraps over windows. Those of a change use the same windows at both "
+            "lengths, so that the difficulty of a window cancels."
         )
     return " ".join(filter(None, parts))
 
 
 def _join_counts(counts: Sequence[int | None]) -> str:
-    """In ascending order, each once: 2,048 or 4,096; empty if none is known."""
+    """Join distinct counts in ascending order: 2,048 or 4,096; empty if unknown."""
     texts = [f"{count:,}" for count in sorted({count for count in counts if count is not None})]
     return " or ".join(filter(None, [", ".join(texts[:-1]), *texts[-1:]]))
 
 
 def _describe_text(dataset: str, tokenizer: str | None, is_bytes: bool) -> str:
-    """Where tokens come from, and what one is."""
+    """Describe the source of the tokens, and their unit."""
     notes = [f"tokenizer {tokenizer}"] if tokenizer else []
     notes += ["one token is one byte"] if is_bytes else []
     return f"{dataset} ({', '.join(notes)})" if notes else dataset
 
 
 def _build_models_table(records: Sequence[Record]) -> HtmlTable:
-    """One row per trained model."""
     columns = [HtmlColumn(header) for header in ("parameters", "seed", "steps", "tokens trained on")]
-    columns.append(HtmlColumn("run, and how it was scored", css_class="text wide"))
+    columns.append(HtmlColumn("run, and its scoring", css_class="text wide"))
     rows: dict[tuple[str, int, str | None], tuple[HtmlCell, list[HtmlCell]]] = {}
     by_run: dict[tuple[str, int, str | None], list[Record]] = {}
     for record in records:
@@ -459,11 +458,11 @@ def _build_models_table(records: Sequence[Record]) -> HtmlTable:
         position = None if record.position == record.method else record.position
         run_cell = HtmlCell(record.run or "–", scoring)
         rows[identity] = HtmlCell(record.method, position), [*map(HtmlCell, values), run_cell]
-    return HtmlTable("method", columns, list(rows.values()), "facts", "The models, a row for each")
+    return HtmlTable("method", columns, list(rows.values()), "facts", "Models, one per row")
 
 
 def describe_environment(sections: Sequence[ReportSection]) -> dict[str, str]:
-    """Machine, device, software and dates, each named once."""
+    """Describe machine, device, software, and dates, each once."""
     records = [record for section in sections for record in section.records]
     columns = {
         "machine": [record.machine for record in records],

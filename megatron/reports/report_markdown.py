@@ -1,8 +1,8 @@
-"""The same report as a Markdown page, for records that are kept in a repository: its pictures lie beside it.
+"""Report as a Markdown page with image files, for results in a repository.
 
-zoo.md          what `report.html` says, but for the configurations
-zoo.png         its picture; with several sections zoo_2.png …
-zoo_cost.png    of a leaderboard
+zoo.md          contents of `report.html`, except configurations
+zoo.png         plots; zoo_2.png and so on for further sections
+zoo_cost.png    costs of a leaderboard
 """
 
 import textwrap
@@ -31,24 +31,26 @@ from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomicall
 from megatron.utils.folder_lock import folder_lock
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
-"""How every page begins."""
+"""First line of every page."""
 MAX_METHODS_IN_ALT_TEXT = 10
-"""Of a picture with several panels; more are counted."""
+"""Maximum number of methods named in the alternative text of several panels; more are counted."""
 LINE_LENGTH = 118
-"""Of sentences; tables are as wide as they are."""
+"""Maximum line length of prose; tables may be wider."""
 
 
 def is_generated_markdown(path: Path) -> bool:
-    """Is a file such a page?"""
+    """Return True if a file is a page of ours."""
     return path.is_file() and path.read_bytes().startswith(MARKER.encode())
 
 
 def check_pictures(key: str, path: Path, sections: Sequence[ReportSection]) -> None:
-    """Refuse to write a page where one of its pictures would replace a file that no earlier page of this name shows.
+    """Check that the page's images do not overwrite files that are not images of an earlier page of this name.
 
-    key: the option that named the page.
+    Args:
+        key: option that names the page.
 
-    Raises UserError.
+    Raises:
+        UserError: an image would overwrite another file.
     """
     shown = path.read_text(encoding="utf-8") if is_generated_markdown(path) else ""
     _, *pictures = list_markdown_files(path, sections)
@@ -56,14 +58,13 @@ def check_pictures(key: str, path: Path, sections: Sequence[ReportSection]) -> N
 
 
 def list_markdown_files(path: Path, sections: Sequence[ReportSection]) -> list[Path]:
-    """The page, and the pictures that are written beside it."""
     pictures = [_get_picture_path(path, index) for index in range(len(sections))]
     costs = [_get_cost_path(path, i) for i, section in enumerate(sections) if section.leaderboard is not None]
     return [path, *pictures, *costs]
 
 
 def write_markdown_report(path: Path, sections: Sequence[ReportSection], title: str | None = None) -> Path:
-    """Write a page and its pictures, so that those of two commands are never mixed."""
+    """Write a page and its images. A lock prevents two commands from mixing their files."""
     with folder_lock(path.parent):
         return _write_page(path, sections, title)
 
@@ -74,7 +75,7 @@ def _write_page(path: Path, sections: Sequence[ReportSection], title: str | None
         if len(sections) > 1:
             parts.append(f"## {get_section_title(section)}\n")
         parts += _render_section(path, index, section)
-    parts.append("## What was measured\n")
+    parts.append("## Measurements\n")
     parts += [f"{_break_sentences(text)}\n" for text in describe_measurements(sections)]
     facts = describe_environment(sections)
     parts.append("\n".join(f"- {name}: {text}" for name, text in facts.items()) + "\n")
@@ -107,7 +108,7 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
 
 
 def _describe_picture(tables: Sequence[ComparisonTable]) -> str:
-    """For those who do not see it: of one panel how its curves run, of several what they show. The tables follow."""
+    """Describe a figure for screen readers: the curves of a single panel, or the contents of several."""
     others, depth_maps = split_depth_maps(tables)
     curves = select_curve_tables(others)
     if len(curves) == 1 and not depth_maps:
@@ -135,12 +136,11 @@ def _get_cost_path(path: Path, index: int) -> Path:
 
 
 def _break_sentences(text: str) -> str:
-    """A line for each sentence."""
+    """Put each sentence on its own line."""
     return text.replace(". ", ".\n")
 
 
 def _wrap_lines(text: str) -> str:
-    """A page with no line of prose longer than pages of this project have them."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= LINE_LENGTH or line.startswith(("|", "!", "#", "<")):

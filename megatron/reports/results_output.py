@@ -1,10 +1,10 @@
-"""Results on the console and in a folder, with what is missing of them.
+"""Results on the console and in a folder, with lists of missing results.
 
-A folder of results holds the same records as results.json, .csv, .md and .png, and runs that failed beside them.
+A results folder contains the same records as results.json, .csv, .md, and .png, and the failed runs.
 
-A table is whole if every method has every seed of the table at every place of the table. Where no method has more than
-one seed, or where the sweep says so (`own_seeds`), each method has its own. Positions that end before a length explain
-themselves in the cell, and predictors that learned nothing have no seeds.
+A table is complete if every method has every seed of the table at every x value. If no method has more than one seed,
+or if the sweep sets `own_seeds`, methods are not expected to share seeds. A maximum length is shown in the cell
+instead. Trivial baselines have no seeds.
 """
 
 from collections.abc import Sequence
@@ -27,28 +27,28 @@ from megatron.utils.atomic_io import refuse_foreign_files, write_bytes_atomicall
 from megatron.utils.folder_lock import folder_lock
 
 ALL_RESULTS = "everything"
-"""What is missing of a run without any record."""
+"""Text for a run without any record."""
 
 CHANGE_PHRASES = {
     "rises": "rises from {} to {}",
     "falls": "falls from {} to {}",
     "holds": "holds: {}, {}",
-    "mixed": "rises or falls, as the seed is: {}, {}",
+    "mixed": "rises or falls, depending on the seed: {}, {}",
 }
-"""A verdict in a sentence, with the values at the first and the last place."""
+"""Sentence fragments for each verdict, with the values at the first and the last x value."""
 MAX_DESCRIBED_METHODS = 8
-"""A table of more has no sentences."""
+"""Maximum number of methods in a table with sentences."""
 
 DERIVED_FILES = ("results.csv", "results.md", "results.png")
-"""What is written beside `RESULTS_FILE`, and after it."""
+"""Files written next to and after `RESULTS_FILE`."""
 
 
 def print_comparison_tables(
     console: Console, records: Sequence[Record], failures: Sequence[RunFailure] = (), *, own_seeds: bool = False
 ) -> None:
-    """Print every table of the records: framed where the terminal is wide enough, else (and in pipes) as plain text.
+    """Print every table of the records, framed if the terminal is wide enough, else (and in pipes) as plain text.
 
-    Of few methods a sentence for each follows. What they lack is listed below them, runs that failed among it.
+    If there are few methods, a sentence for each follows. Missing results and failed runs are listed at the end.
     """
     tables = build_comparison_tables(records, failures)
     plain_tables, depth_maps = split_depth_maps(tables)
@@ -70,9 +70,9 @@ def print_comparison_tables(
 
 
 def describe_changes(table: ComparisonTable) -> list[str]:
-    """Describe what each method does from the first place of a table to the last, in the order of the table.
+    """Describe the change of each method from the first x value of a table to the last, in table order.
 
-    Methods without a number at one of the two have no sentence.
+    Methods without a value at one of them are skipped.
     """
     first, last = table.x_values[0], table.x_values[-1]
     sentences = []
@@ -88,7 +88,7 @@ def describe_changes(table: ComparisonTable) -> list[str]:
 
 
 def print_leaderboard(console: Console, board: LeaderboardReport) -> None:
-    """Print what a leaderboard says in place of all tables, which are on the page."""
+    """Print the answers and tables of a leaderboard instead of all tables, which are on the page."""
     for answer in build_answers(board):
         console.print(Text(f"{answer.question}\n{' '.join(answer.sentences)}\n"), soft_wrap=True)
     for table in board.build_tables():
@@ -96,15 +96,23 @@ def print_leaderboard(console: Console, board: LeaderboardReport) -> None:
 
 
 def check_no_foreign_results(option: str, folder: Path) -> None:
-    """Refuse a folder with files by these names that stand beside no results.json, and so are none of ours.
+    """Check that a folder without results.json has no files with the names of our results.
 
-    option: what named the folder. Raises UserError.
+    Args:
+        option: option that names the folder.
+
+    Raises:
+        UserError: it has such files.
     """
     refuse_foreign_files(option, [folder / name for name in DERIVED_FILES], lambda _: (folder / RESULTS_FILE).is_file())
 
 
 def read_saved_records(folder: Path) -> list[Record]:
-    """Return the records in a folder of results, or none without results.json. Raises UserError if that is damaged."""
+    """Read the records in a results folder; empty without results.json.
+
+    Raises:
+        UserError: results.json is damaged.
+    """
     path = folder / RESULTS_FILE
     return record_files.read_records(path) if path.exists() else []
 
@@ -112,18 +120,18 @@ def read_saved_records(folder: Path) -> list[Record]:
 def merge_into_results(
     folder: Path, records: Sequence[Record], *, same_run: bool, only_records: bool = False
 ) -> list[Path]:
-    """Merge records into those of a folder, which other processes may do at the same time.
+    """Merge records into a results folder. Other processes may do so at the same time.
 
-    The folder's records are read just before they are written, both under the folder's lock, so none is lost.
+    The folder's records are read and written under the folder's lock, so none are lost.
 
     Args:
-        folder: the folder of results.
-        records: new ones.
+        folder: results folder.
+        records: new records.
         same_run: as for `merge_records`.
-        only_records: write results.json alone, until all is measured.
+        only_records: write only results.json, because measurements are not finished.
 
     Returns:
-        The files that were written.
+        Paths of the written files.
     """
     with folder_lock(folder):
         merged = merge_records(read_saved_records(folder), records, same_run=same_run)
@@ -140,16 +148,16 @@ def write_results(
     own_seeds: bool = False,
     drawn: Sequence[Record] | None = None,
 ) -> list[Path]:
-    """Write results.json, results.csv, results.md and results.png into a folder, each whole or not at all.
+    """Write results.json, results.csv, results.md, and results.png into a folder, each atomically.
 
-    Runs that failed are written beside them, and stand in tables and pictures as such.
+    Failed runs are saved next to them, and appear in tables and figures.
 
     Args:
-        folder: where to.
-        records: all of them.
-        run_failures: of runs that have none.
-        own_seeds: each method has seeds of its own, so that it lacks none that another has.
-        drawn: the records that the picture shows, without failures; all of them, and failures, if None.
+        folder: results folder.
+        records: all records.
+        run_failures: runs without records.
+        own_seeds: True if each method has its own seeds, so that no method lacks a seed of another.
+        drawn: records to plot, without failures; if None, all records and failures.
     """
     with folder_lock(folder):
         return _write_result_files(folder, records, run_failures, own_seeds=own_seeds, drawn=drawn)
@@ -163,7 +171,7 @@ def _write_result_files(
     own_seeds: bool = False,
     drawn: Sequence[Record] | None = None,
 ) -> list[Path]:
-    from megatron.reports.plots import render_plots_png  # matplotlib takes a while
+    from megatron.reports.plots import render_plots_png  # matplotlib imports slowly
 
     failures.write_failures(folder / RESULTS_FILE, run_failures)
     comparison_tables = build_comparison_tables(records, run_failures)
@@ -190,9 +198,10 @@ def _write_result_files(
 
 
 def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = False) -> TextTable | None:
-    """A list of what tables of the same records lack, a row for all that a method lacks alike; None if all is there.
+    """Build a table of missing results with a row for each method and reason, or return None if nothing is missing.
 
-    own_seeds: each method has seeds of its own, so that it lacks none that another has.
+    Args:
+        own_seeds: True if each method has its own seeds, so that no method lacks a seed of another.
     """
     expected_runs = _list_expected_runs(tables, own_seeds)
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -204,21 +213,21 @@ def build_missing_table(tables: Sequence[ComparisonTable], *, own_seeds: bool = 
     if not rows:
         return None
     return TextTable(
-        title="What is missing",
+        title="Missing results",
         corner_header="method",
         column_headers=("seed", "what", "why"),
         rows=tuple(
             (method, (", ".join(map(str, seeds)), missing_text, reason))
             for (method, missing_text, reason), seeds in rows.items()
         ),
-        notes=("Means, changes and comparisons are over the seeds that are there; where these are fewer, n says so.",)
+        notes=("Means, changes, and comparisons use the available seeds; n is shown if there are fewer.",)
         if any(table.max_seeds > 1 for table in tables)
         else (),
     )
 
 
 def _list_expected_runs(tables: Sequence[ComparisonTable], own_seeds: bool) -> list[tuple[str, int]]:
-    """Every method with every seed that a table of it should have, and every run that failed."""
+    """List each method with every seed that its tables should have, and every failed run."""
     expected: dict[tuple[str, int], None] = {}
     for table in tables:
         for method in table.methods:
@@ -233,12 +242,11 @@ def _list_expected_runs(tables: Sequence[ComparisonTable], own_seeds: bool) -> l
 
 
 def _list_seeds(table: ComparisonTable) -> list[int]:
-    """That a table has of any method."""
     return sorted({record.seed for record in table.records if record.method not in table.trivial_baselines})
 
 
 def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int, own_seeds: bool) -> list[str]:
-    """What tables lack of a run: the tables and places; `ALL_RESULTS` if they have nothing of it."""
+    """List the tables and x values without results of a run, or `ALL_RESULTS` if it has none."""
     method_tables = [table for table in tables if method in table.methods]
     measured_x_values = {
         index: {record.x_value for record in table.records if (record.method, record.seed) == (method, seed)}
@@ -261,5 +269,5 @@ def _find_missing(tables: Sequence[ComparisonTable], method: str, seed: int, own
                 " tokens" if table.axis.in_tokens else ""
             )
             prefix = "" if len(method_tables) == 1 else f"{table.title}: "
-            missing.append(f"{prefix}{'all of it' if not measured_x_values[index] else x_text}")
+            missing.append(f"{prefix}{'all values' if not measured_x_values[index] else x_text}")
     return missing

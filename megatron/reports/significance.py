@@ -1,15 +1,14 @@
-"""Significance of differences between methods: the one definition for tables, pages and sentences.
+"""Significance of differences between methods, defined once for tables, pages, and sentences.
 
-A claim about methods is a claim over seeds. Two methods are compared on the same targets by a paired two-sided t-test
-whose pairs are the runs of one seed that both have: on the values, as KERPLE's tables 3 and 9 (2205.09921), and on
-their logarithms where means are taken of those (a perplexity that explodes is skewed, its nll is not). The larger p of
-the two counts.
+Claims about methods are claims over seeds. Two methods are compared on the same targets by a paired two-sided t-test,
+with a pair for each seed that both have. It tests the values, as in KERPLE's tables 3 and 9 (2205.09921), and their
+logarithms if means are geometric (an exploding perplexity is skewed, its nll is not). The larger p counts.
 
-Many tests find something by chance. A difference is significant if p is below 5% after Holm's correction (Holm 1979, A
-simple sequentially rejective multiple test procedure), which is over all tests of a table against one method.
+Among many tests some are positive by chance. A difference is significant if p is below 5% after Holm's correction (Holm
+1979, A simple sequentially rejective multiple test procedure) over all tests of a table against one method.
 
-Two models of one seed get an interval instead, by a paired bootstrap over blocks of the text. It says how sure their
-ratio is on another text, and nothing about the methods: another training may differ more.
+Two models of one seed get an interval instead, by a paired bootstrap over blocks of the text. It measures the
+uncertainty of their ratio on other texts, not a difference between methods: other trainings may differ more.
 """
 
 import math
@@ -35,27 +34,25 @@ NOT_SIGNIFICANT, NOT_TESTED = "not significant", "not tested"
 
 @dataclass(frozen=True)
 class TTest:
-    """A paired two-sided t-test over seeds."""
-
     t: float
     p: float
     holm_p: float = math.nan
-    """Corrected for all tests of the table."""
+    """p value corrected for all tests of the table."""
 
 
 @dataclass(frozen=True)
 class MethodComparison:
-    """One method against another at one place."""
+    """Comparison of two methods at one x value."""
 
     metric: Metric
     method: str
     x_value: float
     num_seeds: int
-    """That both have there."""
+    """Number of seeds that both methods have there."""
     change: float
-    """How the method differs from the other: over seeds the geometric mean of ratios, or the mean of differences."""
+    """Change from the other method: over seeds the geometric mean of ratios, or the mean of differences."""
     partial_num_seeds: int | None = None
-    """`seeds`, where other comparisons of the table are over more."""
+    """Number of seeds, if other comparisons of the table have more."""
     value_test: TTest | None = None
     log_test: TTest | None = None
     single_pair: tuple[Record, Record] | None = field(default=None, repr=False)
@@ -68,12 +65,12 @@ class MethodComparison:
 
     @property
     def p(self) -> float:
-        """The larger p of the tests, before correction; NaN without a test."""
+        """Larger p value of the tests, before correction; NaN without tests."""
         return max((test.p for test in self._tests), default=math.nan)
 
     @property
     def holm_p(self) -> float:
-        """The larger p of the tests after Holm's correction; NaN without a test."""
+        """Larger p value of the tests after Holm's correction; NaN without tests."""
         return max((test.holm_p for test in self._tests), default=math.nan)
 
     @property
@@ -82,14 +79,14 @@ class MethodComparison:
 
     @cached_property
     def text_interval(self) -> tuple[float, float] | None:
-        """95% interval of the change over blocks of the text, for the models of one seed; None if unknown."""
+        """95% interval of the change over blocks of the text, for models of one seed; None if unknown."""
         if self.single_pair is None or self.metric.comparison != "ratio":
             return None
         return bootstrap_ratio_interval(*self.single_pair)
 
     @property
     def verdict(self) -> str:
-        """better, worse, not significant, or not tested."""
+        """Either better, worse, not significant, or not tested."""
         if not self.is_tested:
             return NOT_TESTED
         if not self.holm_p < SIGNIFICANCE_LEVEL:
@@ -101,7 +98,7 @@ class MethodComparison:
         )
 
     def __str__(self) -> str:
-        """Format a cell: the change, what is known of it, and † if the method is significantly worse."""
+        """Format a cell: the change, its uncertainty, and † if the method is significantly worse."""
         uncertainty, half_width = "one seed", None
         if self.text_interval is not None:
             low, high = self.text_interval
@@ -116,19 +113,19 @@ class MethodComparison:
 
 
 def compare_methods(table: ComparisonTable, against: str) -> list[MethodComparison]:
-    """Compare every method of a table with one of them, at every place where both have runs of the same seed.
+    """Compare every method of a table with one method, at every x value where both have runs of the same seed.
 
-    Predictors that learned nothing have no seeds, and are left out.
+    Trivial baselines have no seeds, and are skipped.
 
     Args:
-        table: the table.
-        against: the method that the others are compared with.
+        table: table of the methods.
+        against: method to compare with.
 
     Returns:
-        By method, then place. Tests are over two seeds or more.
+        Comparisons by method, then x value. Tests need at least two seeds.
 
     Raises:
-        UserError: the table has no such method.
+        UserError: the table does not contain the method.
     """
     if against not in table.methods:
         raise UserError(
@@ -157,7 +154,7 @@ def compare_methods(table: ComparisonTable, against: str) -> list[MethodComparis
 def _compare_pairs(
     metric: Metric, method_records: Sequence[Record], against_records: Sequence[Record]
 ) -> MethodComparison:
-    """One method against another at one place, by records of the same seeds in the same order."""
+    """Compare two methods at one x value, given records of the same seeds in the same order."""
     a, b = (np.array([record.value for record in records]) for records in (method_records, against_records))
     is_ratio = metric.comparison == "ratio"
     change = metric.average_changes(
@@ -173,9 +170,9 @@ def _compare_pairs(
 
 
 def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[float, float] | None:
-    """The 95% interval of the ratio of two perplexities on the same blocks, by a paired bootstrap.
+    """Compute the 95% interval of the ratio of two perplexities on the same blocks, by a paired bootstrap.
 
-    None if the records do not keep the sums of their blocks, or there are fewer than two.
+    Return None if the records lack the sums of their blocks, or there are fewer than two blocks.
     """
     block_counts = record.tokens_per_block
     if (
@@ -192,19 +189,22 @@ def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[fl
 
 
 def _run_t_test(a: np.ndarray, b: np.ndarray) -> TTest:
-    """Of pairs [seeds]. Equal differences are no chance at all (or none to speak of): p is 0, or 1 where all are 0."""
+    """Run a t-test on pairs [seeds]. If all differences are equal (up to rounding), p is 0, or 1 if they are all 0."""
     differences = a - b
     if np.ptp(differences) <= 1e-12 * max(1.0, float(np.abs(a).max())):
         is_zero = abs(float(differences.mean())) <= 1e-12 * max(1.0, float(np.abs(a).max()))
         return TTest(0.0 if is_zero else math.copysign(math.inf, float(differences.mean())), 1.0 if is_zero else 0.0)
-    from scipy import stats  # takes a second to import
+    from scipy import stats  # imports slowly (about one second)
 
     result = stats.ttest_rel(a, b)
     return TTest(float(result.statistic), float(result.pvalue))
 
 
 def apply_holm_correction(p_values: Sequence[float]) -> list[float]:
-    """Holm's corrected p values, in the order given: the k-th smallest of n times n − k + 1, never falling."""
+    """Apply Holm's correction, and return p values in the same order.
+
+    The k-th smallest of n values is multiplied by n − k + 1; the results are made monotone.
+    """
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     corrected, running_max = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -214,7 +214,7 @@ def apply_holm_correction(p_values: Sequence[float]) -> list[float]:
 
 
 def _correct_comparisons(comparisons: Sequence[MethodComparison]) -> list[MethodComparison]:
-    """With Holm's correction, over all tests on values and, apart, over all on logarithms."""
+    """Apply Holm's correction, separately over all tests on values and all tests on logarithms."""
     results = list(comparisons)
     for field_name in ("value_test", "log_test"):
         tested = [
@@ -230,35 +230,39 @@ def _correct_comparisons(comparisons: Sequence[MethodComparison]) -> list[Method
 
 
 def format_p_value(value: float) -> str:
-    """Two digits, as far as they say something."""
+    """Format a p value with two digits."""
     return "< 0.001" if value < 0.001 else f"{value:.2g}"
 
 
 def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
-    """The comparisons of a table. Raises UserError as `compare`."""
+    """Build the table of comparisons with one method.
+
+    Raises:
+        UserError: as for `compare_methods`.
+    """
     comparisons = {
         (comparison.method, comparison.x_value): comparison for comparison in compare_methods(table, against)
     }
     methods = [method for method in table.methods if method != against and method not in table.trivial_baselines]
     max_seeds = max((comparison.num_seeds for comparison in comparisons.values()), default=0)
     change_kind = "ratio to" if table.metric.comparison == "ratio" else "difference from"
-    mean_note = f": the {table.metric.mean_kind} over the seeds that both have" if max_seeds > 1 else ""
+    mean_note = f": the {table.metric.mean_kind} over the seeds that both methods have" if max_seeds > 1 else ""
     notes = [f"The {change_kind} {against}{mean_note}."]
     if any(comparison.partial_num_seeds is not None for comparison in comparisons.values()):
-        notes.append(f"{max_seeds} seeds are paired, where there is no n.")
+        notes.append(f"Unless n is shown, {max_seeds} seeds are paired.")
     if any(comparison.text_interval is not None for comparison in comparisons.values()):
         notes.append(
-            "Intervals: 95%, paired bootstrap over blocks of the text, of the two models of one seed; another training "
-            "may differ more."
+            "Intervals: 95%, paired bootstrap over blocks of the text, for two models of one seed; other trainings may "
+            "differ more."
         )
     if any(comparison.is_tested for comparison in comparisons.values()):
-        scales = ", the larger of values and of logarithms" if table.metric.comparison == "ratio" else ""
+        scales = ", the larger p of values and of logarithms" if table.metric.comparison == "ratio" else ""
         notes += [
             f"p: paired two-sided t-test over {max_seeds} seeds{scales}; Holm: corrected for all tests of this table.",
             f"{WORSE_MARK} significantly worse than {against}: Holm's p is below {SIGNIFICANCE_LEVEL:.0%}.",
         ]
     else:
-        notes.append("No significance is known: a test needs two seeds that both methods have.")
+        notes.append("Significance is unknown: a test needs two seeds that both methods have.")
     return TextTable(
         title=f"{table.title}: compared with {against}",
         corner_header="method",
@@ -278,6 +282,6 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
 
 
 def _explain_missing_pair(table: ComparisonTable, methods: Sequence[str], x: float) -> str:
-    """What stands where two methods are not compared: why one of them has no number, or that they share no seed."""
+    """Return the text for a missing comparison: a method without a value, or no common seed."""
     missing_methods = [method for method in methods if (method, x) not in table.cells]
     return table.get_missing_text(missing_methods[0], x) if missing_methods else "no seed in common"

@@ -1,6 +1,6 @@
-"""Tables shown with rich, as Markdown, plain text, HTML or LaTeX: comparisons of records, and tables of words.
+"""Rendering of tables with rich, or as Markdown, plain text, HTML, or LaTeX: comparison tables and text tables.
 
-The best of each column is marked with `*` and in bold, so that the mark survives copying as plain text.
+The best value of each column is bold and marked with `*`, which survives copying as plain text.
 """
 
 import re
@@ -16,37 +16,37 @@ from megatron.reports.x_axes import join_headers
 
 _NUMBER_START = re.compile(r"[(\[+−-]*\d")
 MAX_NUMBER_LENGTH = 18
-"""Columns with a longer cell hold text and not numbers."""
+"""Maximum cell length of a numeric column; columns with longer cells are text."""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of words: a name for each row, a header for each column, notes below."""
+    """Table of text: a name for each row, a header for each column, and notes below."""
 
     title: str
     corner_header: str
-    """Over the names of the rows."""
+    """Header of the row names."""
     column_headers: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
-    """A name, and a cell for each header."""
+    """Name and cells of each row."""
     notes: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """Aligned columns, for terminals, logs and pipes."""
+        """Format as aligned columns, for terminals, logs, and pipes."""
         lines = [(self.corner_header, *self.column_headers), *((name, *cells) for name, cells in self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.title, *(line.rstrip() for line in aligned), *self.notes]) + "\n"
 
     def to_markdown(self) -> str:
-        """A GitHub table with its caption."""
+        """Format as a GitHub table with its caption."""
         lines = [(self.corner_header, *self.column_headers), ("---",) * (1 + len(self.column_headers))]
         lines += [(name, *cells) for name, cells in self.rows]
         markdown_rows = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
         return "\n".join([*markdown_rows, "", f"{self.title}.", *self.notes]) + "\n"
 
     def to_latex(self) -> str:
-        """A table environment with the rules of booktabs."""
+        """Format as a LaTeX table environment with booktabs rules."""
         return _render_latex(
             self.title,
             "l" * (1 + len(self.column_headers)),
@@ -56,7 +56,7 @@ class TextTable:
         )
 
     def to_html(self) -> HtmlTable:
-        """The table for a page; columns of numbers stand on the right."""
+        """Build the table for a page, with right-aligned numbers."""
         columns = []
         for index, header in enumerate(self.column_headers):
             cells = [cells[index] for _, cells in self.rows]
@@ -67,7 +67,7 @@ class TextTable:
 
 
 def build_rich_table(table: ComparisonTable) -> Table:
-    """For a terminal; deviations over seeds stand under their means."""
+    """Build a rich table for terminals, with deviations over seeds below the means."""
     terminal_table = Table(
         title=table.title, caption="\n".join(table.notes), title_justify="left", caption_justify="left"
     )
@@ -91,7 +91,6 @@ def build_rich_table(table: ComparisonTable) -> Table:
 
 
 def render_comparison_markdown(table: ComparisonTable) -> str:
-    """A GitHub table with its caption."""
     headers = [join_headers(*header_pair) for header_pair in table.get_column_headers()]
     change_headers = [" ".join(table.get_change_header())] if table.changes else []
     lines = [
@@ -112,7 +111,7 @@ def render_comparison_markdown(table: ComparisonTable) -> str:
 
 
 def render_comparison_text(table: ComparisonTable) -> str:
-    """Aligned columns without colour or frame, for logs and pipes."""
+    """Render aligned columns without color or frame, for logs and pipes."""
     headers = table.get_column_headers()
     rows = [["method", *(f"{multiple} " for multiple, _ in headers)], ["", *(f"{x_text} " for _, x_text in headers)]]
     for method in table.methods:
@@ -140,12 +139,12 @@ _LATEX_SIGNS = {
 
 
 def escape_latex(text: str) -> str:
-    """Text as LaTeX shows it, whatever signs are in it."""
+    """Escape all special characters for LaTeX."""
     return "".join(_LATEX_SIGNS.get(sign, sign) for sign in text)
 
 
 def render_comparison_latex(table: ComparisonTable) -> str:
-    """A table environment with the rules of booktabs; the best of a column is bold, and methods have a line each."""
+    """Render a LaTeX table environment with booktabs rules. The best value of each column is bold."""
     multiples, texts = zip(*table.get_column_headers(), strict=True)
     headers = [["method", *map(escape_latex, multiples)], ["", *map(escape_latex, texts)]]
     rows = []
@@ -169,7 +168,7 @@ def render_comparison_latex(table: ComparisonTable) -> str:
 def _render_latex(
     title: str, columns: str, headers: Sequence[Sequence[str]], rows: Sequence[Sequence[str]], notes: Sequence[str]
 ) -> str:
-    """Headers and cells are LaTeX already."""
+    """Build a table environment from headers and cells that are already LaTeX."""
 
     def format_lines(lines: Sequence[Sequence[str]]) -> list[str]:
         return [" & ".join(line).rstrip() + r" \\" for line in lines]
@@ -183,7 +182,7 @@ def _render_latex(
 
 
 def build_html_table(table: ComparisonTable) -> HtmlTable:
-    """For a page."""
+    """Build the table for a page."""
     columns = [HtmlColumn(*header_pair) for header_pair in table.get_column_headers()]
     if table.changes:
         columns.append(HtmlColumn(*table.get_change_header(), css_class="text wide"))
@@ -197,7 +196,6 @@ def build_html_table(table: ComparisonTable) -> HtmlTable:
 
 
 def _build_html_cell(table: ComparisonTable, method: str, x: float) -> HtmlCell:
-    """With its interval in small print."""
     cell = table.cells.get((method, x))
     if cell is None:
         return HtmlCell(table.get_missing_text(method, x))
@@ -211,7 +209,7 @@ def _format_change(table: ComparisonTable, method: str) -> str:
 
 
 def _format_aligned_cell(table: ComparisonTable, method: str, x: float) -> str:
-    """With a blank where others have the mark, so that the digits of a column stand under each other."""
+    """Format a cell, padded with a space unless it has the mark, so that digits align."""
     cell = table.cells.get((method, x))
     return f"{table.get_missing_text(method, x)} " if cell is None else str(cell) + " " * (not cell.is_best)
 

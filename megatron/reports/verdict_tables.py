@@ -1,18 +1,18 @@
-"""Tables of verdicts: training lengths side by side, methods that extrapolate, and significant differences.
+"""Tables of verdicts: comparison of training lengths, extrapolation, and significant differences.
 
-**Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Tables keep them apart, because a
-column usually is a multiple of the training length. Where all lengths score the same targets, their numbers can be
-compared all the same, at equal lengths of context.
+**Training lengths** (DAPE V2, 2410.04798, figure 3: equal tokens, other lengths). Comparison tables separate training
+lengths, because a column usually is a multiple of the training length. If all training lengths score the same targets,
+their numbers are comparable at equal context lengths.
 
 **Extrapolation**, by the criterion of Exploring Transformer Extrapolation (2307.10156, definition 2.1). With windows of
-n tokens and the training length m, a model extrapolates if |ppl_n − ppl_m| / ppl_m < δ for every n. The paper gives no
-δ, and "every n" cannot be tried: what is shown is
+n tokens and training length m, a model extrapolates if |ppl_n − ppl_m| / ppl_m < δ for every n. The paper gives no δ,
+and testing "every n" is impossible, so tables show
 
-    r_n = ppl_n / ppl_m − 1          signed, so that a gain is not taken for a loss
-    its largest size over n > m      with the δ and the largest n
+    r_n = ppl_n / ppl_m − 1          signed, to distinguish gains from losses
+    its largest size over n > m      with δ and the largest n
 
-The ratio is the change from m to n as `comparison_table.py` defines it: of several seeds the geometric mean of each
-seed's own, over the seeds that were scored at both lengths.
+The ratio is the change from m to n as defined in `comparison_table.py`: for several seeds it is the geometric mean of
+their ratios, over the seeds scored at both lengths.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,17 @@ from megatron.utils.errors import UserError
 from megatron.utils.suggestions import format_choices
 
 DEFAULT_DELTA = 0.1
-"""Bound of the criterion of extrapolation."""
+"""Bound of the extrapolation criterion."""
 
 
 def build_verdict_tables(
     tables: Sequence[ComparisonTable], against: str | None = None, delta: float = DEFAULT_DELTA
 ) -> list[TextTable]:
-    """What tables say: models of several training lengths side by side, who extrapolates, and who differs from a
-    method. Raises UserError if no table has the method."""
+    """Build tables that compare training lengths, test extrapolation, and compare methods with `against`.
+
+    Raises:
+        UserError: no table contains the method.
+    """
     text_tables = build_train_length_tables(tables)
     text_tables += [
         text_table for table in tables if (text_table := build_extrapolation_table(table, delta)) is not None
@@ -43,13 +46,13 @@ def build_verdict_tables(
     comparable_tables = [table for table, methods in tables_with_methods if against in methods and len(methods) > 1]
     if not comparable_tables:
         methods = list(dict.fromkeys(method for table in tables for method in table.methods))
-        hint = "it is alone in its table" if against in methods else format_choices(against, methods)
+        hint = "it is the only method in its table" if against in methods else format_choices(against, methods)
         raise UserError(f"--against {against}: nothing to compare with it; {hint}")
     return text_tables + [significance.build_significance_table(table, against) for table in comparable_tables]
 
 
 def build_train_length_tables(tables: Sequence[ComparisonTable]) -> list[TextTable]:
-    """A table for all those that differ in the training length alone and score the same targets."""
+    """Build a table for each group of tables that differ only in training length and score the same targets."""
     tables_by_key: dict[tuple[str, str, int | None, str, str], list[ComparisonTable]] = {}
     for table in tables:
         first_record = table.records[0]
@@ -89,12 +92,14 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         for table in ordered
         for method in table.methods
     )
-    notes = [f"The same tokens are scored {axis.column_phrase}; {metric.better} is better.", "* best of its column."]
+    notes = [
+        f"All cells score the same tokens {axis.column_phrase}; {metric.better} is better.",
+        "* best of its column.",
+    ]
     if max_seeds > 1:
-        notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, those with an n of so many.")
+        notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, or of n seeds where shown.")
     return TextTable(
-        title=f"{metric.title_with_unit} of models that were trained at several lengths, "
-        f"{ordered[0].protocol_description}",
+        title=f"{metric.title_with_unit} of models trained at different lengths, {ordered[0].protocol_description}",
         corner_header="method",
         column_headers=("trained at", *(axis.format_value(x) for x in x_values)),
         rows=rows,
@@ -104,13 +109,13 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """One method of a table."""
+    """Extrapolation of one method in a table."""
 
     method: str
     changes: dict[int, Change]
-    """n → how the perplexity differs from that at the training length, for n above it."""
+    """n → change of the perplexity from that at the training length, for larger n."""
     worst_length: int
-    """The n at which r_n is largest in size."""
+    """Length n with the largest |r_n|."""
 
     @property
     def relative_changes(self) -> dict[int, float]:
@@ -118,14 +123,15 @@ class Extrapolation:
         return {length: change.mean - 1 for length, change in self.changes.items()}
 
     def extrapolates(self, delta: float) -> bool:
-        """Is every r_n below δ in size?"""
+        """Return True if |r_n| < δ for every n."""
         return abs(self.relative_changes[self.worst_length]) < delta
 
 
 def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
-    """The methods of a table of perplexities over lengths that were scored at the training length and beyond it.
+    """Compute the extrapolation of methods scored at the training length and beyond it.
 
-    Methods whose positions end within the table have the lengths that they know.
+    The table must contain perplexities over lengths. Methods with limited positions are measured up to their maximum
+    length.
     """
     if table.metric.name != "perplexity" or table.axis.name != "length":
         return []
@@ -144,8 +150,10 @@ def measure_extrapolation(table: ComparisonTable) -> list[Extrapolation]:
 
 
 def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DELTA) -> TextTable | None:
-    """The criterion as a table, with the methods in the order of the table of numbers; None if nothing was scored at
-    and beyond the training length."""
+    """Build the table of the extrapolation criterion, with methods in the order of the comparison table.
+
+    Return None if nothing was scored at the training length and beyond it.
+    """
     results = measure_extrapolation(table)
     if not results:
         return None
@@ -161,24 +169,24 @@ def build_extrapolation_table(table: ComparisonTable, delta: float = DEFAULT_DEL
     listed_methods = {result.method for result in results}
     for method, max_length in table.max_lengths.items():
         if method not in listed_methods and max_length <= table.train_length:
-            rows.append((method, ("–", "–", f"its positions end at {max_length:,}")))
+            rows.append((method, ("–", "–", f"its maximum length is {max_length:,}")))
             listed_methods.add(method)
     rows += [(method, ("–", "–", "failed")) for method in dict.fromkeys(result.method for result in table.failures)
              if method not in listed_methods]  # fmt: skip
     rows.sort(key=lambda row: table.methods.index(row[0]))
     notes = [
-        f"r is perplexity over that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; the paper "
-        "gives no bound)."
+        f"r is the ratio of perplexity to that at {table.train_length:,} tokens, minus 1 (2307.10156, definition 2.1; "
+        "the paper gives no bound)."
     ]
     if table.max_seeds > 1:
         notes.append(
-            f"Over seeds it is the {table.metric.mean_kind} of each seed's own ratio, minus 1; over {table.max_seeds}, "
-            "where there is no n."
+            f"Over seeds it is the {table.metric.mean_kind} of the ratios, minus 1; unless n is shown, over "
+            f"{table.max_seeds} seeds."
         )
     return TextTable(
         title=f"Extrapolation beyond {table.train_length:,} tokens, {table.protocol_description}",
         corner_header="method",
-        column_headers=("r of the largest size", "at", f"extrapolates (|r| < {delta:g})"),
+        column_headers=("r with the largest |r|", "at", f"extrapolates (|r| < {delta:g})"),
         rows=tuple(rows),
         notes=tuple(notes),
     )

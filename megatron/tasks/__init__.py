@@ -1,1 +1,1 @@
-"""Tasks that models are trained on from scratch, at lengths up to one and scored beyond it."""
+"""Tasks to train models on from scratch, with evaluation at lengths beyond training."""

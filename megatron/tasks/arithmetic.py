@@ -1,4 +1,4 @@
-"""What tasks of arithmetic are drawn from: bits, pairs of binary numbers, and expressions of digits modulo 5."""
+"""Samplers of arithmetic tasks: bits, pairs of binary numbers, and expressions of digits modulo 5."""
 
 import numpy as np
 
@@ -6,21 +6,21 @@ from megatron.tasks.task import Array
 from megatron.tasks.transduction_task import TERMINATOR_SYMBOL
 
 SEPARATOR = 2
-"""The symbol between two numbers in binary."""
+"""Separator between two binary numbers."""
 
 MODULUS = 5
-"""Of the values of expressions."""
+"""Modulus of expressions."""
 PLUS, MINUS, TIMES, OPEN, CLOSE = range(MODULUS, MODULUS + 5)
-"""The symbols that follow the digits."""
+"""Symbols after the digits."""
 
 
 def sample_bits(generator: np.random.Generator, count: int, length: int) -> Array:
-    """Uniform bits, int64 [count, length]."""
+    """Sample uniform bits, int64 [count, length]."""
     return generator.integers(2, size=(count, length))
 
 
 def sample_positive(generator: np.random.Generator, count: int, lengths: Array, width: int) -> Array:
-    """Numbers uniform on 1 … 2^length − 1 as bits in any order, int64 [count, width], zeros beyond each length."""
+    """Sample uniform numbers 1 … 2^length − 1 as bits, int64 [count, width], with zeros beyond each length."""
     mask = np.arange(width) < lengths[:, None]
     bits = sample_bits(generator, count, width) * mask
     while (zero := ~bits.any(axis=1)).any():
@@ -29,13 +29,15 @@ def sample_positive(generator: np.random.Generator, count: int, lengths: Array, 
 
 
 def sample_number_pairs(generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array, Array]:
-    """Two numbers of at least one bit each, least significant bit first, with a separator between them, in `length` ≥ 3
-    symbols.
+    """Sample two numbers of at least one bit each, least significant bit first, with a separator.
 
-    The first one's length is uniform on 1 … length − 2, each value uniform on 1 … 2^length − 1.
+    The total is `length` ≥ 3 symbols.
+
+    The length of the first number is uniform on 1 … length − 2. Each value is uniform on 1 … 2^length − 1.
 
     Returns:
-        Symbols, int64 [count, length]; the bits of the two, int64 [count, length], zeros beyond their lengths.
+        Symbols, int64 [count, length]; and the bits of both numbers, int64 [count, length], with zeros beyond their
+        lengths.
     """
     first_lengths = generator.integers(1, length - 1, size=count)
     first, second = (
@@ -48,7 +50,7 @@ def sample_number_pairs(generator: np.random.Generator, count: int, length: int)
 
 
 def propagate_carries(sums: Array) -> Array:
-    """Bits of the numbers Σ sums[:, i]·2^i, of which as many as there are columns suffice."""
+    """Compute the bits of the numbers Σ sums[:, i]·2^i, which must fit in as many bits as there are columns."""
     bits = np.zeros_like(sums)
     carry = np.zeros(len(sums), dtype=sums.dtype)
     for column in range(sums.shape[1]):
@@ -59,9 +61,13 @@ def propagate_carries(sums: Array) -> Array:
 
 
 def terminate_bits(bits: Array, width: int) -> Array:
-    """Numbers greater than 0 without the zeros above their highest bit, then the terminator, then zeros.
+    """Write positive numbers without leading zeros (highest bits), followed by the terminator and zeros.
 
-    bits: int64 [count, any]. Returns int64 [count, width].
+    Args:
+        bits: int64 [count, any], least significant bit first.
+
+    Returns:
+        int64 [count, width].
     """
     count, columns = bits.shape
     result = np.zeros((count, width), dtype=np.int64)
@@ -73,15 +79,15 @@ def terminate_bits(bits: Array, width: int) -> Array:
 
 
 def sample_expressions(generator: np.random.Generator, count: int, length: int, operators: int) -> tuple[Array, Array]:
-    """Draw expressions of `length` symbols.
+    """Sample expressions of `length` symbols.
 
         length 1: d        2: −d        3: (d)        4: (−d)        5 and more: ( left op right )
 
     d is uniform on 0 … 4, the length of `left` on 1 … length − 4, and op on the operators. All expressions of a batch
-    are grown together, one level of brackets at a time, and evaluated from the innermost level outwards.
+    are expanded together, one bracket level at a time, and evaluated from the innermost level outward.
 
     Args:
-        operators: how many of +, − and × there are to choose from.
+        operators: number of operators to choose from +, −, and ×, in this order.
 
     Returns:
         Symbols, int64 [count, length], and values modulo 5, int64 [count].
@@ -113,7 +119,7 @@ def sample_expressions(generator: np.random.Generator, count: int, length: int, 
 
 
 def _sample_leaves(generator: np.random.Generator, symbols: Array, rows: Array, starts: Array, sizes: Array) -> Array:
-    """Write the expressions that hold a single digit; returns their values."""
+    """Write expressions with a single digit, and return their values."""
     digits = generator.integers(MODULUS, size=len(rows))
     bracketed, negative = sizes >= 3, sizes % 2 == 0
     symbols[rows[bracketed], starts[bracketed]] = OPEN

@@ -1,4 +1,4 @@
-"""Tasks that are answered by a text, letter by letter, each letter given the right ones before it."""
+"""Tasks with a text as answer, predicted letter by letter, given the correct letters before."""
 
 import numpy as np
 
@@ -7,32 +7,32 @@ from megatron.tasks.task import Array, Task, TaskBatch
 
 
 class AutoregressiveTask(Task):
-    """Base of the tasks of this form: a question, and a text that answers it and ends with a full stop.
+    """Base class of tasks with a question, and an answer that ends with a stop token.
 
-    The model reads the right answer while it writes it. That all of its letters are right by themselves is therefore
-    the same as that the whole text, written one likeliest letter after the other, is right.
+    The model receives the correct answer so far (teacher forcing). All letters are correct if and only if greedy
+    decoding generates the whole answer.
     """
 
     scores_exact_match = True
 
     @property
     def num_letters(self) -> int:
-        """Letters, whose ids are 0, 1, …: all tokens but three."""
+        """Number of letters, whose ids are 0, 1, …; the vocabulary has three more tokens."""
         raise NotImplementedError
 
     @property
     def begin_token(self) -> int:
-        """Begins a sequence."""
+        """Token at the start of a sequence."""
         return self.num_letters
 
     @property
     def separator_token(self) -> int:
-        """Stands between the string and what follows it."""
+        """Token between the string and what follows it."""
         return self.num_letters + 1
 
     @property
     def stop_token(self) -> int:
-        """Ends an answer."""
+        """Token at the end of an answer."""
         return self.num_letters + 2
 
     @property
@@ -44,8 +44,10 @@ class AutoregressiveTask(Task):
         return range(self.vocab_size)
 
     def build_batch(self, question: Array, answer: Array) -> TaskBatch:
-        """Sequences of a question [B, q] and the letters of its answer [B, r]: each letter is the label of the token
-        before it, and the full stop that of the last letter."""
+        """Build sequences from questions [B, q] and the letters of answers [B, r].
+
+        Each letter is the label of the token before it, and the stop token is the label of the last letter.
+        """
         first, count = question.shape[1] - 1, len(question)
         tokens = np.concatenate([question, answer], axis=1)
         labels = np.full(tokens.shape, self.stop_token)
@@ -56,17 +58,17 @@ class AutoregressiveTask(Task):
 
 
 class StringTask(AutoregressiveTask):
-    """Base of those whose question is a string of letters."""
+    """Base class of tasks whose question is a string of letters."""
 
     paper = "Jelassi et al. (2024), Repeat After Me"
 
-    letters: int = config_field(26, "letters of the alphabet", ge=2, le=10**6)
+    letters: int = config_field(26, "size of the alphabet", ge=2, le=10**6)
 
     @property
     def num_letters(self) -> int:
         return self.letters
 
     def ask_string(self, string: Array, answer: Array) -> TaskBatch:
-        """`$ string | answer .`, from the letters of both, [B, n] and [B, r]."""
+        """Build sequences `$ string | answer .` from the letters of both, [B, n] and [B, r]."""
         begin, separator = (np.full((len(string), 1), token) for token in (self.begin_token, self.separator_token))
         return self.build_batch(np.concatenate([begin, string, separator], axis=1), answer)

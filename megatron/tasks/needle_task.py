@@ -1,4 +1,4 @@
-"""Needles in a haystack: values that belong to keys, among noise that says nothing (RULER's four forms of it)."""
+"""Needles in a haystack: values of keys hidden in noise (the four variants of RULER)."""
 
 from typing import Literal, Self
 
@@ -11,37 +11,37 @@ from megatron.tasks.task import Array, Task, TaskBatch
 
 
 class RulerTask(Task):
-    """A small copy of a task of RULER (2404.06654)."""
+    """Small version of a task of RULER (2404.06654)."""
 
     paper = "Hsieh et al. (2024), RULER"
     scores_exact_match = True
-    note = "Words are generated and answers are read at fixed places: a small copy of RULER, whose scores it is not."
+    note = "Words are generated and answers are scored at fixed positions: scores are not comparable with RULER's."
 
 
 class NeedleTask(RulerTask):
-    """Needles are keys, each followed by a value; behind the haystack some of the keys are asked for.
+    """Needles are keys, each followed by a value; after the haystack some of the keys are queried.
 
         · · k₂ v · · · k₁ v · k₁ v · ·   ? k₁ v v   ? k₂ v …
 
-    RULER's generator has the same three numbers: keys, values of each key, and keys that are asked for; its four tasks
-    are four settings of it. A key's values are asked for in the order in which they stand. The model reads the right
-    values before each that is asked for, so `exact_match` is what it would have written itself. The haystack has the
-    length of the input; the question is the same at every length.
+    RULER's generator has the same three parameters: keys, values per key, and queried keys. Its four tasks are four
+    settings of them. The values of a key are expected in order of occurrence. The model receives the correct values
+    before each expected one, so `exact_match` equals the accuracy of greedy decoding. The length of the haystack is the
+    input length. The question is the same at every length.
 
-    Vocabulary: noise words, keys, values, the question mark. Keys are different, and so are all values of a sequence.
+    Vocabulary: noise words, keys, values, question mark. All keys of a sequence are distinct, and so are all values.
     """
 
     has_depth = True
 
-    num_needle_k: int = config_field(1, "keys that have needles", ge=1, le=10**4)
-    num_needle_v: int = config_field(1, "values of each key, a needle for each", ge=1, le=10**4)
-    num_needle_q: int = config_field(1, "keys that are asked for", ge=1, le=10**4)
+    num_needle_k: int = config_field(1, "number of keys with needles", ge=1, le=10**4)
+    num_needle_v: int = config_field(1, "number of values per key, with a needle for each", ge=1, le=10**4)
+    num_needle_q: int = config_field(1, "number of queried keys", ge=1, le=10**4)
     haystack: Literal["noise", "needles"] = config_field(
-        "noise", "what is between the needles: words that say nothing, or needles of other keys, as many as fit"
+        "noise", "tokens between the needles: noise words, or as many needles of other keys as fit"
     )
-    noise_words: int = config_field(32, "different words of noise", ge=1, le=10**6)
-    keys: int = config_field(64, "different keys", ge=1, le=10**6)
-    values: int = config_field(64, "different values", ge=2, le=10**6)
+    noise_words: int = config_field(32, "number of different noise words", ge=1, le=10**6)
+    keys: int = config_field(64, "number of different keys", ge=1, le=10**6)
+    values: int = config_field(64, "number of different values", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -50,17 +50,17 @@ class NeedleTask(RulerTask):
         if self.num_needle_k > self.keys:
             raise ValueError(f"num_needle_k is {self.num_needle_k}, but there are {self.keys} keys")
         if self.num_needles > self.values:
-            raise ValueError(f"{self.num_needles} needles need as many values, but there are {self.values}")
+            raise ValueError(f"{self.num_needles} needles need that many values, but there are {self.values}")
         return self
 
     @property
     def num_needles(self) -> int:
-        """Needles of the keys that may be asked for."""
+        """Number of needles of the keys that may be queried."""
         return self.num_needle_k * self.num_needle_v
 
     @property
     def question_token(self) -> int:
-        """Stands before each key that is asked for."""
+        """Token before each queried key."""
         return self.noise_words + self.keys + self.values
 
     @property
@@ -93,8 +93,11 @@ class NeedleTask(RulerTask):
         return self._ask(haystack, keys, values, asked)
 
     def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
-        """The needles of the first key that is asked for stand behind each other at the depth, the others anywhere but
-        between a key and its value: so a needle may stand one token deeper."""
+        """Sample sequences with the needles of the first queried key at a depth.
+
+        These needles are consecutive. Other needles are placed anywhere, but the key and value of a needle are never
+        separated, so the depth may be off by one token.
+        """
         num_values = self.num_needle_v
         keys, values, others = self._draw_words(generator, count, length)
         needles = self._mix_needles(generator, keys[:, 1:], values[:, num_values:], others)
@@ -111,15 +114,17 @@ class NeedleTask(RulerTask):
         return self._ask(np.stack(rows), keys, values, asked)
 
     def _draw_words(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array, Array]:
-        """Keys [B, K + D] of which the last D are distractors', values [B, K·V] by key, and values of distractors."""
+        """Sample keys [B, K + D] with D distractors at the end, values [B, K·V] by key, and values of distractors."""
         distractors = self._count_distractors(length)
         keys = self.noise_words + sample_distinct(generator, count, self.num_needle_k + distractors, self.keys)
         values = self.answer_ids.start + sample_distinct(generator, count, self.num_needles, self.values)
         return keys, values, self.answer_ids.start + generator.integers(self.values, size=(count, distractors))
 
     def _mix_needles(self, generator: np.random.Generator, keys: Array, values: Array, others: Array) -> Array:
-        """Needles in any order, [B, needles, 2]: a key comes as often as it has values, and the first to come are its
-        values in order."""
+        """Shuffle the needles, [B, needles, 2].
+
+        A key occurs once for each of its values, and its values keep their order.
+        """
         count, distractors = others.shape
         num_keys = keys.shape[1] - distractors
         owners = np.concatenate([np.repeat(np.arange(num_keys), self.num_needle_v), num_keys + np.arange(distractors)])
@@ -130,7 +135,7 @@ class NeedleTask(RulerTask):
         return np.stack([np.take_along_axis(keys, owners, axis=1), placed], axis=2)
 
     def _ask(self, haystack: Array, keys: Array, values: Array, asked: Array) -> TaskBatch:
-        """Sequences of haystacks [B, n], and of questions for keys by their numbers [B, Q]."""
+        """Build sequences from haystacks [B, n] and indices of queried keys [B, Q]."""
         count, num_asked = asked.shape
         values = values.reshape(count, self.num_needle_k, self.num_needle_v)
         question = np.concatenate(
@@ -144,17 +149,20 @@ class NeedleTask(RulerTask):
         return build_question_batch(haystack, question)
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
-        # The only one would be the answer.
+        # With a single needle its value would be the answer.
         return {"one of the needles' values": 1 / self.num_needles} if self.num_needles > 1 else {}
 
 
 def build_question_batch(haystack: Array, questions: Array, given: int = 2) -> TaskBatch:
-    """Sequences of a haystack [B, n] and of questions [B, q, given + answers]: what is given of each (a mark, what is
-    asked for), and its answers, each expected after the token before it. The last one is not read."""
+    """Build sequences from haystacks [B, n] and questions [B, q, given + answers].
+
+    The first `given` tokens of a question are a mark and the query. Each answer is expected after the token before it.
+    The last token is not an input.
+    """
     count, length = haystack.shape
     tokens = np.concatenate([haystack, questions.reshape(count, -1)], axis=1)
     mask = np.zeros(tokens.shape, dtype=bool)
     mask[:, length:].reshape(questions.shape)[:, :, given - 1 : -1] = True
-    # Where nothing is asked for, any answer will do.
+    # Labels outside the mask can be any answer id.
     labels = np.where(mask, np.roll(tokens, -1, axis=1), questions[:, :1, -1])
     return TaskBatch(tokens[:, :-1], labels[:, :-1], mask[:, :-1], mask[:, :-1])

@@ -1,4 +1,4 @@
-"""Tasks of strings that repeat themselves, whose next letter does not follow from the last ones."""
+"""Tasks with repetitive strings, in which the last letters do not determine the next one."""
 
 from typing import Self
 
@@ -12,29 +12,29 @@ from megatron.tasks.task import Array, TaskBatch
 
 
 class RepetitiveStringTask(StringTask):
-    """Base of the tasks of this form: `$ string | answer .`, the string made of pieces that come again and again.
+    """Base class of tasks `$ string | answer .` whose string consists of repeated pieces.
 
-    A string of different letters is copied by looking for the letter before: induction, at any distance and without
-    any position. In a string of `pieces` pieces, each as likely at every place, the same letters go on in different
-    ways, and only the place says in which. What a lookup of as many letters as a piece has reaches stands beside the
-    models.
+    A string of distinct letters can be copied by looking up the previous letter (induction), at any distance and
+    without positions. In a string of `pieces` different pieces in random order, the same letters have several
+    continuations, and only the position determines which. A trivial baseline shows the accuracy of a lookup of as many
+    letters as a piece has.
     """
 
     paper = "Zhou et al. (2023), What Algorithms can Transformers Learn? A Study in Length Generalization"
     note = "Zhou et al. repeat single letters of a small alphabet; here pieces of several letters are repeated."
 
-    pieces: int = config_field(4, "different pieces of each string", ge=1, le=10**4)
-    piece_length: int = config_field(3, "letters of a piece", ge=1, le=10**4)
+    pieces: int = config_field(4, "number of different pieces per string", ge=1, le=10**4)
+    piece_length: int = config_field(3, "number of letters per piece", ge=1, le=10**4)
 
     @model_validator(mode="after")
     def _check_pieces(self) -> Self:
         if self.letters**self.piece_length < 2 * self.pieces:
             possible = self.letters**self.piece_length
-            raise ValueError(f"{self.pieces} pieces are more than half of the {possible} that there can be")
+            raise ValueError(f"{self.pieces} pieces are more than half of the {possible} possible pieces")
         return self
 
     def order_answer(self, string: Array) -> Array:
-        """The answer [B, n] to strings [B, n]."""
+        """Return the answers [B, n] to strings [B, n]."""
         raise NotImplementedError
 
     def sequence_length(self, length: int) -> int:

@@ -1,4 +1,4 @@
-"""What tasks are drawn from: numbers without repetition, statements among noise, and strings that repeat themselves."""
+"""Samplers of tasks: distinct numbers, statements among noise, and repetitive strings."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from megatron.tasks.task import Array
 
 
 def sample_distinct(generator: np.random.Generator, count: int, size: int, below: int) -> Array:
-    """`size` different numbers below `below` in a random order, int64 [count, size]."""
+    """Sample `size` distinct numbers below `below` in random order, int64 [count, size]."""
     scores = generator.random((count, below))
     indices = np.argpartition(scores, size - 1, axis=1)[:, :size]
     order = np.argsort(np.take_along_axis(scores, indices, axis=1), axis=1)
@@ -14,13 +14,13 @@ def sample_distinct(generator: np.random.Generator, count: int, size: int, below
 
 
 def hide_statements(generator: np.random.Generator, statements: Array, length: int, noise_words: int) -> Array:
-    """A haystack: statements that stand in their order at uniform places among noise.
+    """Build a haystack: statements in order, at uniform positions among noise.
 
-    Every choice of places at which none overlaps another is as likely.
+    All sets of positions without overlap have the same probability.
 
     Args:
         statements: int64 [B, statements, tokens of each].
-        length: tokens of the haystack; at least those of all statements.
+        length: number of tokens in the haystack; at least those of all statements.
         noise_words: noise is uniform on the ids 0 … noise_words − 1.
 
     Returns:
@@ -38,9 +38,10 @@ def hide_statements(generator: np.random.Generator, statements: Array, length: i
 def sample_repetitive_strings(
     generator: np.random.Generator, count: int, length: int, *, letters: int, pieces: int, piece_length: int
 ) -> Array:
-    """Strings that repeat themselves: each has a few pieces of its own, uniform and different from one another, and is
-    a sequence of these, each as likely at every place, cut to its length. Letters behind the last n ≤ piece_length
-    letters are therefore no function of these.
+    """Sample strings that consist of repeated pieces.
+
+    Each string has its own distinct, uniform pieces, and is a random sequence of them, cut to its length. The last n ≤
+    piece_length letters therefore do not determine the next one.
 
     Returns:
         int64 [count, length], letters below `letters`.
@@ -54,6 +55,6 @@ def sample_repetitive_strings(
 
 
 def _find_equal_pieces(pieces: Array) -> Array:
-    """Has a row two pieces that are the same? bool [B], from [B, pieces, letters]."""
+    """Return a mask of rows with two equal pieces, bool [B], from [B, pieces, letters]."""
     same = (pieces[:, :, None] == pieces[:, None]).all(axis=3)
     return same.sum(axis=(1, 2)) > pieces.shape[1]

@@ -1,7 +1,7 @@
-"""What a task is: a generator of sequences, with the positions at which answers are expected.
+"""Task interface: a generator of sequences, with the positions where answers are expected.
 
-A task's options are the fields of its class, so they have types, bounds, defaults and a sentence each. Whatever trains
-on a task or scores it knows `sample_batch` and the facts beside it, and no task by its name.
+The options of a task are the fields of its class, with types, bounds, defaults, and descriptions. Training and
+evaluation use `sample_batch` and the attributes of a task, and never depend on its name.
 
 B sequences, n the length of the input, T = `sequence_length(n)` tokens of the whole sequence.
 """
@@ -16,80 +16,87 @@ Array = np.ndarray
 
 
 class TaskBatch(NamedTuple):
-    """B sequences of one length. Label t is the answer that is expected after token t was read: nothing is shifted."""
+    """Batch of B sequences of one length. Label t is the answer expected after token t: nothing is shifted."""
 
     tokens: Array
-    """int64 [B, T]."""
+    """Input tokens, int64 [B, T]."""
     labels: Array
-    """int64 [B, T], one of the task's `answer_ids`; without meaning outside `loss_mask`."""
+    """Expected answers, int64 [B, T], from the task's `answer_ids`; undefined outside `loss_mask`."""
     loss_mask: Array
-    """bool [B, T], the positions that have a loss."""
+    """True at positions with a loss, bool [B, T]."""
     accuracy_mask: Array
-    """bool [B, T], those of them that count for accuracy."""
+    """True at positions that count for accuracy, a subset of `loss_mask`, bool [B, T]."""
     position_ids: Array | None = None
-    """int64 [B, T], what encodings are told of each token, in any order; None for the indices 0, 1, …"""
+    """Position ids for encodings, int64 [B, T], in any order; None for the indices 0, 1, …"""
 
 
 class Task(ConfigSection):
-    """Base of all tasks. A subclass says what its class variables are, and overrides the methods."""
+    """Base class of all tasks. A subclass sets the class variables, and overrides the methods."""
 
     title: ClassVar[str]
-    """What is asked, in a sentence without a full stop."""
+    """Description of the task, without a final period."""
     paper: ClassVar[str]
-    """Authors, year and title of the publication that the task comes from."""
+    """Publication of the task: authors, year, and title."""
     chomsky_level: ClassVar[str | None] = None
-    """Of the Chomsky hierarchy, for the tasks that are chosen by it: R, D or C."""
+    """Level in the Chomsky hierarchy for tasks selected by it: R, D, or C."""
     permutation_invariant: ClassVar[bool] = False
-    """Is the answer the same whatever the order of the input? (DAPE V2's Table 6 marks such tasks with a dagger.)"""
+    """True if the answer does not depend on the order of the input (marked with a dagger in DAPE V2's Table 6)."""
     note: ClassVar[str] = ""
-    """What has to be known when results are compared with the paper's, in sentences."""
+    """Caveats for comparisons with the paper's results, in full sentences."""
     scores_exact_match: ClassVar[bool] = False
-    """Is the share of sequences of which every token is right reported too?"""
+    """True if the share of completely correct sequences is reported too."""
     has_depth: ClassVar[bool] = False
-    """Can it be chosen at which depth of the input the answer stands? Then there is `sample_batch_at_depth`, and
-    `evaluate --depths` maps accuracy over depth and length."""
+    """True if the depth of the answer in the input can be chosen.
+
+    The task then implements `sample_batch_at_depth`, and `evaluate --depths` maps accuracy over depth and length.
+    """
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary: ids are in [0, size)."""
+        """Vocabulary size; ids are in [0, size)."""
         raise NotImplementedError
 
     @property
     def answer_ids(self) -> range:
-        """The ids that labels may have: of these an answer is chosen, and over these the loss is taken in scoring."""
+        """Ids of valid labels. Predictions and the loss in evaluation are restricted to them."""
         raise NotImplementedError
 
     @property
     def position_limit(self) -> int | None:
-        """All positions that its batches say are smaller; None for a task whose tokens stand at their indices."""
+        """Exclusive upper limit of the task's position ids, or None if it uses token indices."""
         return None
 
     def unsupported_length_reason(self, length: int) -> str | None:
-        """Why there is no input of a length, else None: a clause that follows it."""
+        """Return the reason why there are no inputs of a length, or None. The reason is a clause for error messages."""
         return None if length >= 1 else "inputs have at least 1 token"
 
     def sequence_length(self, length: int) -> int:
-        """Tokens of a sequence whose input has this length."""
+        """Return the number of tokens in a sequence with this input length."""
         raise NotImplementedError
 
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
-        """Draw `count` sequences whose input has a supported length."""
+        """Sample `count` sequences with a supported input length."""
         raise NotImplementedError
 
     def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
-        """The same, of sequences whose answer stands at one depth: the share, 0 to 1, of what could stand before it in
-        the input that does. Of several answers it is the first that is asked for. For tasks that `has_depth`."""
+        """Sample sequences whose answer is at a depth of the input. Only for tasks with `has_depth`.
+
+        The depth is the share, from 0 to 1, of the other input tokens that precede the answer. If there are several
+        answers, it applies to the first one.
+        """
         raise NotImplementedError
 
     def length_weight(self, length: int) -> float:
-        """How often training draws a supported length, in proportion to the others."""
+        """Return the relative frequency of a supported length in training."""
         return 1.0
 
     def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
-        """Answers [B, T] of predictors that read the tokens and do not solve the task, by what they are called; without
-        meaning outside the accuracy mask."""
+        """Return the answers [B, T] of predictors that read the tokens but do not solve the task, by description.
+
+        Answers are undefined outside the accuracy mask.
+        """
         return {}
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
-        """Accuracies that are reached without solving the task, at a length, by the predictor in words."""
+        """Return accuracies that are possible without solving the task at a length, by predictor description."""
         return {}

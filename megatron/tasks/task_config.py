@@ -1,6 +1,6 @@
-"""Tasks by their names and options, and the one that a configuration trains on, with the lengths of its inputs.
+"""Tasks by name and options, and the task of a configuration with its input lengths.
 
-The files of `catalogue/` are the tasks: adding a file adds a task.
+Each file of `catalogue/` defines a task; adding a file adds a task.
 """
 
 import importlib
@@ -19,16 +19,19 @@ from megatron.utils.suggestions import format_choices
 
 
 def list_tasks() -> list[str]:
-    """Names of all tasks, in alphabetical order."""
     folder = Path(__file__).parent / "catalogue"
     return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
 
 
 @cache
 def load_task_class(name: str) -> type[Task]:
-    """The class of a named task. Raises UserError with the nearest name for an unknown one."""
+    """Return the class of a task.
+
+    Raises:
+        UserError: the name is unknown; the message suggests similar names.
+    """
     if name not in list_tasks():
-        raise UserError(f"task {name} is not available; {format_choices(name, list_tasks())}", "task")
+        raise UserError(f"unknown task {name}; {format_choices(name, list_tasks())}", "task")
     module = importlib.import_module(f"megatron.tasks.catalogue.{name}")
     (task_class,) = (
         value
@@ -39,7 +42,7 @@ def load_task_class(name: str) -> type[Task]:
 
 
 def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a task's name or its options: the key to blame, and a sentence with the values."""
+    """Yield problems with a task's name or options: the key, and a sentence with the values."""
     try:
         task_class = load_task_class(name)
     except UserError as error:
@@ -63,14 +66,18 @@ def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tupl
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """A task by its name and options. Raises UserError if there is none, or an option is not one of its own."""
+    """Build a task from its name and options.
+
+    Raises:
+        UserError: the name is unknown, or an option is invalid.
+    """
     for key, problem in find_option_problems(name, options or {}):
         raise UserError(problem, key)
     return load_task_class(name).model_validate(dict(options or {}))
 
 
 def describe_task(name: str) -> dict[str, Any]:
-    """What people are told of a task: name, title, paper, note, and its options with their defaults and meanings."""
+    """Return the name, title, paper, and note of a task, and its options with defaults and meanings."""
     task_class = load_task_class(name)
     options = {
         option: {"default": field.default, "meaning": field.description}
@@ -86,7 +93,7 @@ def describe_task(name: str) -> dict[str, Any]:
 
 
 def format_task_label(name: str, task: Task) -> str:
-    """A task in one word, with the options that are not the default's: `mqar(pairs=4)`."""
+    """Format a task in one word, with the options that differ from the defaults: `mqar(pairs=4)`."""
     changed = [
         f"{option}={value}"
         for option, value in task.model_dump().items()
@@ -97,7 +104,7 @@ def format_task_label(name: str, task: Task) -> str:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """A task and the lengths of its inputs in training."""
+    """Task with the range of its input lengths in training."""
 
     name: str
     task: Task
@@ -106,34 +113,38 @@ class TaskConfig:
 
     @property
     def label(self) -> str:
-        """The task in one word, with the options that differ from the default's."""
+        """Task in one word, with the options that differ from the defaults."""
         return format_task_label(self.name, self.task)
 
     @property
     def dataset(self) -> str:
-        """What records of the task say that they were scored on."""
+        """Dataset name in the task's records."""
         return f"task {self.label}"
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of inputs that training draws from, each as often, ascending."""
+        """Input lengths that training draws from, ascending."""
         candidates = range(self.min_length, self.max_length + 1)
         return tuple(length for length in candidates if self.task.unsupported_length_reason(length) is None)
 
     @cached_property
     def length_weights(self) -> tuple[float, ...] | None:
-        """The probabilities of these lengths; None if each is as likely."""
+        """Probabilities of these lengths, or None if they are uniform."""
         weights = [self.task.length_weight(length) for length in self.lengths]
         return None if len(set(weights)) == 1 else tuple(weight / sum(weights) for weight in weights)
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Tokens of the whole sequence at each of these lengths."""
+        """Length of the whole sequence for each of these input lengths."""
         return tuple(self.task.sequence_length(length) for length in self.lengths)
 
 
 def read_task_config(data: DataOptions) -> TaskConfig:
-    """What a configuration with a `task` trains on. Raises UserError if it cannot."""
+    """Read the task of a configuration.
+
+    Raises:
+        UserError: the task or its options are invalid.
+    """
     for key, problem in find_task_problems(data):
         raise UserError(problem, key)
     assert data.task is not None
@@ -146,7 +157,7 @@ def read_task_config(data: DataOptions) -> TaskConfig:
 
 
 def find_task_problems(data: DataOptions) -> Iterator[tuple[str, str]]:
-    """What is wrong with the keys of a task: the key to blame, and a sentence with the values."""
+    """Yield problems with the keys of a task: the key, and a sentence with the values."""
     if data.task is None:
         return
     option_problems = list(find_option_problems(data.task, data.task_options))

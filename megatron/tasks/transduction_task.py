@@ -1,19 +1,19 @@
-"""Tasks that map an input to outputs which are read all at once, as in Delétang et al. (2023), section 4.
+"""Tasks that map an input to outputs read all at once, as in Delétang et al. (2023), section 4.
 
     tokens     x₁ … x_n   c … c   _ … _        n of the input, then compute tokens, then m placeholders
-    labels                        y₁ … y_m     an answer at each placeholder; nothing that was answered is fed back
+    labels                        y₁ … y_m     an answer at each placeholder; answers are not fed back
 
-The inputs and the outputs have alphabets of their own, so that the symbol 0 of the one is not the symbol 0 of the
-other. One vocabulary holds both:
+Inputs and outputs have separate alphabets, so that symbol 0 of the inputs is not symbol 0 of the outputs. One
+vocabulary contains both:
 
     0 … a − 1            the input's alphabet
     a                    the placeholder
-    a + 1                the compute token, if there are any
+    a + 1                the compute token, if used
     then b ids           the outputs' alphabet
 
-No id of the outputs is ever read, and none of the others is ever right. With an output matrix of its own
-(`no_weight_tying: true`), the rows of the outputs' ids are the separate output layer of the papers. The other rows are
-classes that are never right; training drives their share of the softmax towards 0, and scoring leaves them out.
+Ids of the outputs are never inputs, and other ids are never labels. With a separate output matrix (`no_weight_tying:
+true`), the rows of the outputs' ids are the separate output layer of the papers. The other rows are classes that never
+occur. Training drives their softmax probability towards 0, and scoring excludes them.
 """
 
 from typing import ClassVar
@@ -24,38 +24,37 @@ from megatron.options.section import config_field
 from megatron.tasks.task import Array, Task, TaskBatch
 
 TERMINATOR_SYMBOL = 2
-"""The symbol that ends outputs of fewer than `output_length` symbols; zeros follow it."""
+"""Symbol that ends outputs of fewer than `output_length` symbols; zeros follow it."""
 
 
 class TransductionTask(Task):
-    """Base of the tasks of this form. A subclass says its alphabets, how long its outputs are, and draws both."""
+    """Base class of such tasks. A subclass defines the alphabets and the output length, and samples strings."""
 
     compute_tokens: int = config_field(
-        0, "compute tokens between input and placeholders, for each token of the input", ge=0, le=1000
+        0, "number of compute tokens per input token, between input and placeholders", ge=0, le=1000
     )
 
     paper = "Delétang et al. (2023), Neural Networks and the Chomsky Hierarchy"
     note = (
-        "The model is a causal decoder, in which a token of the input sees only those before it; the papers' network "
-        "is an encoder, in which each sees all. Compare the order of methods with theirs, never single numbers."
+        "The model is a causal decoder, in which an input token attends only to previous tokens. The papers' network "
+        "is an encoder with attention to all tokens. Compare the order of methods with the papers, not single numbers."
     )
     num_input_symbols: ClassVar[int]
-    """Symbols of the input's alphabet, a."""
+    """Size of the input alphabet, a."""
     num_output_symbols: ClassVar[int]
-    """Symbols of the outputs' alphabet, b."""
+    """Size of the output alphabet, b."""
     has_terminator: ClassVar[bool] = False
-    """Do only the outputs up to and including the first TERMINATOR_SYMBOL count for accuracy?"""
+    """True if accuracy counts only the outputs up to and including the first TERMINATOR_SYMBOL."""
 
     def input_length(self, length: int) -> int:
-        """Tokens that an input of this nominal length really has."""
+        """Return the actual number of input tokens for a nominal length."""
         return length
 
     def output_length(self, length: int) -> int:
-        """Outputs, m."""
         return 1
 
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
-        """Inputs [B, input_length] and outputs [B, m], each in its own alphabet."""
+        """Sample inputs [B, input_length] and outputs [B, m], each in its own alphabet."""
         raise NotImplementedError
 
     @property

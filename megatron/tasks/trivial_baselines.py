@@ -1,12 +1,11 @@
-"""What trivial predictors reach on sequences: an accuracy below or at which nothing has been learned.
+"""Accuracy of trivial predictors; a model at or below it has learned nothing.
 
-A predictor is fitted to sequences of its own and scored on those of an evaluation, so that it gains nothing from the
-chance that made them.
+Predictors are fitted to separate sequences and scored on those of an evaluation, so that they do not exploit chance.
 
-    constant        the same answer everywhere, the most frequent one
-    position        at each position the most frequent answer: it knows position and length, and no token
+    constant        the most frequent answer everywhere
+    position        the most frequent answer at each position; it depends on position and length, but not on tokens
 
-Others read tokens and still do not solve the task: what they are, the task says (`Task.predict_trivially`).
+Tasks define other predictors, which read tokens but do not solve the task (`Task.predict_trivially`).
 """
 
 import numpy as np
@@ -17,14 +16,14 @@ CONSTANT, POSITION = "the same answer everywhere", "the likeliest answer at each
 
 
 def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatch) -> dict[str, Array]:
-    """Where trivial predictors are right, by what they are called.
+    """Return where trivial predictors are correct, by description.
 
     Args:
-        fitted: sequences of a length, from which the answers are taken.
-        scored: others of the same length, [B, T].
+        fitted: sequences of a length to fit the predictors to.
+        scored: other sequences of the same length, [B, T].
 
     Returns:
-        bool [B, T] each, False where nothing counts.
+        bool [B, T] each, False at positions that do not count.
     """
     frequencies = _count_answers(task, fitted)
     constant = frequencies.sum(axis=0).argmax()
@@ -41,7 +40,7 @@ def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatc
 
 
 def _count_answers(task: Task, batch: TaskBatch) -> Array:
-    """How often each answer is right at each position, int64 [T, answers]."""
+    """Count how often each answer is correct at each position, int64 [T, answers]."""
     length, num_answers = batch.labels.shape[1], len(task.answer_ids)
     _, positions = np.nonzero(batch.accuracy_mask)
     flat = positions * num_answers + batch.labels[batch.accuracy_mask] - task.answer_ids.start

@@ -1,4 +1,4 @@
-"""Word problems of permutation groups: the product of all elements so far, a state that has to be tracked."""
+"""Word problems of permutation groups: tracking the product of all elements so far."""
 
 from functools import cache
 from itertools import permutations
@@ -10,17 +10,17 @@ from megatron.tasks.task import Array, Task, TaskBatch
 
 
 class WordProblemTask(Task):
-    """n uniform elements g₁ … g_n of a group; after each, the product so far: g₁ first, then g₂, and so on.
+    """n uniform elements g₁ … g_n of a group; the answer at each is the product so far, applying g₁ first.
 
-    A permutation p of 0 … 4 is written (p(0), …, p(4)), and the elements are numbered in the order of these. The
-    answer after g_t is the number of the permutation that takes x to g_t(… g₂(g₁(x))). No group that is not solvable
-    can be tracked to every length by a transformer of a fixed depth, as far as is known (NC¹ is not in TC⁰, if the two
-    differ): how long a word a model tracks says how it uses its depth.
+    A permutation p of 0 … 4 is written (p(0), …, p(4)), and elements are numbered in lexicographic order. The answer
+    after g_t is the number of the permutation that maps x to g_t(… g₂(g₁(x))). As far as is known, transformers of
+    fixed depth cannot track non-solvable groups at every length (unless NC¹ = TC⁰). The length of words that a model
+    tracks thus shows how it uses its depth.
     """
 
     paper = "Merrill et al. (2024), The Illusion of State in State-Space Models"
     even_only: ClassVar[bool]
-    """Are the elements the even permutations alone?"""
+    """True if only even permutations are elements."""
 
     @property
     def vocab_size(self) -> int:
@@ -50,7 +50,7 @@ class WordProblemTask(Task):
 
 @cache
 def list_permutations(even_only: bool) -> Array:
-    """Those of 0 … 4 in the order of how they are written, int64 [120 or 60, 5]."""
+    """List the permutations of 0 … 4 in lexicographic order, int64 [120 or 60, 5]."""
     every = np.array(list(permutations(range(5))))
     inversions = sum((every[:, i] > every[:, j]).astype(np.int64) for i in range(5) for j in range(i + 1, 5))
     return every[inversions % 2 == 0] if even_only else every
@@ -58,7 +58,7 @@ def list_permutations(even_only: bool) -> Array:
 
 @cache
 def build_product_table(even_only: bool) -> Array:
-    """The number of the permutation x ↦ b(a(x)) at the row of a and the column of b."""
+    """Build a table with the number of the permutation x ↦ b(a(x)) at row a and column b."""
     elements = list_permutations(even_only)
     composed = elements[:, elements].transpose(1, 0, 2)  # [a, b, x] = b[a[x]]
     weights = 5 ** np.arange(4, -1, -1)

@@ -1,1 +1,1 @@
-"""Small parts that any other part may use: errors, files, signals, how things are written for people."""
+"""Utilities for all other packages: errors, files, signals and formatting."""

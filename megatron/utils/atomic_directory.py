@@ -1,22 +1,22 @@
-"""Folders that appear whole or not at all, also when the process that writes them is killed.
+"""Folders that appear completely or not at all, even if the writing process is killed.
 
-A folder is written inside a working folder beside its target and then renamed:
+A folder is written inside a working folder next to its target and then renamed:
 
-    data/.python.k3x9_a7q.tmp/new    what is being written
-    data/.python.k3x9_a7q.tmp/old    the earlier folder, for the moment between two renames
+    data/.python.k3x9_a7q.tmp/new    the folder being written
+    data/.python.k3x9_a7q.tmp/old    the earlier folder, between two renames
 
-The process that writes holds a lock on the working folder, which the system releases however the process ends. So
-whoever comes next knows which working folders nobody owns: it puts an `old` back if its target is missing, and removes
-the rest. File systems that cannot lock keep such folders, since nobody can tell whether their owner lives.
+The writing process holds a lock on the working folder, which the system releases however the process ends. So the next
+process can tell which working folders are abandoned. It restores an `old` if its target is missing, and removes the
+rest. On file systems without locks such folders are kept, because nobody can tell whether their owner is alive.
 
-Long work can be resumed. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which says what is
-being made, so that the same work finds what an earlier process left of it; other work removes it like any other.
+Long work can be resumed. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which identifies the work,
+so that the same work finds what an earlier process left. Other work removes it like any other.
 
-A folder that another process made or changed meanwhile is never replaced: the new one is then kept beside it, or
-discarded where both must be the same.
+A folder that another process created or changed in the meantime is never replaced. The new folder is then kept next to
+it, or discarded if both must have the same contents.
 
-The package filelock is not used: its locks are files beside the target, and a lock on the working folder itself leaves
-nothing behind.
+The package filelock is not used: its locks are files next to the target, while a lock on the working folder itself
+leaves no files behind.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from megatron.utils.errors import RunError, describe_cause
 from megatron.utils.signals import cleanup_on_signal
 
 DISK_FULL_ERRORS = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
-"""The system's words for it: of libraries' errors the words are all that is known (`errors.describe_cause`)."""
+"""System error messages for a full disk. Errors of libraries may contain only the message (`errors.describe_cause`)."""
 
 PROGRESS_FILES = ("read", "progress.json", "lengths")
-"""Names of what resumable work may keep beside its new folder."""
+"""Names that resumable work may keep next to its new folder."""
 
 
 class FolderVersion(NamedTuple):
-    """Version of a folder: another number or time means another folder, or another set of files."""
+    """Version of a folder. A different number or time means a different folder, or different files."""
 
     device: int
     inode: int
@@ -61,14 +61,14 @@ def read_folder_version(target: Path) -> FolderVersion | None:
 
 
 class FolderConflictError(RunError):
-    """Another process made or changed a folder while this one was at work on it.
+    """Error if another process created or changed a folder while this one was writing it.
 
-    `kept` is where the folder of this process is.
+    `kept` is the path of this process's folder.
     """
 
     def __init__(self, target: Path, kept: Path) -> None:
         super().__init__(
-            f"{target}: another command wrote it meanwhile, and it is kept as it is; what this one made is in {kept}"
+            f"{target}: another command wrote it meanwhile; it is unchanged, and the new result is in {kept}"
         )
         self.kept = kept
 
@@ -82,23 +82,25 @@ def atomic_directory(
     key: str | None = None,
     keep_after: Callable[[BaseException], bool] | None = None,
 ) -> Iterator[Path]:
-    """A folder that becomes `target` when the block ends without an exception.
+    """Create a folder that becomes `target` when the block ends without an exception.
 
-    After an exception `target` is as it was. Raises OSError where the disk refuses.
+    After an exception `target` is unchanged. Raises OSError if the disk cannot be written.
 
-    replaces: version of the folder that may be replaced; None if there was none.
-    on_conflict: what to do if `target` is another folder by then. "refuse" keeps the new folder under another name and
-        raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
-    key: eight digits or small letters that say which work this is. The folder then holds what an earlier process left
-        of the same work, which was killed or ended by an exception that `keep_after` returns True for; so does the
-        folder that it lies in. While another process does that work, this one begins anew.
+    Args:
+        replaces: version of the folder that may be replaced; None if there was none.
+        on_conflict: what to do if `target` is another folder by then. "refuse" keeps the new folder under another name
+            and raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
+        key: eight digits or lowercase letters that identify the work. The folder then contains what an earlier process
+            left of the same work, if it was killed or ended by an exception for which `keep_after` returns True; so
+            does the parent of the folder. If another process is doing the same work, this one starts from scratch.
+        keep_after: returns True for exceptions after which the work is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     recover_abandoned(target, key)
     work, lock = _lock_work_folder(target, key)
     keep = False
     try:
-        (work / "new").mkdir(exist_ok=True)  # not mkdtemp's permissions, which are for its owner alone
+        (work / "new").mkdir(exist_ok=True)  # mkdir sets default permissions; mkdtemp's are for the owner only
         with cleanup_on_signal(
             lambda: _clean_work_folder(work, target, keep=keep_after is not None and keep_after(KeyboardInterrupt()))
         ):
@@ -116,16 +118,16 @@ def atomic_directory(
 
 
 def _publish(work: Path, target: Path, replaces: FolderVersion | None) -> bool:
-    """Give the new folder its name. Returns False if the name belongs to a folder that must not be replaced."""
+    """Rename the new folder to its target. Returns False if the target is a folder that must not be replaced."""
     old = work / "old"
     if replaces is not None and (found := read_folder_version(target)) is not None:
         if found != replaces:
             return False
         target.rename(old)
         if (status := old.stat()) and (status.st_dev, status.st_ino) != replaces[:2]:
-            return False  # replaced by another process just before, and put back by `_clean_work_folder`
+            return False  # replaced by another process just before, and restored by `_clean_work_folder`
     try:
-        (work / "new").rename(target)  # the system refuses unless there is nothing, or an empty folder
+        (work / "new").rename(target)  # this fails unless the target is missing or an empty folder
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             return False
@@ -134,7 +136,7 @@ def _publish(work: Path, target: Path, replaces: FolderVersion | None) -> bool:
 
 
 def _keep_beside(new: Path, target: Path) -> Path:
-    """Move a folder to a free name beside its target: books-2."""
+    """Move a folder to a free name next to its target, such as books-2."""
     for number in count(2):
         path = target.with_name(f"{target.name}-{number}")
         if not path.exists():
@@ -145,25 +147,24 @@ def _keep_beside(new: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def describe_write_errors(target: Path, contents: str = "what") -> Iterator[None]:
-    """Around `atomic_directory`. Raises RunError where the disk refuses, which says whether `contents` was there before
-    and is kept."""
+    """Convert write errors of `atomic_directory` to RunError. The message says whether existing `contents` are kept."""
     existed = target.exists()
     try:
         yield
     except OSError as error:
         cause = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
-        outcome = f"{contents} was there is kept as it was" if existed else "nothing was kept of it"
+        outcome = f"{contents} was there is kept" if existed else "nothing was kept"
         raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
 
 
 def recover_abandoned(target: Path, key: str | None = None) -> None:
-    """Clean up what killed processes left of their work on `target`; what they left of the work `key` stays."""
+    """Clean up what killed processes left of their work on `target`, except for the work `key`."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
     work_folders: list[Path] = []
-    with contextlib.suppress(OSError):  # a folder that cannot be listed holds nothing of ours
+    with contextlib.suppress(OSError):  # a folder that cannot be listed contains nothing of ours
         work_folders = [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
     for work in work_folders:
-        with contextlib.suppress(OSError):  # nor does what is no folder, or another's; the next one may be ours
+        with contextlib.suppress(OSError):  # not a folder, or not readable; the next one may be ours
             if {path.name for path in work.iterdir()} <= {"new", "old", *PROGRESS_FILES}:
                 keep = key is not None and work == _keyed_work_folder(target, key)
                 _clean_if_abandoned(work, target, keep=keep)
@@ -177,7 +178,7 @@ def _clean_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
     descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody works there, or the file system has no locks
+    except OSError:  # in use by another process, or no locks on this file system
         return
     else:
         _clean_work_folder(work, target, keep=keep)
@@ -186,9 +187,9 @@ def _clean_if_abandoned(work: Path, target: Path, *, keep: bool) -> None:
 
 
 def _lock_work_folder(target: Path, key: str | None) -> tuple[Path, int | None]:
-    """A working folder and the descriptor of its lock: that of the key, if nobody has it, else a new one.
+    """Lock a working folder: that of the key if it is free, else a new one. Returns its path and lock descriptor.
 
-    No lock where the file system has none.
+    The descriptor is None if the file system has no locks.
     """
     while key is not None:
         work = _keyed_work_folder(target, key)
@@ -219,7 +220,7 @@ def _lock_work_folder(target: Path, key: str | None) -> tuple[Path, int | None]:
 
 
 def _clean_work_folder(work: Path, target: Path, *, keep: bool) -> None:
-    """The end of a working folder, however its work ended: an earlier folder goes back if the target is missing."""
+    """Clean up a working folder, however its work ended. Restores an earlier folder if the target is missing."""
     old = work / "old"
     if old.exists() and not target.exists():
         old.rename(target)

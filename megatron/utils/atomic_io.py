@@ -1,5 +1,4 @@
-"""Folders for results, and files that are written whole or not at all: a temporary name, then a rename. And JSON that
-may be anything."""
+"""Folders for results, files that are written atomically (temporary name, then rename), and safe JSON parsing."""
 
 import contextlib
 import errno
@@ -16,17 +15,17 @@ from megatron.utils.errors import RunError, UserError
 
 
 def get_farfield_version() -> str:
-    """Of this project; `?` where it lies without its pyproject.toml."""
+    """Return the version of this project, or `?` if its pyproject.toml is missing."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"] if project.is_file() else "?"
 
 
 def make_folder(key: str, folder: Path) -> list[Path]:
-    """Make a folder with its parents, and see that files can be made in it. Returns the new ones, the innermost first.
+    """Create a folder with its parents, and check that it is writable. Returns the new folders, innermost first.
 
     Raises:
-        UserError: it is a file, lies in one, or takes no files, and nothing was made; the line begins with `key`, which
-            named it.
+        UserError: the path is a file, is inside a file, or is not writable, and nothing was created. The message begins
+            with `key`, the option that set the path.
     """
     created: list[Path] = []
     try:
@@ -35,7 +34,7 @@ def make_folder(key: str, folder: Path) -> list[Path]:
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
-        tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing and takes nothing
+        tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing, but is not writable
     except OSError as error:
         remove_empty_folders(created)
         raise UserError(
@@ -45,8 +44,8 @@ def make_folder(key: str, folder: Path) -> list[Path]:
 
 
 def refuse_file_in_path(key: str, folder: Path) -> None:
-    """Refuse what cannot become a folder, since it is a file or lies in one. Raises UserError, which begins with `key`,
-    and OSError where that cannot be seen."""
+    """Raise UserError, beginning with `key`, if a path is a file or inside a file. Raises OSError if it cannot be
+    checked."""
     for path in (*reversed(folder.parents), folder):
         if path.exists() and not path.is_dir():
             subject = "which" if path == folder else f"but {path}"
@@ -54,38 +53,38 @@ def refuse_file_in_path(key: str, folder: Path) -> None:
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
-    """Take back folders that `make_folder` made, as far as they are empty."""
+    """Remove folders created by `make_folder` if they are empty."""
     with contextlib.suppress(OSError):
         for path in folders:
             path.rmdir()
 
 
 def check_folder(key: str, folder: Path) -> None:
-    """`make_folder`, with nothing left of it."""
+    """Check that a folder can be created and written, without leaving it behind (`make_folder`)."""
     remove_empty_folders(make_folder(key, folder))
 
 
 def refuse_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
-    """Refuse to write where a file lies that this program did not write.
+    """Check that no existing file of another origin would be overwritten.
 
     Args:
-        key: the configuration key, or option, that named their folder.
-        files: that are to be written.
-        is_ours: was this existing file written by an earlier command?
+        key: configuration key or option that set their folder.
+        files: files to be written.
+        is_ours: returns True if an existing file was written by an earlier command.
 
     Raises:
-        UserError: naming the first that is not.
+        UserError: names the first other file.
     """
     for path in files:
         if path.exists() and not is_ours(path):
             raise UserError(
-                f"{key}: {path} is there, and is none of this command's earlier results, which alone it replaces; "
-                "name another place, or move it away"
+                f"{key}: {path} exists and is not an earlier result of this command; "
+                "choose another folder, or move the file"
             )
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads` for files, which may hold anything. Raises ValueError, also for what is nested too deeply."""
+    """Parse JSON from an arbitrary file. Raises ValueError, also for JSON that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -93,20 +92,19 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: bool = False) -> Path:
-    """Write `content` to `path`, making its folders.
+    """Write `content` to `path`, creating its folders. Readers see the old or the new file, never a partial one.
 
-    A reader sees the old file or the new one, never a part.
-
-    must_be_new: never replace a file, also not one that another process has written meanwhile.
+    Args:
+        must_be_new: never replace a file, not even one written by another process in the meantime.
 
     Raises:
-        UserError: `path` cannot be written to (a folder, no permission, or a file that must not be replaced).
-        RunError: the disk is full or failed; an older file of that name is still whole.
+        UserError: `path` cannot be written (a folder, no permission, or a file that must not be replaced).
+        RunError: the disk is full or failed; an older file of that name is intact.
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path}: is a folder, a file is to be written there")
-    # Not the process ID: processes of other hosts, which share the folder, may have the same.
+        raise UserError(f"{path}: is a folder; expected the path of a file")
+    # A process ID is not unique, because hosts may share the folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +127,7 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
 
 
 def _link_new(temporary: Path, path: Path) -> None:
-    """Give a file its name. Raises FileExistsError if another file has that name."""
+    """Rename a file. Raises FileExistsError if another file has that name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -141,10 +139,10 @@ def _link_new(temporary: Path, path: Path) -> None:
 
 
 def write_text_atomically(path: str | Path, content: str, *, must_be_new: bool = False) -> Path:
-    """`write_bytes_atomically` of UTF-8 text."""
+    """Write UTF-8 text with `write_bytes_atomically`."""
     return write_bytes_atomically(path, content.encode("utf-8"), must_be_new=must_be_new)
 
 
 def write_page_atomically(path: str | Path, content: str) -> Path:
-    """`write_bytes_atomically` of text for people, in which bytes of a file name that are not UTF-8 become `?`."""
+    """Write text for people with `write_bytes_atomically`. Bytes of file names that are not UTF-8 become `?`."""
     return write_bytes_atomically(path, content.encode("utf-8", errors="replace"))

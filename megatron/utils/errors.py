@@ -1,4 +1,4 @@
-"""The two ways Farfield ends early. Each becomes one line on the console and an exit code, never a traceback."""
+"""Errors that end Farfield early. Each is one line on the console and an exit code, never a traceback."""
 
 import errno
 import os
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 
 class FarfieldError(Exception):
-    """Something a person should read as one clear line. `exit_code` is the process's."""
+    """Error reported to the user as one clear line. `exit_code` is the exit code of the process."""
 
     exit_code = 1
 
 
 class UserError(FarfieldError):
-    """What the user wrote cannot be done: name the file, key and value, and the valid choices.
+    """Error in the user's input. The message names the file, key and value, and the valid choices.
 
-    `key`, dotted, is the configuration's to blame, for whoever still knows which file set it.
+    `key` is the dotted configuration key at fault, for callers that know which file set it.
     """
 
     exit_code = 2
@@ -29,22 +29,22 @@ class UserError(FarfieldError):
 
 
 class RunError(FarfieldError):
-    """Something failed while running (a full disk, a NaN loss, a truncated file): say what is kept and where."""
+    """Failure at run time (a full disk, a NaN loss, a truncated file). The message says what is kept and where."""
 
     exit_code = 1
 
 
 class HangError(RunError):
-    """A rank hangs: nothing is wrong with what the user wrote, and the same run may go on when it is started again."""
+    """Error if a rank hangs. The user's input is valid, and the run may resume if it is restarted."""
 
     exit_code = os.EX_TEMPFAIL
 
 
 @contextmanager
 def refuse_exits() -> Iterator[None]:
-    """Raise RunError if code that has no right to end a process calls sys.exit(): a method's file, or a library.
+    """Raise RunError if code that must not end the process calls sys.exit(): a method's file, or a library.
 
-    Exceptions of signals are subclasses of SystemExit, and pass.
+    Exceptions of signals are subclasses of SystemExit, and are passed on.
     """
     try:
         yield
@@ -57,19 +57,19 @@ def refuse_exits() -> Iterator[None]:
 
 
 class FarfieldWarning(UserWarning):
-    """One line beside a result that somebody should know of; commands print it as a note."""
+    """Warning of one line about a result; commands print it as a note."""
 
 
 UNUSABLE_PATH_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
 )  # fmt: skip
-"""Of the system's errors those that a path itself is to blame for, whoever opens it and when."""
+"""System errors that are caused by the path itself, whenever and by whomever it is opened."""
 
 
 def to_path_error(error: BaseException) -> UserError | None:
-    """The error of a path that cannot be used, wherever it came up; None if it is another error.
+    """Return the UserError of an unusable path, wherever it occurred; None for other errors.
 
-    Such a path was written by somebody: no permission, a name that is too long, a file where a folder should be.
+    Such a path was specified by the user: no permission, a name that is too long, or a file instead of a folder.
     """
     if not isinstance(error, OSError) or error.errno not in UNUSABLE_PATH_ERRNOS or error.filename is None:
         return None
@@ -78,14 +78,16 @@ def to_path_error(error: BaseException) -> UserError | None:
 
 
 def shorten_text(text: str, max_length: int = 200) -> str:
-    """A text that may be of any length and hold anything, as a part of one line."""
+    """Shorten and escape an arbitrary text for use in one line."""
     line = text if text.isprintable() else repr(text)[1:-1]
     return line if len(line) <= max_length else f"{line[: max_length // 2]}…{line[-max_length // 2 :]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Is this what Python, numpy or torch raise where memory does not suffice? On a CPU torch's is a RuntimeError, also
-    where a file is too large to be mapped."""
+    """Return True for an out-of-memory error of Python, numpy or torch.
+
+    On a CPU, torch raises RuntimeError, also if a file is too large to be mapped.
+    """
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -97,11 +99,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 MIN_OPEN_FILES = 4096
-"""Limit of open files that errors recommend."""
+"""Minimum limit of open files that errors recommend."""
 
 
 def is_out_of_files(error: BaseException) -> bool:
-    """True if this process reached its limit of open files, as Python, torch and gloo report it."""
+    """Return True if this process reached its limit of open files, as reported by Python, torch or gloo."""
     words = os.strerror(errno.EMFILE)
     return any(
         (isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)) or words in str(cause)
@@ -110,7 +112,7 @@ def is_out_of_files(error: BaseException) -> bool:
 
 
 def _iter_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those behind it, each once: an error that was carried is behind its own carrier."""
+    """Yield an error and its causes, each once, because an error can be part of its own chain."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and not any(cause is each for each in seen):
@@ -125,7 +127,7 @@ def describe_file_limit() -> str:
     needed = max(MIN_OPEN_FILES, 2 * soft)
     line = f"too many open files: a process may open {soft:,} here; raise the limit first: ulimit -n {needed}"
     if hard != resource.RLIM_INFINITY and hard < needed:
-        line += f"; above the hard limit, {hard:,}, only an administrator can"
+        line += f"; only an administrator can exceed the hard limit of {hard:,}"
     return line
 
 
@@ -137,7 +139,7 @@ def check_file_limit(needed: int) -> None:
 
 
 def is_near_file_limit() -> bool:
-    """True if this process can open only a few more files."""
+    """Return True if this process can open only a few more files."""
     try:
         return len(os.listdir("/proc/self/fd")) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8
     except OSError as error:
@@ -145,10 +147,10 @@ def is_near_file_limit() -> bool:
 
 
 def describe_cause(error: BaseException) -> str:
-    """What failed, in one line.
+    """Describe the cause of an error in one line.
 
-    torch, safetensors and numpy report a full disk as errors of their own; the system's stands behind torch's,
-    safetensors tells its number ("os error 28"), and numpy's (`array.tofile`) has only counts: "2500 requested and 480
+    torch, safetensors and numpy report a full disk with their own errors. torch's has the system error as its cause,
+    safetensors' contains the number ("os error 28"), and numpy's (`array.tofile`) only counts: "2500 requested and 480
     written".
     """
     for cause in _iter_causes(error):
@@ -161,6 +163,6 @@ def describe_cause(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as one line."""
+    """Describe an exception in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}" if text else type(error).__name__

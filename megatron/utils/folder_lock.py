@@ -1,13 +1,13 @@
-"""Locks of folders, so that two commands never write one result.
+"""Locks on folders, so that two commands never write the same result.
 
-`FolderLock` is held for as long as a command works in a folder: a training, a sweep, an analysis. A second command is
-refused. `folder_lock` is held for the moment in which a result is read, merged with a new one and written again. A
-second command waits.
+`FolderLock` is held while a command works in a folder: training, a sweep or an analysis. A second command raises an
+error. `folder_lock` is held only while a result is read, merged with a new one and written again. A second command
+waits.
 
-Both are the system's advisory locks (flock), which the system releases however a process ends, so that no stale lock is
-left. Some network file systems have no such locks. A `FolderLock` is then not taken, because nobody could tell whether
-its owner still lives. `folder_lock` then creates a lock file, and takes over one that has not changed for longer than
-any write takes. filelock is not used: without flock it gets no lock and raises.
+Both are the system's advisory locks (flock), which the system releases however a process ends, so no stale lock
+remains. Some network file systems do not support them. A `FolderLock` is then not acquired, because nobody could tell
+whether its owner is alive. `folder_lock` then creates a lock file, and takes over a lock file that has not changed for
+longer than any write takes. filelock is not used, because it raises an error without flock.
 """
 
 import errno
@@ -21,13 +21,13 @@ from pathlib import Path
 from megatron.utils.errors import RunError, UserError
 
 UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-"""Errors of flock on file systems without locks. NFS gives EBADF for a folder, which cannot be opened for writing."""
+"""Errors of flock on file systems without locks. NFS returns EBADF for a folder, which cannot be opened for writing."""
 WRITE_LOCK_FILE = ".writing.lock"
 """Lock file of `folder_lock` on a file system without flock."""
 STALE_SECONDS = 120.0
-"""Time after which an unchanged lock file is taken over. Writing results takes seconds."""
+"""Time in seconds after which an unchanged lock file is taken over. Writing results takes seconds."""
 WAIT_SECONDS = 600.0
-"""Time that `folder_lock` waits for another process."""
+"""Time in seconds that `folder_lock` waits for another process."""
 POLL_SECONDS = 0.05
 
 
@@ -35,10 +35,10 @@ class FolderLock:
     """Lock on a folder, held until `release` or the end of the process.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         name: name of the lock file in the folder.
-        key: option or key that named the folder; errors begin with it.
-        busy: what the error says if another process holds the lock.
+        key: option or key that set the folder; errors begin with it.
+        busy: error message if another process holds the lock.
         patience: seconds to wait for another process.
 
     Raises:
@@ -71,16 +71,16 @@ class FolderLock:
                 raise RunError(f"{self._key}: {self._folder}: cannot be locked: {error.strerror}") from error
         if _is_same_file(self._path, self._descriptor):
             return True
-        os.close(self._descriptor)  # its owner removed the file before this process had locked it
+        os.close(self._descriptor)  # its owner removed the file before this process locked it
         return False
 
     @property
     def is_in_place(self) -> bool:
-        """True if the folder is still where it was locked, neither moved nor removed."""
+        """True if the folder has neither been moved nor removed since it was locked."""
         return _is_same_file(self._path, self._descriptor)
 
     def release(self, *, remove_file: bool = False) -> None:
-        """Let other processes lock the folder. With `remove_file`, no lock file stays in it."""
+        """Release the lock. With `remove_file`, also remove the lock file."""
         if remove_file:
             with suppress(OSError):
                 self._path.unlink()
@@ -96,12 +96,12 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing a folder's results for the moment that the block takes.
+    """Lock the results of a folder for the duration of the block.
 
     The block must not enter another `folder_lock` of the same folder.
 
     Args:
-        folder: made if it does not exist. No lock file stays in it.
+        folder: created if it does not exist. No lock file stays in it.
 
     Raises:
         UserError: the folder cannot be written.
@@ -119,7 +119,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
                 lock_file = folder / WRITE_LOCK_FILE
                 _create_lock_file(lock_file)
             elif not _is_same_file(folder, descriptor):
-                continue  # it was removed or replaced before this process had locked it
+                continue  # removed or replaced before this process locked it
             yield
             return
         finally:
@@ -145,7 +145,7 @@ def _wait_for_flock(descriptor: int, folder: Path) -> bool:
 
 
 def _create_lock_file(path: Path) -> None:
-    """Create a lock file, once no other process has one."""
+    """Create a lock file as soon as no other process has one."""
     deadline = time.monotonic() + WAIT_SECONDS
     seen: tuple[int, int] | None = None
     seen_since = time.monotonic()

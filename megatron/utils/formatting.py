@@ -1,11 +1,11 @@
-"""Numbers as people read them on a console: times, operations, speeds with their units, and ranks."""
+"""Formatting of numbers for people: durations, operations, speeds with units, and ranks."""
 
 from collections.abc import Iterable
 from itertools import pairwise
 
 
 def format_duration(seconds: float) -> str:
-    """A time that was measured: 45 s, 3 min 05 s, 2 h 04 min, 3 days."""
+    """Format a measured duration: 45 s, 3 min 05 s, 2 h 04 min, 3 days."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -17,7 +17,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_approximate_duration(seconds: float) -> str:
-    """A time that was guessed, in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
+    """Format an estimated duration in one unit: about 40 s, about 7 min, about 20 h, about 180 days."""
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"about {seconds / size:,.0f} {unit}"
@@ -25,24 +25,24 @@ def format_approximate_duration(seconds: float) -> str:
 
 
 def format_quantity(count: int, noun: str) -> str:
-    """1 thread, 8 threads, 1,000 threads."""
+    """Format a count with its noun: 1 thread, 8 threads, 1,000 threads."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def format_flops(count: float) -> str:
-    """Floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
+    """Format floating-point operations: 950 FLOP, 12.3 GFLOP, 4.56 TFLOP."""
     units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
     power = min(max(len(f"{count:.0f}") - 1, 0) // 3, len(units) - 1)
     return f"{count / 1000**power:.3g} {units[power]}FLOP"
 
 
 def format_flops_per_second(tflops: float) -> str:
-    """12.3 GFLOP/s, 1.23 TFLOP/s: in the unit in which the number is not tiny."""
+    """Format a speed in a suitable unit: 12.3 GFLOP/s, 1.23 TFLOP/s."""
     return f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
 
 
 def format_bytes(bytes_: float) -> str:
-    """Memory and files: 950 bytes, 12.3 KiB, 4.56 GiB."""
+    """Format a size in memory or of a file: 950 bytes, 12.3 KiB, 4.56 GiB."""
     for unit, power in (("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if bytes_ >= 2**power:
             scaled = bytes_ / 2**power
@@ -51,7 +51,7 @@ def format_bytes(bytes_: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Three digits and a unit: 950, 837k, 124M, 26.2B."""
+    """Format a number with three digits and a unit: 950, 837k, 124M, 26.2B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= 0.9995 * size:
             scaled = number / size
@@ -60,7 +60,7 @@ def format_count(number: float) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks in the order given, short: 0-3,5, or with a step 0,4,…,60."""
+    """Format ranks compactly in the given order: 0-3,5, or with a step 0,4,…,60."""
     numbers = list(ranks)
     if len(numbers) > 4:
         steps = {after - before for before, after in pairwise(numbers)}

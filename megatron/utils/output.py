@@ -1,5 +1,5 @@
-"""A run's output that can no longer be written: `./deepy.py train … | head`, a terminal that is closed, a full disk.
-And what a terminal's encoding does not have."""
+"""Output streams that can no longer be written (`./deepy.py train … | head`, a closed terminal, a full disk), and ASCII
+fallbacks."""
 
 import codecs
 import errno
@@ -13,25 +13,25 @@ from megatron.utils.errors import RunError, describe_cause
 from megatron.utils.signals import request_stop
 
 ASCII_FALLBACK = "farfield.readable"
-"""How streams for people treat characters that their encoding lacks (`errors` of `open`): never an exception."""
+"""Error handler (`errors` of `open`) for characters that a stream's encoding lacks; it never raises."""
 
 _ASCII_TWINS = {
     "–": "-", "—": "-", "−": "-", "‐": "-", "·": ".", "•": "*", "×": "x", "÷": "/", "±": "+-", "√": "sqrt ",
     "≤": "<=", "≥": ">=", "≠": "!=", "≈": "~", "→": "->", "←": "<-", "∞": "inf", "∈": "in", "∂": "d", "⌊": "floor(",
     "⌋": ")", "⌈": "ceil(", "⌉": ")", "“": '"', "”": '"', "„": '"', "‘": "'", "’": "'",
 }  # fmt: skip
-"""Characters that this program writes, and what stands for them in ASCII."""
+"""Characters used by this program, and their ASCII replacements."""
 
 
 def _replace_unencodable(error: UnicodeError) -> tuple[bytes, int]:
-    """A codec's error handler: what comes nearest in ASCII, and of a file's name that is no text its own bytes."""
+    """Replace unencodable characters by their nearest ASCII text, or by the raw bytes of an undecodable file name."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return b"".join(map(_find_ascii, error.object[error.start : error.end])), error.end
 
 
 def _find_ascii(character: str) -> bytes:
-    if "\udc80" <= character <= "\udcff":  # PEP 383: a byte that was not decoded
+    if "\udc80" <= character <= "\udcff":  # PEP 383: an undecodable byte
         return bytes([ord(character) - 0xDC00])
     if character in _ASCII_TWINS:
         return _ASCII_TWINS[character].encode()
@@ -48,24 +48,24 @@ codecs.register_error(ASCII_FALLBACK, _replace_unencodable)
 
 
 def set_ascii_fallback(stream: Any) -> None:
-    """Let a text stream take every character, unless somebody chose what becomes of those that it lacks."""
+    """Make a text stream accept every character, unless the user chose another error handler."""
     if getattr(stream, "errors", None) in ("strict", "surrogateescape", "backslashreplace"):
-        with suppress(AttributeError):  # a stream in memory
+        with suppress(AttributeError):  # an in-memory stream
             stream.reconfigure(errors=ASCII_FALLBACK)
 
 
 def redirect_to_null(descriptor: int) -> None:
-    """What is written to a descriptor from here on goes nowhere; so does what is still in buffers."""
+    """Discard everything written to a descriptor from now on, including buffered data."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 class GuardedStream:
-    """A text stream that, once it can no longer be written to, asks the run to stop and swallows the rest.
+    """Text stream that asks the run to stop if it can no longer be written, and discards further output.
 
-    An exception in its place would end the run in the middle of a step, with nothing saved. Where no run is under way
-    yet, or any more, it is a RunError.
+    An exception would end the run in the middle of a step without saving. If no training is in progress, it raises
+    RunError.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -74,8 +74,10 @@ class GuardedStream:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be written to, in words. None while it can, and when there is only nobody who reads: the other
-        end of a pipe, or a terminal, is closed."""
+        """Reason why the stream cannot be written, or None.
+
+        It is None while the stream works, and if only the reader is gone: a closed pipe or terminal.
+        """
         unread = (errno.EPIPE, errno.EIO)
         return None if self._error is None or self._error.errno in unread else describe_cause(self._error)
 

@@ -1,13 +1,14 @@
-"""One progress display over a list of jobs, with an estimate of the time left for all of them.
+"""Progress display for a list of jobs, with an estimate of the remaining time of all of them.
 
-The estimate works job by job: what starting up still takes, and what is left of the work divided by its speed. Both are
-the job's own once work has been seen twice, so that starting up can be told from working; before that they are those of
-other jobs of its kind, else of any. Those of its kind still count for a little while after it. Work can be in any unit
-that is alike within a kind (FLOPs here), so an estimate is bad only where speeds differ within a kind, and corrects
-itself when that job runs. Where several jobs run at once, what is left is divided among them.
+The estimate is made per job: its remaining startup time, plus its remaining work divided by its speed. A job's own
+values are used once work has been observed twice, so that startup and work can be separated. Before that, the values of
+other jobs of its kind are used, or of any job. Values of the kind still count for a short time afterwards. Work can be
+in any unit that is comparable within a kind (FLOPs here). An estimate is therefore inaccurate only if speeds differ
+within a kind, and corrects itself when that job runs. If several jobs run at once, the remaining time is divided among
+them.
 
-On a terminal this is one moving bar. In a pipe or a log file it is a plain line at the beginning of each job and one
-every few seconds, also where no work is done for long, since a bar's control characters would fill the file.
+On a terminal this is a progress bar. In a pipe or a log file, plain lines are printed at the start of each job and
+every few seconds, also during long pauses. The control characters of a bar would fill the file.
 """
 
 import threading
@@ -31,32 +32,32 @@ from rich.progress import (
 from megatron.utils.formatting import format_duration
 
 IMPORTING = "importing PyTorch"
-"""What is said of that where it takes a while."""
+"""Message shown while PyTorch is imported, if that takes long."""
 
 PRIOR_WORK_FRACTION = 0.05
-"""The fraction of a job's work after which its own speed counts as much as that of others."""
+"""Fraction of a job's work after which its own speed counts as much as that of others."""
 
 
 @dataclass
 class WorkItem:
-    """A piece of work and how far it is."""
+    """A job: an amount of work, and its progress."""
 
     name: str
     kind: str
     work: float
     done: float = 0.0
-    seconds: float = 0.0  # spent so far
-    first: tuple[float, float] | None = None  # done and seconds when the first work was seen
+    seconds: float = 0.0  # elapsed so far
+    first: tuple[float, float] | None = None  # done and seconds at the first observed work
 
     def advance(self, done: float, seconds: float) -> None:
-        """So much is done after so many seconds."""
+        """Record the work done after a number of seconds."""
         self.done, self.seconds = done, seconds
         if self.first is None and done > 0:
             self.first = (done, seconds)
 
     @property
     def is_measured(self) -> bool:
-        """Has work been seen twice, so that starting up can be told from working?"""
+        """True if work has been observed twice, so that startup and work can be separated."""
         return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
 
     @property
@@ -65,10 +66,10 @@ class WorkItem:
 
     @property
     def throughput(self) -> "Throughput | None":
-        """What this job alone tells, None before it tells anything.
+        """Throughput of this job, or None if it is not known yet.
 
-        A job that finished before work was seen twice is too short to tell starting up from working: it counts as work
-        alone.
+        A job that finished before work was observed twice is too short to separate startup from work: all of its time
+        counts as work.
         """
         if self.is_measured:
             assert self.first is not None
@@ -82,23 +83,23 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Throughput:
-    """How long jobs take."""
+    """Startup time and speed of jobs."""
 
     start: float  # seconds before the first work
-    speed: float  # work per second after that
+    speed: float  # work per second afterwards
 
 
 @dataclass
 class _MeasuredWork:
-    """What several jobs tell together, in sums that a job can be taken out of again."""
+    """Sums over the measurements of several jobs, from which a job can be subtracted again."""
 
     num_jobs: int = 0
     done: float = 0.0
-    seconds: float = 0.0  # that all the work took, without starting up
-    start: float = 0.0  # seconds that all took to start
+    seconds: float = 0.0  # duration of all work, without startup
+    start: float = 0.0  # startup of all jobs, in seconds
 
     def add(self, job: WorkItem, throughput: Throughput, sign: int = 1) -> None:
-        """Count a job, or with sign -1 take one out that was counted."""
+        """Add a job, or subtract it with sign -1."""
         self.num_jobs += sign
         self.done += sign * job.done
         self.seconds += sign * job.done / throughput.speed
@@ -106,17 +107,19 @@ class _MeasuredWork:
 
     @property
     def throughput(self) -> Throughput | None:
-        """The mean of what the jobs need to start, and all their work over all its time; None without a job."""
+        """Mean startup time, and total work per total time; None without a job."""
         if self.num_jobs == 0:
             return None
         return Throughput(self.start / self.num_jobs, self.done / self.seconds)
 
 
 def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float | None:
-    """Estimate for all that is left, or None before any speed is known. Its time grows as the number of jobs.
+    """Estimate the remaining time of all jobs, or None if no speed is known yet. Takes time linear in the number of
+    jobs.
 
-    at_once: jobs that run at the same time, each at the speed that jobs were seen at. The last ones are taken to end
-        together, and none to wait for another.
+    Args:
+        at_once: number of jobs that run at the same time, each at the observed speed. The last ones are assumed to end
+            together, and no job waits for another.
     """
     measured = {id(job): throughput for job in jobs if (throughput := job.throughput) is not None}
     everything, by_kind = _MeasuredWork(), defaultdict[str, _MeasuredWork](_MeasuredWork)
@@ -142,9 +145,10 @@ def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float |
 
 
 def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Throughput | None) -> Throughput | None:
-    """A job's own pace, as if `PRIOR_WORK_FRACTION` of its work had been seen to go at the pace of its kind.
+    """Blend a job's throughput with that of its kind, as if `PRIOR_WORK_FRACTION` of its work had run at the kind's
+    speed.
 
-    A speed between two looks that are a moment apart is mostly chance.
+    A speed measured over a short interval is mostly noise.
     """
     if own is None or kind_throughput is None or job.first is None:
         return own
@@ -154,7 +158,8 @@ def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Thr
 
 
 def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
-    """A bar over the width of the terminal, gone when it stops: description, bar, `columns`, and the time left."""
+    """Build a bar of the terminal's width that disappears when it stops: description, bar, `columns`, remaining
+    time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -167,15 +172,15 @@ def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:
 
 
 class ProgressMeter:
-    """Shows the progress of jobs that run one after the other, or several at once.
+    """Progress display of jobs that run one after another, or several at once.
 
     Args:
-        console: where to show it; None shows nothing.
+        console: console to show it on; None shows nothing.
         jobs: all jobs, in order.
-        clock: seconds; for tests.
-        interval: seconds between plain lines, at most.
-        forecast: called once, with the seconds that are left, when the speed of a job has first been measured.
-        at_once: jobs that run at the same time.
+        clock: returns a time in seconds; for tests.
+        interval: minimum seconds between plain lines.
+        forecast: called once with the remaining seconds, when the speed of a job has first been measured.
+        at_once: number of jobs that run at the same time.
     """
 
     def __init__(
@@ -194,7 +199,7 @@ class ProgressMeter:
         self._current: WorkItem | None = None
         self._detail = ""
         self._printed_at = self._updated_at = clock()
-        self._since: dict[str, float] = {}  # by the names of the jobs that have begun
+        self._since: dict[str, float] = {}  # start times by name of started jobs
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._bar: Progress | None = None
@@ -218,14 +223,14 @@ class ProgressMeter:
             self._bar.stop()
 
     def begin(self, job: WorkItem, detail: str = "") -> None:
-        """Turn to a job. Time from here on counts for its speed."""
+        """Start a job. Time from here on counts for its speed."""
         with self._lock:
             self._current, self._since[job.name] = job, self._clock() - job.seconds
             self._detail, self._updated_at = detail, self._clock()
             self._show(is_start=True)
 
     def update(self, done: float, detail: str = "", job: WorkItem | None = None) -> None:
-        """So much of a job's work is done: of the one that began last, or of another that has begun."""
+        """Update the work done by a job: the one started last, or another started job."""
         with self._lock:
             self._current = job or self._current
             assert self._current is not None
@@ -234,30 +239,32 @@ class ProgressMeter:
             if self._forecast is not None and self._current.is_measured:
                 forecast, self._forecast = self._forecast, None
                 left = self.estimate_seconds_left()
-                assert left is not None  # this job has a speed
+                assert left is not None  # the speed of this job is known
                 forecast(left)
             self._show(is_start=False)
 
     def estimate_seconds_left(self) -> float | None:
-        """For all that is left; None before any speed is known."""
+        """Estimate the remaining time of all jobs in seconds, or None if no speed is known yet."""
         return estimate_seconds_left(self.jobs, self.at_once)
 
     def report_stage(self, stage: str, done: int, total: int) -> None:
-        """So many steps of a stage of the current job are done, of so many. Each stage counts as the whole job. The
-        first job begins with its first stage, if nobody turned to it before."""
+        """Report the steps done in a stage of the current job. Each stage counts as the whole job.
+
+        The first job starts with its first stage, unless a job was started before.
+        """
         if self._current is None:
             self.begin(self.jobs[0], stage)
         assert self._current is not None
         self.update(self._current.work * done / max(total, 1), stage)
 
     def finish(self, job: WorkItem | None = None) -> None:
-        """A job is done: the one that began last, or another."""
+        """Finish a job: the one started last, or another."""
         job = job or self._current
         assert job is not None
         self.update(job.work, job=job)
 
     def skip(self, job: WorkItem) -> None:
-        """A job turned out to be done already: it takes no time and says nothing about speed."""
+        """Skip a job that is already done: it takes no time and does not count for the speed."""
         job.work = job.done = 0.0
 
     def log(self, line: str) -> None:
@@ -266,26 +273,26 @@ class ProgressMeter:
             self.console.print(escape(line), highlight=False, soft_wrap=True)
 
     def _speak(self) -> None:
-        """Plain lines while no work is reported."""
+        """Print plain lines while no work is reported."""
         while not self._over.wait(min(1.0, self._interval / 4)):
             with self._lock:
                 if not self._over.is_set():
                     self._show(is_start=False)
 
     def _describe_time_left(self, left: float | None, *, is_start: bool) -> str:
-        """`left`: as it was when work was last reported."""
+        """Describe the remaining time. `left` is the estimate at the last report of work."""
         assert self._current is not None
         if all(job.is_finished for job in self.jobs):
             return "done"
         now = self._clock()
-        # Work that takes longer than it was estimated to says nothing about how much longer.
+        # Work that exceeds its estimate says nothing about its remaining time.
         left = None if left is None else left - (now - self._updated_at)
         if left is not None and left > 0:
-            # Of several jobs it is the time for all, and not for the one that stands there.
+            # With several jobs, the time is for all of them, not for the one shown.
             return f"about {format_duration(left)} left{' in all' if len(self.jobs) > 1 else ''}"
         if is_start or self._bar is not None:
             return "estimating the time left"
-        # The time that passed tells a line from the one before.
+        # The elapsed time distinguishes a line from the previous one.
         return f"estimating the time left, {format_duration(now - self._since[self._current.name])} so far"
 
     def _show(self, *, is_start: bool) -> None:
@@ -308,14 +315,13 @@ class ProgressMeter:
 
 
 class WaitAnnouncer:
-    """Says what is waited for once that takes a while, and again now and then: nobody looks at a silent terminal for
-    longer than ten seconds.
+    """Announcement of a long wait, repeated regularly, so that a terminal is never silent for more than ten seconds.
 
     Args:
-        log: takes a line; it is called from a thread.
-        activity: what is under way, as `reading 100,000 tokens`.
+        log: receives a line; called from a thread.
+        activity: what is in progress, such as `reading 100,000 tokens`.
         first: seconds until the first line.
-        every: seconds between the others.
+        every: seconds between further lines.
     """
 
     def __init__(self, log: Callable[[str], object], activity: str, *, first: float = 3.0, every: float = 8.0) -> None:
@@ -323,11 +329,11 @@ class WaitAnnouncer:
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """Start to wait."""
+        """Start announcing the wait."""
         threading.Thread(target=self._run, name="announce", daemon=True).start()
 
     def end(self) -> None:
-        """It came; calling this again changes nothing."""
+        """Stop announcing. Further calls have no effect."""
         self._over.set()
 
     def __enter__(self) -> "WaitAnnouncer":

@@ -1,16 +1,16 @@
-"""How far rounding may take a result from the truth, by its type and its number of terms, on no machine in particular.
+"""Size of rounding errors of a result by its type and number of terms, independent of a machine.
 
-A result may not be judged by another implementation's error: that error is one machine's luck, and a library that sums
-in another order on another processor is not wrong. What can be derived is the model of rounding: a rounded operation
-gives fl(x) = x·(1 + δ) with |δ| ≤ u, half the spacing of its type at 1 (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, section 2.2), and a sum of n terms is off by about √n · u · Σ|terms| in whatever order it is taken
-(Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4
-with λ = 1; certain is only n·u instead of √n·u). How these errors carry on to the end depends on the formula. So the
-formula itself is evaluated in float64 with every operation disturbed by random δ of that size, forwards and backwards
-(Monte Carlo arithmetic: Parker, UCLA CSD-970002, 1997). The disturbances come from a seeded generator in float64, so
-the size that they give is the same on every machine, and correlations (a row's common denominator) are in it.
+A result cannot be judged by the error of another implementation: that error depends on one machine, and a library that
+sums in another order on another processor is not wrong. A model of rounding can be derived. A rounded operation gives
+fl(x) = x·(1 + δ) with |δ| ≤ u, half the spacing of its type at 1 (Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, section 2.2). A sum of n terms has an error of about √n · u · Σ|terms| in any order (Higham and Mary,
+A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4 with λ = 1; the
+certain bound has n·u instead of √n·u). The propagation of these errors depends on the formula. So the formula itself is
+evaluated in float64 with every operation perturbed by random δ of that size, forward and backward (Monte Carlo
+arithmetic: Parker, UCLA CSD-970002, 1997). The perturbations come from a seeded generator in float64, so their size is
+the same on every machine, and correlations (the common denominator of a row) are included.
 
-A result is held to SAFETY_FACTOR times that size, in the norm of its errors and in the largest.
+A result must be within SAFETY_FACTOR times that size, in the norm of its errors and in the largest.
 """
 
 import math
@@ -24,24 +24,26 @@ from torch.utils._pytree import tree_map
 
 Results = Mapping[str, Tensor]
 SAFETY_FACTOR = 4.0
-"""Times the disturbed results' own distance from the truth: one random error in 16,000 is beyond four deviations."""
+"""Accepted ratio to the error of the perturbed results: one random error in 16,000 exceeds four deviations."""
 NUM_DRAWS = 12
-"""The most disturbed evaluations over which that distance is a root mean square."""
+"""Maximum number of perturbed evaluations for the root mean square of their errors."""
 ELEMENTARY_UNITS = 4.0
-"""Units that an exponential or logarithm may be off: 2 ulp in PyTorch, NumPy and CUDA's approximate instructions."""
+"""Error of an exponential or logarithm in units of roundoff: 2 ulp in PyTorch, NumPy and CUDA's approximate
+instructions."""
 
 
 class RoundingMode(TorchDispatchMode):
-    """Disturbs every float64 operation within it as rounding in `dtype` would, autograd's backward pass included.
+    """Mode that perturbs every float64 operation as rounding in `dtype` would, including autograd's backward pass.
 
-    Half types multiply as kernels do: a product's factors are rounded to the type, and everything else is float32,
-    sums of products too. An operation without a rule is an error, so that none is taken for exact unseen.
+    Half types multiply as in kernels: the factors of a product are rounded to the type, and everything else is float32,
+    including sums of products. An operation without a rule raises an error, so that no operation is silently treated as
+    exact.
 
     Args:
         dtype: the compute type.
-        seed: of the disturbances.
-        stored: whether matrix products (not convolutions) go through memory, and are rounded to the type once more.
-        throughout: whether every result is rounded to the type, as in code that nobody fused.
+        seed: seed of the perturbations.
+        stored: True if matrix products (not convolutions) are stored in memory, and rounded to the type again.
+        throughout: True if every result is rounded to the type, as in unfused code.
     """
 
     def __init__(self, dtype: torch.dtype, seed: int, *, stored: bool = False, throughout: bool = False) -> None:
@@ -52,7 +54,7 @@ class RoundingMode(TorchDispatchMode):
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def noise(self, like: Tensor) -> Tensor:
-        """Uniform in ±u, of the tensor's shape, on its device."""
+        """Return uniform noise in ±u, with the shape and device of a tensor."""
         device = like.device
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
@@ -60,15 +62,16 @@ class RoundingMode(TorchDispatchMode):
         return (2 * drawn - 1) * self.unit
 
     def disturbed(self, x: Tensor, units: float | Tensor = 1.0) -> Tensor:
-        """x·(1 + δ), |δ| ≤ units · u."""
+        """Return x·(1 + δ), |δ| ≤ units · u."""
         return x + torch.nan_to_num(x, posinf=0.0, neginf=0.0) * units * self.noise(x)
 
     def summed(self, x: Tensor, terms: float | Tensor, sizes: Tensor) -> Tensor:
-        """A sum x of so many terms, whose sizes add up to `sizes`."""
+        """Return a perturbed sum x of a number of terms, the sum of whose magnitudes is `sizes`."""
         return x + torch.sqrt(torch.as_tensor(terms, device=x.device)) * sizes * self.noise(x)
 
     def factor(self, x: Tensor) -> Tensor:
-        """A factor of a product: rounded to the type. What the type holds exactly, an input for example, stays."""
+        """Round a factor of a product to the type. Values that the type represents exactly, such as inputs, are
+        unchanged."""
         return x.to(self.dtype).to(x.dtype) if isinstance(x, Tensor) and self.dtype.itemsize < 4 else x
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -83,7 +86,7 @@ class RoundingMode(TorchDispatchMode):
         if not out.is_floating_point():
             return out
         if packet not in UNITS_BY_OP:
-            raise NotImplementedError(f"how {func} rounds is not in {__file__}")
+            raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
         disturbed = self.disturbed(out, UNITS_BY_OP[packet])
         if self.throughout:
             disturbed = self.factor(disturbed)
@@ -110,7 +113,7 @@ ELEMENTARY_OPS = (
     *(aten.softplus, aten.softplus_backward),
 )
 UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
-"""By how many units of roundoff an operation that works element by element is off."""
+"""Error of elementwise operations in units of roundoff."""
 
 
 def _sum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -147,7 +150,7 @@ def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kw
     gradient, x, weight, *rest = args
     narrow, x, weight = mode.factor(gradient), mode.factor(x), mode.factor(weight)
     found = list(func(narrow, x, weight, *rest))
-    if found[2] is not None:  # the constant's is a sum, not a product
+    if found[2] is not None:  # the gradient of the constant is a sum, not a product
         found[2] = gradient.sum((0, *range(2, gradient.dim())))
     sizes = func(gradient.abs(), x.abs(), weight.abs(), *rest)
     pixels = gradient.numel() / gradient.shape[1]
@@ -159,7 +162,7 @@ def _convolution_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kw
 
 
 def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """Sums of the values with the same index."""
+    """Perturb the sums of values with the same index."""
     x, indices, values, *accumulate = args
     if not (accumulate and accumulate[0]):
         return func(*args, **kwargs)
@@ -169,7 +172,8 @@ def _index_put(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) 
 
 
 def _softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """The exponent is rounded in its own size, base 2 and the subtraction included; a row shares its denominator."""
+    """Perturb the exponent by its own size, including base 2 and the subtraction, and the common denominator of each
+    row."""
     x, dim, *rest = args
     exact = func(x, dim, *rest)
     out = func(mode.disturbed(x, 2), dim, *rest)
@@ -185,7 +189,7 @@ def _softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs
 
 
 def _tanh_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
-    """1 − tanh² cancels where the tangent is near ±1."""
+    """Perturb tanh's backward pass: 1 − tanh² cancels if the tangent is near ±1."""
     gradient, tangent = args
     return mode.disturbed(gradient * mode.disturbed(1 - mode.disturbed(tangent.square())))
 
@@ -214,7 +218,7 @@ RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] =
 
 
 def compute_error_sizes(error: Tensor) -> Tensor:
-    """The two sizes of an error that are judged: its norm and its largest element."""
+    """Return the two judged sizes of an error: its norm and its largest element."""
     if not error.numel():
         return torch.zeros(2, dtype=torch.float64)
     return torch.stack([torch.linalg.vector_norm(error), error.abs().max()]).double().cpu()
@@ -227,7 +231,8 @@ def _iter_squared_sizes(
     dtype: torch.dtype,
     **model: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    """For one disturbed evaluation after the other, the squared error sizes (`compute_error_sizes`) of each result."""
+    """Yield the squared error sizes (`compute_error_sizes`) of each result for one perturbed evaluation after
+    another."""
     for seed in range(NUM_DRAWS):
         with RoundingMode(dtype, seed, **model):
             drawn = compute()
@@ -244,12 +249,12 @@ def estimate_rounding_sizes(
     dtype: torch.dtype,
     **model: bool,
 ) -> dict[str, Tensor]:
-    """The sizes (`compute_error_sizes`) of rounding errors: root mean squares over disturbed evaluations.
+    """Estimate the sizes (`compute_error_sizes`) of rounding errors: root mean squares over perturbed evaluations.
 
     Args:
-        kinds: the type of each result, to which it is rounded once more.
+        kinds: type of each result, to which it is rounded once more.
         truth: `compute()`, without gradients.
-        compute: the results in float64.
+        compute: computes the results in float64.
         dtype, model: as in `RoundingMode`: stored, throughout.
     """
     squares = list(_iter_squared_sizes(kinds, truth, compute, dtype, **model))
@@ -257,7 +262,7 @@ def estimate_rounding_sizes(
 
 
 def compute_size_ratio(error: Tensor, size: Tensor) -> float:
-    """By how much an error exceeds a size: the larger of norm and maximum; ∞ for NaN."""
+    """Return the ratio of an error to a size: the larger one of norm and maximum; ∞ for NaN."""
     ratios = [
         0.0 if mine == 0 else (mine / theirs).item()
         for mine, theirs in zip(compute_error_sizes(error), size, strict=True)
@@ -268,15 +273,16 @@ def compute_size_ratio(error: Tensor, size: Tensor) -> float:
 def compute_excess(
     found: Results, compute: Callable[[], Results], dtype: torch.dtype, **model: bool
 ) -> dict[str, float]:
-    """By how much each result's error exceeds the size of rounding errors: the larger of norm and maximum; ∞ for NaN.
+    """Return the ratio of each result's error to the size of rounding errors: the larger of norm and maximum; ∞ for
+    NaN.
 
-    It stops drawing as soon as no result can exceed SAFETY_FACTOR any more: the mean square over all N draws is at
-    least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio beyond SAFETY_FACTOR is always
-    one of all draws, and a smaller one may be of fewer. A draw that is no number is seen only if it is made.
+    It stops drawing as soon as no result can exceed SAFETY_FACTOR any more. The mean square over all N draws is at
+    least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio above SAFETY_FACTOR always
+    includes all draws; a smaller one may include fewer. A NaN draw is only detected if it is made.
 
     Args:
-        found: results in any type, on any device. Their own type's rounding is allowed once more.
-        compute: the same results in float64, from the same inputs.
+        found: results in any type, on any device. One more rounding to their own type is allowed.
+        compute: computes the same results in float64, from the same inputs.
         dtype, model: as in `RoundingMode`.
     """
     truth = {name: x.detach() for name, x in compute().items()}

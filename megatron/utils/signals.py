@@ -1,28 +1,29 @@
-"""Signals: Ctrl-C sends SIGINT, a terminal that closes SIGHUP, schedulers SIGTERM some time before they kill.
+"""Signal handling: Ctrl-C sends SIGINT, a closing terminal SIGHUP, and schedulers SIGTERM some time before they kill.
 
-From a command's first line to its last one of three handlers answers them:
+From the start of a command to its end, one of three handlers is active:
 
-1. `exit_on_signal` before anything has begun: the process ends with a line.
-2. `raise_on_signal` while a command runs (inside `raising_on_signals`): an exception ends it, so that children are
-   ended and temporary files removed.
-3. `GracefulStop` while a model is trained: the first signal lets the step end and be saved, a second one is answered by
-   the handler before it. A second SIGHUP is not, for what hangs up (a terminal, a parent that was killed) may send
-   several.
+1. `exit_on_signal` before any work has started: the process exits with a message.
 
-Python runs a handler between two of its own instructions, so an import, or work in C, may keep it waiting for long. If
-handler 2 has not raised its exception within `MAX_EXCEPTION_DELAY`, a thread calls what was registered by
-`cleanup_on_signal` and ends the process. `acknowledge_signals` has a thread print a line at once.
+2. `raise_on_signal` while a command runs (inside `raising_on_signals`): an exception ends it, so that child processes
+are stopped and temporary files removed.
 
-A signal that is ignored when we come (SIGHUP under nohup) stays ignored.
+3. `GracefulStop` during training: the first signal lets the step finish and be saved. A second one is passed to the
+previous handler. A second SIGHUP is ignored, because a hang-up (a closed terminal, a killed parent) may send several.
 
-Some processes must not outlive the one that started them, however it went: the ranks of a run, a sweep's trainings. The
-parent passes `get_parent_variable()` in the environment; the child calls `end_with_parent` first of all and is then
-sent SIGHUP when the parent is gone, also by SIGKILL. A training answers by saving after its step. The system hands a
-child from one of its parent's dying threads to the next, and sends the signal each time. So it must be one of which the
-second means nothing new: SIGHUP, not SIGTERM, whose second ends a run at once.
+Python runs a handler between two of its own instructions, so an import, or work in C, may delay it for long. If handler
+2 has not raised its exception within `MAX_EXCEPTION_DELAY`, a thread calls the functions registered by
+`cleanup_on_signal` and ends the process. `acknowledge_signals` makes a thread print a line immediately.
+
+A signal that is ignored at the start (SIGHUP under nohup) stays ignored.
+
+Some processes must not outlive the one that started them, however it ended: the ranks of a run, and the training runs
+of a sweep. The parent passes `get_parent_variable()` in the environment. The child calls `end_with_parent` first, and
+then receives SIGHUP when the parent ends, even by SIGKILL. Training responds by saving after its step. The system
+passes a child from one of its parent's dying threads to the next, and sends the signal each time. So the signal must be
+one whose repetition has no effect: SIGHUP, not SIGTERM, which ends a run immediately if repeated.
 """
 
-from __future__ import annotations  # deepy.py imports this also where only an old Python is found, to hand on to ours
+from __future__ import annotations  # deepy.py imports this with old Python versions too, to re-execute with ours
 
 import os
 import signal
@@ -36,20 +37,20 @@ from typing import Any, NoReturn
 
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_EXCEPTION_DELAY = 1.5
-"""Seconds from a signal to the exception that `raise_on_signal` makes of it; then the process is ended without one."""
+"""Maximum seconds from a signal to the exception of `raise_on_signal`; then the process is ended without one."""
 Log = Callable[[str], None]
 
 
 def list_handled_signals() -> tuple[signal.Signals, ...]:
-    """Those of `HANDLED_SIGNALS` that this process does not ignore."""
+    """Return the signals of `HANDLED_SIGNALS` that this process does not ignore."""
     return tuple(number for number in HANDLED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class StoppedBySignal(SystemExit):
-    """SIGTERM or SIGHUP ended what was under way, as KeyboardInterrupt does for SIGINT.
+    """Exception for SIGTERM and SIGHUP, like KeyboardInterrupt for SIGINT.
 
-    Like it no `Exception`, so that nobody takes it for a failure. Uncaught, it ends a process silently with 128 + its
-    number, as shells have it.
+    It is not an `Exception` either, so that it is not mistaken for a failure. Uncaught, it ends a process silently with
+    exit code 128 + signal number, as shells do.
     """
 
     def __init__(self, signum: int) -> None:
@@ -61,32 +62,32 @@ class StoppedBySignal(SystemExit):
 
 
 def build_signal_exception(signum: int) -> BaseException:
-    """The exception for a signal."""
+    """Return the exception for a signal."""
     return KeyboardInterrupt() if signum == signal.SIGINT else StoppedBySignal(signum)
 
 
 def describe_signal(error: BaseException) -> str:
-    """The line that a user reads of an exception of `build_signal_exception`."""
+    """Return the message for an exception of `build_signal_exception`."""
     return str(error) if isinstance(error, StoppedBySignal) else "interrupted"
 
 
 def exit_on_signal(signum: int, frame: FrameType | None) -> None:
-    """A handler: end at once, with a line."""
+    """Handle a signal by exiting immediately with a message."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{describe_signal(build_signal_exception(signum))}\n".encode())
     os._exit(128 + signum)
 
 
 def install_exit_handlers() -> None:
-    """Have signals answered by `exit_on_signal`, until `raising_on_signals` replaces it."""
+    """Install `exit_on_signal` as the handler, until `raising_on_signals` replaces it."""
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, exit_on_signal)
 
 
 def raise_on_signal(signum: int, frame: FrameType | None) -> None:
-    """A handler: an exception ends what is under way; an import is waited for: torch and numpy would abort, or go on
-    half imported."""
+    """Handle a signal by raising an exception. Waits for an import to finish, because torch and numpy would abort or
+    stay half imported."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _acknowledge_signal()
@@ -96,19 +97,19 @@ def raise_on_signal(signum: int, frame: FrameType | None) -> None:
             return
         frame = frame.f_back
     if signum == signal.SIGHUP:
-        signal.signal(signum, signal.SIG_IGN)  # what hangs up may say so again, while files are removed
+        signal.signal(signum, signal.SIG_IGN)  # a hang-up may repeat while files are being removed
     _exception_raised.set()
     raise build_signal_exception(signum)
 
 
 _exception_raised = threading.Event()
-"""Has `raise_on_signal` made an exception of a signal?"""
+"""Event that is set when `raise_on_signal` raises an exception."""
 _cleanups: list[Callable[[], object]] = []
 
 
 @contextmanager
 def cleanup_on_signal(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Have `clean_up` called, from a thread, if the process must be ended inside this context without an exception."""
+    """Call `clean_up` from a thread if the process must be ended inside this context without an exception."""
     _cleanups.append(clean_up)
     try:
         yield
@@ -117,7 +118,7 @@ def cleanup_on_signal(clean_up: Callable[[], object]) -> Iterator[None]:
 
 
 def _end_process(signum: int, standard_error: int) -> NoReturn:
-    """Clean up and end the process from a thread, with a line."""
+    """Clean up and end the process from a thread, with a message."""
     for clean_up in reversed(_cleanups):
         with suppress(Exception):
             clean_up()
@@ -128,11 +129,11 @@ def _end_process(signum: int, standard_error: int) -> NoReturn:
 
 @contextmanager
 def _forcing_exit(standard_error: int) -> Iterator[None]:
-    """End the process `MAX_EXCEPTION_DELAY` after a signal of which no exception has come until then.
+    """End the process `MAX_EXCEPTION_DELAY` after a signal whose exception has not been raised by then.
 
-    A thread reads the signals from a socket that the system writes their numbers to at once, whatever the main thread
-    does (`signal.set_wakeup_fd`). There is one such descriptor: inside `acknowledge_signals`, where there is something
-    to save, it is that function's.
+    A thread reads signal numbers from a socket that the system writes to immediately, whatever the main thread does
+    (`signal.set_wakeup_fd`). There is only one such descriptor. Inside `acknowledge_signals`, when there is something
+    to save, that function uses it.
     """
     global _forced_exit_descriptor
     reader, writer = socket.socketpair()
@@ -141,7 +142,7 @@ def _forcing_exit(standard_error: int) -> Iterator[None]:
 
     def wait() -> None:
         while signals := reader.recv(64):
-            # A signal with another handler is left alone: there is something to save.
+            # Leave signals with another handler alone: there is something to save.
             signum = next((signum for signum in signals if signal.getsignal(signum) is raise_on_signal), None)
             if signum is None or _exception_raised.wait(MAX_EXCEPTION_DELAY) or is_over.is_set():
                 continue
@@ -162,20 +163,21 @@ def _forcing_exit(standard_error: int) -> Iterator[None]:
 
 
 _forced_exit_descriptor = -1
-"""The descriptor that the system writes signals to for `_forcing_exit`, while that is entered."""
+"""Descriptor to which the system writes signals for `_forcing_exit` while it is active."""
 
 
 _standard_error: int | None = None
-"""A copy of descriptor 2 as it was at the start, until a signal is acknowledged there: while a model is computed with,
-2 points to a log."""
+"""Copy of descriptor 2 at the start, until a signal is acknowledged there. While a model runs, descriptor 2 is a log
+file."""
 
 
 @contextmanager
 def raising_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Answer signals with exceptions: KeyboardInterrupt for SIGINT, StoppedBySignal for the others.
+    """Convert signals to exceptions: KeyboardInterrupt for SIGINT, StoppedBySignal for the others.
 
-    replacing: handlers that are replaced, besides Python's own. A signal with another handler keeps it. Outside the
-    main thread nothing changes.
+    Args:
+        replacing: handlers to replace, besides Python's own. A signal with another handler keeps it. Outside the main
+            thread nothing changes.
     """
     global _standard_error
     if not _is_main_thread():
@@ -198,7 +200,7 @@ def raising_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
 
 
 def _acknowledge_signal() -> None:
-    """Print once that a signal came, unless `acknowledge_signals` does."""
+    """Print once that a signal has arrived, unless `acknowledge_signals` does."""
     global _standard_error
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
@@ -209,18 +211,19 @@ def _acknowledge_signal() -> None:
 
 
 def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()  # only it may install handlers
+    return threading.current_thread() is threading.main_thread()  # only the main thread may install handlers
 
 
 @contextmanager
 def acknowledge_signals(log: Log, message: str, *, second_answered: threading.Event | None = None) -> Iterator[None]:
-    """Log a message as soon as the first of `HANDLED_SIGNALS` comes, also while the main thread is busy in C.
+    """Log a message as soon as the first of `HANDLED_SIGNALS` arrives, even while the main thread is busy in C.
 
     With `second_answered`, a second SIGTERM or SIGINT ends the process unless its handler sets that event within
-    `MAX_EXCEPTION_DELAY`: a step on a slow machine may keep the main thread in C for minutes.
+    `MAX_EXCEPTION_DELAY`. A step on a slow machine may keep the main thread in C for minutes.
 
-    Python runs handlers between two of its own instructions, which may be seconds away: a step's products, a wait for
-    other processes. The thread hears at once of every signal that has a handler in Python, as SIGINT has.
+    Python runs handlers between two of its own instructions, which may be seconds away: during matrix products, or a
+    wait for other processes. The thread is notified immediately of every signal that has a Python handler, as SIGINT
+    has.
     """
     if not _is_main_thread():
         yield
@@ -256,20 +259,21 @@ def acknowledge_signals(log: Log, message: str, *, second_answered: threading.Ev
         reader.close()
 
 
-_active_stops: list[GracefulStop] = []  # those that are entered
+_active_stops: list[GracefulStop] = []  # active contexts
 
 
 def request_stop() -> bool:
-    """Ask the training under way to end after its step, as SIGTERM does. False if there is none."""
+    """Ask a training run in progress to stop after its step, as SIGTERM does. Returns False if there is none."""
     if _active_stops:
         os.kill(os.getpid(), signal.SIGTERM)
     return bool(_active_stops)
 
 
 class GracefulStop:
-    """Use as a context: inside it `signal` is the number of the first signal that came, or None.
+    """Context in which `signal` is the number of the first signal received, or None.
 
-    log: where the first signal is acknowledged at once; None is silent.
+    Args:
+        log: receives the immediate acknowledgement of the first signal; None is silent.
     """
 
     def __init__(self, log: Log | None = None) -> None:
@@ -283,7 +287,7 @@ class GracefulStop:
     def __enter__(self) -> GracefulStop:
         if _is_main_thread():
             if self._log is not None:
-                message = "stopping after this step; again to end at once"
+                message = "stopping after this step; repeat to stop immediately"
                 self._acknowledgement.enter_context(
                     acknowledge_signals(self._log, message, second_answered=self._second_answered)
                 )
@@ -303,7 +307,7 @@ class GracefulStop:
 
     def _record_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A data-loading process that inherited the handler: what the terminal sends reaches it too, but the run
+            # A data-loading process that inherited the handler: signals from the terminal reach it too, but the run
             # still needs it.
             if signum == signal.SIGTERM:
                 signal.signal(signum, signal.SIG_DFL)
@@ -323,23 +327,23 @@ PARENT_VARIABLE = "FARFIELD_PARENT"
 
 
 def get_parent_variable() -> dict[str, str]:
-    """The environment that binds a child to this process."""
+    """Return the environment variable that binds a child to this process."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """Linux: ask for SIGHUP when the process that bound this one ends. Without such a process nothing happens.
+    """Request SIGHUP on Linux when the process that bound this one ends. Does nothing without such a process.
 
-    It is heard also where the parent ignores it (nohup): bound processes have sessions of their own, so it comes from
-    no terminal.
+    The signal is received even if the parent ignores it (nohup): bound processes have their own sessions, so it does
+    not come from a terminal.
     """
-    parent = os.environ.pop(PARENT_VARIABLE, None)  # not for children of ours
+    parent = os.environ.pop(PARENT_VARIABLE, None)  # not inherited by our children
     if parent is None or not sys.platform.startswith("linux"):
         return
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    import ctypes  # a child of ours alone needs it
+    import ctypes  # only needed in a child of ours
 
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGHUP)  # PR_SET_PDEATHSIG
-    if parent != str(os.getppid()):  # it was gone before the call
+    if parent != str(os.getppid()):  # the parent ended before the call
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What somebody may have meant who mistyped a name."""
+"""Suggestions for misspelled names."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
@@ -12,14 +12,14 @@ def suggest_names(
     cutoff: float = 0.6,
     shown: Mapping[str, str] | None = None,
 ) -> str:
-    """`did you mean rotary?` for `rotry`; nothing if no name is near. Case does not matter.
+    """Suggest known names: `did you mean rotary?` for `rotry`, or an empty string if no name is similar. Ignores case.
 
     Args:
-        name: what was written.
-        names: what could have been.
-        max_suggestions: at most so many names, joined by or.
-        cutoff: difflib's, the least similarity, from 0 to 1.
-        shown: how to write a known name, if not as it is.
+        name: the name as written.
+        names: known names.
+        max_suggestions: maximum number of names, joined by "or".
+        cutoff: minimum similarity of difflib, from 0 to 1.
+        shown: how to write a known name, if different.
     """
     by_lower = {known.lower(): known for known in names}
     matches = difflib.get_close_matches(name.lower(), by_lower, max_suggestions, cutoff)
@@ -28,11 +28,11 @@ def suggest_names(
 
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The known name that is most like a name, if one is near. Case does not matter."""
+    """Return the most similar known name, or None if no name is similar. Ignores case."""
     by_lower = {known.lower(): known for known in names}
     return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
 
 
 def format_choices(name: str, names: Collection[str]) -> str:
-    """`did you mean rotary? choose from alibi, rotary` for a name that is none of them."""
+    """Format the choices for an unknown name: `did you mean rotary? choose from alibi, rotary`."""
     return f"{suggest_names(name, names)} choose from {', '.join(names)}".lstrip()

@@ -1,8 +1,8 @@
-"""Temporary folders that go away with the process that made them, however it ends.
+"""Temporary folders that are removed with the process that created them, however it ends.
 
-A process that is killed (SIGKILL, too little memory) removes nothing. So each folder holds a file that its maker has
-locked for as long as it lives: the system unlocks it when the process is gone, whoever else has its number by then. Who
-makes a folder first removes those of the same user and machine that nobody holds any more.
+A killed process (SIGKILL, out of memory) removes nothing. So each folder contains a file that its creator keeps locked.
+The system releases the lock when the process ends, even if its process ID is reused. The next process that creates a
+folder first removes unlocked folders of the same user and machine.
 """
 
 import fcntl
@@ -19,25 +19,25 @@ from megatron.utils.signals import cleanup_on_signal
 
 PREFIX = "farfield-"
 OWNER_FILE = ".owner"
-"""In the folder: locked by its maker, with the name of the machine."""
+"""Lock file in the folder, locked by its creator. It contains the name of the machine."""
 
 
 @contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """A folder of this process, for as long as the context lasts.
+    """Create a folder of this process for the duration of the context.
 
     Args:
-        purpose: a word of its name, `farfield-PURPOSE-…`, in the folder that TMPDIR names.
+        purpose: a word of its name, `farfield-PURPOSE-…`, in the folder given by TMPDIR.
 
     Raises:
-        OSError: none can be made there.
+        OSError: the folder cannot be created.
     """
     remove_abandoned_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
     descriptor, maker = _take_folder(folder), os.getpid()
 
     def remove() -> None:
-        if os.getpid() == maker:  # a child that was forked has the same code to leave
+        if os.getpid() == maker:  # a forked child runs the same code on exit
             shutil.rmtree(folder, ignore_errors=True)
 
     try:
@@ -50,8 +50,10 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
 
 
 def _take_folder(folder: Path) -> int | None:
-    """Lock its file; None where the file system has no locks. The file gets its name when it is locked, so that nobody
-    finds it free before."""
+    """Lock the file of a folder; returns None if the file system has no locks.
+
+    The file gets its name after it is locked, so that no process finds it unlocked before.
+    """
     new, descriptor = folder / f"{OWNER_FILE}.new", None
     try:
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -66,7 +68,7 @@ def _take_folder(folder: Path) -> int | None:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove this user's temporary folders whose maker on this machine is gone. What cannot be judged stays."""
+    """Remove this user's temporary folders whose creator on this machine has ended. Unclear cases are kept."""
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with suppress(OSError):
@@ -79,9 +81,9 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.read(descriptor, 256) != platform.node().encode():  # the folder may be shared with other machines
+        if os.read(descriptor, 256) != platform.node().encode():  # the parent folder may be shared with other machines
             return
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while its maker lives
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its creator is alive
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)

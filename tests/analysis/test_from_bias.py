@@ -166,7 +166,7 @@ def test_fires_bias_is_that_of_one_query() -> None:
     far, near = compute_bias_by_distance(encoding, 100), compute_bias_by_distance(encoding, 50)
     assert far.shape == (2, 100)
     assert not torch.allclose(far[:, :50], near)
-    with pytest.raises(ValueError, match="name a row"):
+    with pytest.raises(ValueError, match="a row is required"):
         compute_terms(to_float64(encoding), torch.arange(3, dtype=torch.float64))
 
 

@@ -85,9 +85,9 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
         assert f'<th scope="row">{method}</th>' in text
     # What does not apply is said.
     assert "Does not apply to rotary. It adds no bias." in text
-    assert "Does not apply to rotary and alibi (untrained). Of each: it has no score processor" in text
-    assert "Does not apply to alibi (untrained). It is a configuration that was not trained." in text
-    assert "rotary adds no bias and has no score processor, so there are no maps of that." in text
+    assert "Does not apply to rotary and alibi (untrained). For each: it has no score processor" in text
+    assert "Does not apply to alibi (untrained). It is an untrained configuration." in text
+    assert "rotary adds no bias and has no score processor, so it has no such maps." in text
     # The page needs nothing beside it; links go to its own parts and to the data.
     assert not re.search(r"(?:src|href)=\"(?!#|data:)(?!\w+\.(?:csv|json)\")", text)
     for name, analysis in load_analyses().items():
@@ -102,12 +102,12 @@ def test_models_stand_side_by_side(place: Path, corpus: Path, pictures: list[Fig
     shown = " ".join(re.findall('role="img" aria-label="(.*?)"', text))
     for method in methods[1:]:
         assert re.search(rf"medians in keys: .*{re.escape(method)} \d", shown), "what a chart shows, in words"
-        assert re.search(rf"bias of {re.escape(method)}[^;.]*, from 0.00 at hand to -[\d.,]+", shown)
+        assert re.search(rf"bias of {re.escape(method)}[^;.]*, from 0.00 at distance 0 to -[\d.,]+", shown)
     assert re.search(r"Empirical receptive field .* rotary at length 96: ", shown)
     said = out.getvalue()
     assert "out/analysis.html" in said
     assert "rotary: loading" in said
-    assert "the page: drawing its pictures (estimating the time left)" in said
+    assert "the page: drawing figures (estimating the time left)" in said
 
     verdicts = {(row["method"], row["verdict"]) for row in rows_of("convergence")}
     assert {("rotary", "diverges"), ("alibi (untrained)", "converges")} <= verdicts
@@ -162,7 +162,7 @@ def test_what_a_bias_alone_tells_needs_no_run(place: Path, pictures: list[Figure
 def test_what_a_layer_reads_is_no_function_of_the_distance(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     """Of FoX's bias nothing is told that would be true of no bias at all; what its attention does is measured."""
     text = analyzed([make_run("runs/fox", corpus, **{**CDAPE, "pos_emb": "fox"})], "out")
-    reason = "Does not apply to cdape(width=4)+fox(per_layer). What a layer reads decides its bias"
+    reason = "Does not apply to cdape(width=4)+fox(per_layer). Its bias depends on the layer"
     assert text.count(reason) == 4
     assert "Does not apply to cdape(width=4)+fox(per_layer). It has neither a bias nor a weight over distances" in text
     assert sorted(path.stem for path in Path("out").iterdir()) == sorted(
@@ -182,7 +182,7 @@ def test_positions_that_end(place: Path, corpus: Path, pictures: list[Figure]) -
     text = analyzed([run], "out", only=["empirical_receptive_field"])
     assert {row["length"] for row in rows_of("empirical_receptive_field")} == {"16"}
     text = analyzed([run], "other", only=["empirical_receptive_field"], lengths=[32])
-    assert "Does not apply to learned. Its positions end at 16, before the shortest length." in text
+    assert "Does not apply to learned. Its maximum length, 16, is below the shortest length." in text
     assert not (place / "other" / "empirical_receptive_field.csv").exists()
 
 
@@ -205,7 +205,7 @@ def test_places_inside_documents(lengths: list[int], length: int, count: int) ->
 
 def test_models_of_documents_apart_read_within_documents(place: Path, corpus: Path) -> None:
     runs = [make_run(f"runs/{mask}", corpus, attention_mask=mask) for mask in ("causal", "document")]
-    for lengths, where in (([8, 24], "each within one document"), ([8, 200], "none of which is long enough")):
+    for lengths, where in (([8, 24], "each within one document"), ([8, 200], "because none is long enough")):
         inputs = read_analysis_request(runs, [], AnalysisOptions(lengths=lengths, windows=3), "out").inputs
         assert where in inputs.description
         assert [len(windows) for windows in inputs.windows.values()] == [3, 3]
@@ -240,17 +240,17 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
 
 
 WRONG = [
-    ({"runs": []}, "no run given; name a run's folder, or a configuration with --config"),
+    ({"runs": []}, "no run given; expected a run folder, or a configuration with --config"),
     ({"runs": ["runs/none"]}, "runs/none"),
-    ({"only": ["kernel"]}, "there is no analysis 'kernel'; did you mean kernels\\? choose from attention_entropy"),
-    ({"layers": [2]}, "--layers: there is no 2; layers are counted from 0 to 1"),
-    ({"heads": [-1]}, "--heads: there is no -1; heads are counted from 0 to 1"),
-    ({"configs": ["162M alibi"]}, "several models are looked at: name a folder for the page with --output"),
-    ({"only": ["kernels"], "data": "x.txt"}, "--data names a text, and nothing that was asked for reads one"),
+    ({"only": ["kernel"]}, "unknown analysis 'kernel'; did you mean kernels\\? choose from attention_entropy"),
+    ({"layers": [2]}, "--layers: 2 does not exist; layers are numbered from 0 to 1"),
+    ({"heads": [-1]}, "--heads: -1 does not exist; heads are numbered from 0 to 1"),
+    ({"configs": ["162M alibi"]}, "several models: choose a folder for the page with --output"),
+    ({"only": ["kernels"], "data": "x.txt"}, "--data: no requested analysis reads a text"),
     ({"lengths": [10**6]}, "too few for the largest length"),
     ({"runs": ["runs/a", "runs/a"]}, "the same checkpoint is given twice"),
     ({"configs": ["162M alibis"], "output": "out"}, "alibi"),
-    ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi' is given twice"),
+    ({"configs": ["162M alibi", "162M alibi"], "output": "out"}, "--config '162M alibi': given twice"),
     ({"output": "text.txt"}, "--output is text.txt, which is a file"),
     ({"device": "tpu"}, "choose from auto, cpu, cuda"),
 ]
@@ -269,7 +269,7 @@ def test_mistakes_are_told_before_any_work(given: dict, message: str, place: Pat
 def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     make_run("runs/a", corpus)
     lock = FolderLock("out", name=LOCK_FILE, key="--output", busy="", patience=0.0)
-    with pytest.raises(UserError, match="--output: out: another analysis is writing there; wait for its end"):
+    with pytest.raises(UserError, match="--output: out: another analysis is writing to this folder; wait"):
         analyzed(["runs/a"], "out", only=["kernels"])
     lock.release()
     analyzed(["runs/a"], "out", only=["kernels"])
@@ -316,8 +316,8 @@ def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path
             assert set(tokens[length // 2 :]) == {2}
     text = analyzed([run], "out", ["162M alibi"], lengths=[8, 20])
     assert (
-        "Fresh sequences of the task reverse_string, 2 at each length of its input (8, 20); with the places of the "
-        "answers they have 16, 40 tokens." in text
+        "New sequences of the task reverse_string, 2 for each input length (8, 20). Including the answers, "
+        "sequences have 16, 40 tokens." in text
     )
     assert {row["m"] for row in rows_of("empirical_receptive_field")} == {"8", "20"}
     assert max(int(row["distance"]) for row in rows_of("kernels")) == 39
@@ -325,7 +325,9 @@ def test_a_run_that_learned_a_task_reads_its_sequences(place: Path, corpus: Path
 
 def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     runs = [make_run("runs/task", corpus, **TASK), make_run("runs/text", corpus)]
-    with pytest.raises(UserError, match="runs/text learned a text, runs/task the task reverse_string: ask them apart"):
+    with pytest.raises(
+        UserError, match="runs/text was trained on a text, runs/task on the task reverse_string; evaluate"
+    ):
         analyzed(runs, "out")
     with pytest.raises(UserError, match="--data is about texts, and a task is none"):
         analyzed(runs[:1], "out", data="x.txt")
@@ -335,7 +337,7 @@ def test_tasks_and_texts_are_not_read_side_by_side(place: Path, corpus: Path, pi
 
 def test_lengths_that_a_task_does_not_have(place: Path, corpus: Path) -> None:
     run = make_run("runs/task", corpus, **{**TASK, "task": "mqar", "task_length": 16, "task_options": {"pairs": 4}})
-    with pytest.raises(UserError, match=r"lengths: 33 is none of the task mqar\(pairs=4\)"):
+    with pytest.raises(UserError, match=r"lengths: 33 is not valid for the task mqar\(pairs=4\)"):
         analyzed([run], lengths=[33])
     assert not (place / "runs/task/analysis").exists()
 
@@ -360,7 +362,7 @@ def test_taps_are_those_of_each_length(corpus: Path, place: Path, pictures: list
 @pytest.mark.parametrize(
     ("encoding", "value", "told"),
     [
-        ("t5", math.inf, "Does not apply to t5. Its encoding&#39;s bias"),
+        ("t5", math.inf, "Does not apply to t5. The parameter bias"),
         ("t5", 1e30, "stays at inf"),
         ("fire", 1e30, "stays at inf"),
         ("kerple_power", math.inf, "is not finite."),

@@ -285,7 +285,7 @@ def test_what_errs_a_little_once_is_computed_once_more(monkeypatch) -> None:
     assert len(set(asked)) == len(asked) == 2
     monkeypatch.setattr(Judge, "compute_excess", lambda *args, **kwargs: {"dq": 9.0})
     (trial,) = try_backends(make_problem(("none", "none")), {"row blocks": RowBlockBackend(8)}, timer=count_passes)
-    assert trial.refusal == "errs in dq by 9 times what rounding in float32 gives"
+    assert trial.refusal == "errs in dq by 9 times the rounding error of float32"
 
 
 def test_nothing_is_right_that_is_not_a_number() -> None:

@@ -83,7 +83,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("pair", "why"),
     [
-        (("kerple_log", "none"), "it is for score processors"),
+        (("kerple_log", "none"), "it needs a score processor"),
         (("fire", "cdape"), "it cannot compute a bias that is not a function of the distance"),
         (("cope", "cdape"), "it cannot compute a bias|it cannot add contextual terms"),
         (("kerple_log", "cdape"), "no C compiler"),
@@ -149,7 +149,7 @@ def test_auto_does_without_a_compiler_and_says_what_that_costs(
     for _ in range(2):
         assert torch.equal(auto(rows), RowBlockBackend(4)(rows))
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "score processors take several times as long on this CPU as they could: "
+        "score processors run several times slower on this CPU without their C code: "
         "no C compiler was found (cc, gcc, clang)"
     ]
     native._warn_unavailable.cache_clear()

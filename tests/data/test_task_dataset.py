@@ -123,9 +123,9 @@ def test_datasets_of_a_task() -> None:
     [
         (
             {"task": "revers_string", "task_length": 9},
-            "task revers_string is not available; did you mean reverse_string",
+            "unknown task revers_string; did you mean reverse_string",
         ),
-        ({"task": "mqar", "task_length": 33}, "task_length is 33: 8 pairs and as many queries need an even length"),
+        ({"task": "mqar", "task_length": 33}, "task_length is 33: 8 pairs and their queries need an even length"),
         ({"task": "mqar", "task_length": 64, "task_shortest_length": 20}, "task_shortest_length is 20: 8 pairs"),
         ({"task": "mqar", "task_length": 64, "task_options": {"pair": 2}}, "no option 'pair'; did you mean pairs"),
         ({"task": "mqar"}, "task_length is missing"),

@@ -75,7 +75,7 @@ def test_a_process_of_mpirun_knows_its_place() -> None:
     assert started is not None
     assert (started.rank_info, started.address) == (RankInfo(3, 4, 3), "127.0.0.1")
     over_two = {**MPIRUN, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(UserError, match=r"but MASTER_ADDR is not: .*; mpirun -x MASTER_ADDR=NAME"):
+    with pytest.raises(UserError, match=r"but MASTER_ADDR .* is not; mpirun -x MASTER_ADDR=NAME"):
         read_launcher_environment(over_two)
     started = read_launcher_environment({**over_two, "MASTER_ADDR": "10.0.0.7"})
     assert started is not None
@@ -105,7 +105,7 @@ def test_the_innermost_launcher_counts() -> None:
     ("variables", "changes", "message"),
     [
         (TORCHRUN, {"MASTER_PORT": None}, r"RANK is set, but MASTER_PORT is not; start with ./deepy.py train, srun"),
-        (TORCHRUN, {"MASTER_ADDR": None}, r"RANK is set, but MASTER_ADDR is not: the first process's machine"),
+        (TORCHRUN, {"MASTER_ADDR": None}, r"RANK is set, but MASTER_ADDR \(the first machine\) is not"),
         (TORCHRUN, {"LOCAL_RANK": None}, r"RANK is set, but LOCAL_RANK is not"),
         (TORCHRUN, {"RANK": "one"}, r"RANK is 'one'; it must be a whole number"),
         (TORCHRUN, {"MASTER_PORT": "x"}, r"MASTER_PORT is 'x'; it must be a whole number"),
@@ -120,7 +120,7 @@ def test_the_innermost_launcher_counts() -> None:
         (
             SRUN,
             RankInfo(0, 9, 0).to_environment("a", 1),  # what a batch script exports, from its own SLURM_PROCID
-            r"RANK is 0, but SLURM_PROCID is 5; unset RANK: srun says which process this is",
+            r"RANK is 0, but SLURM_PROCID is 5; unset RANK, because srun sets the rank of this process",
         ),
     ],
 )

@@ -86,7 +86,7 @@ def test_what_is_left_is_data_parallel(sizes: ParallelSizes) -> None:
 
 
 def test_what_is_no_mesh_is_refused() -> None:
-    with pytest.raises(ValueError, match="6 ranks: tensor 2 × context 1 × pipeline 2 is 4"):
+    with pytest.raises(ValueError, match="6 ranks are not divisible by tensor 2 × context 1 × pipeline 2 = 4"):
         ParallelSizes.from_world_size(6, tensor=2, pipeline=2)
     for wrong in (
         lambda: ParallelSizes(data=0),
@@ -136,5 +136,5 @@ def test_ranks_together_hold_every_place_once_and_share_the_work(ranks: int, siz
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     assert list_context_chunks(7, Axis()) == ((0, 7),)
-    with pytest.raises(ValueError, match="a sequence of 12 tokens does not divide into 8 chunks"):
+    with pytest.raises(ValueError, match="a sequence of 12 tokens is not divisible into 8 chunks"):
         list_context_chunks(12, Axis(0, 4))

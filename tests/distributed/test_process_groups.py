@@ -44,7 +44,7 @@ def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> Non
         assert found["max"] == 0.0
         assert found["gather"] == [[rank, Mesh(rank, sizes).data.index] for rank in range(4)]
         assert found["agree"] == [None, "error of 2"]
-        assert found["alone"].startswith("this process is part of another mesh already") == (
+        assert found["alone"].startswith("this process already belongs to another mesh") == (
             sizes != ParallelSizes(data=4)
         )
 
@@ -63,7 +63,7 @@ def test_one_process_agrees_with_itself() -> None:
 
 def test_joining_others_after_the_fact_is_refused() -> None:
     single_process()
-    with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already one of 1"):
+    with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already in a group of 1"):
         init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
-    with pytest.raises(RunError, match="this process is part of another mesh already"):
+    with pytest.raises(RunError, match="this process already belongs to another mesh"):
         init_distributed(RankInfo(), ParallelSizes(tensor=2), device="cpu", backend="gloo")

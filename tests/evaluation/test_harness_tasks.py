@@ -244,7 +244,7 @@ def test_groups_limits_examples_and_a_folder_that_keeps_perplexities(place: Path
     assert group.value == pytest.approx(sum(record.value for record in parts.values()) / 2)
     assert group.tokens == sum(record.tokens for record in parts.values())
     said = out.getvalue()
-    assert re.search(r"asked: \d of 3 requests were cut on the left to 12 tokens", said)
+    assert re.search(r"asked: \d of 3 requests were truncated on the left to 12 tokens", said)
     assert "Task accuracy in %, trained at 12 tokens, protocol both, 1-shot\n" in said
     given(place, run, "texts", output=tmp_path)
     assert {record.protocol for record in read_records(tmp_path / "results.json")} == {"both, 1-shot", "texts, 0-shot"}
@@ -287,7 +287,7 @@ def test_texts_that_a_task_makes(place: Path, run: Path, tmp_path: Path) -> None
     assert {(record.protocol, record.metric, record.value) for record in found} == {
         (f"made, 0-shot, texts of {length} tokens", "string_match", 0.5) for length in (12, 16)
     }
-    with pytest.raises(UserError, match="--metadata: '4096' is no mapping"):
+    with pytest.raises(UserError, match="--metadata: '4096' is not a mapping"):
         evaluate_tasks([run], tasks.replace(metadata="4096"), EvaluationOptions())
 
 
@@ -300,13 +300,13 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
         of_harness, "TaskManager", lambda include_path, **_: usual(include_path=include_path, include_defaults=False)
     )
     for tasks, options, message in (
-        ("text", {}, r"there is no task 'text'; did you mean .*texts"),
-        ("texts", {"data": "x.txt"}, "--data is about texts, and tasks bring their own"),
+        ("text", {}, r"unknown task 'text'; did you mean .*texts"),
+        ("texts", {"data": "x.txt"}, "--data is about texts, and tasks have their own"),
         ("texts", {"protocol": "nonoverlapping"}, "--protocol is about texts"),
         (
             "written",
             {"lengths": [8]},
-            r"written: writes up to 8 tokens, which leaves no room .* length 8; give greater",
+            r"written: generates up to 8 tokens, which leaves no room .* length 8; use larger",
         ),
         ("choices", {"lengths": [4]}, r"a continuation of \d+ tokens cannot be scored at length 4"),
     ):
@@ -315,16 +315,16 @@ def test_what_cannot_be_done_is_one_line(place: Path, run: Path, monkeypatch: py
         assert "\n" not in str(error.value)
     text = TASK.format(folder=place, data="questions")
     (place / "yaml" / "unsafe.yaml").write_text(f"task: unsafe\nunsafe_code: true\n{text}{TASKS['written']}")
-    with pytest.raises(UserError, match="--tasks unsafe: runs code that a model writes, which is not done here"):
+    with pytest.raises(UserError, match="--tasks unsafe: runs model-generated code, which is not supported"):
         given(place, run, "unsafe")
     (place / "questions.jsonl").rename(place / "moved.jsonl")
     with pytest.raises(RunError, match=r"--tasks written: cannot be read: .*questions.jsonl"):
         given(place, run, "written")
     (place / "moved.jsonl").rename(place / "questions.jsonl")
     learned = make_run(place / "learned", "pos_emb=learned", "score_processor=none")
-    with pytest.raises(UserError, match="learned ends at 12 positions"):
+    with pytest.raises(UserError, match="learned supports 12 positions"):
         given(place, learned, "texts", lengths=[24])
-    with pytest.raises(UserError, match="nowhere, which is no folder"):
+    with pytest.raises(UserError, match="nowhere: not a folder"):
         evaluate_tasks([run], TaskOptions(tasks=["a"], include_path="nowhere"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--tasks needs the package lm_eval, .*: pip install -r requirements-eval.txt"):
@@ -364,8 +364,8 @@ def test_values_that_no_record_holds_are_told() -> None:
     (record,) = build_task_records(results, {"told": RequestCounts(num_tokens=7)}, about, said.append)
     assert (record.protocol, record.value, record.stderr, record.tokens) == ("told, 3-shot, strict-match", 0.5, None, 7)
     assert said == [
-        "told, 3-shot: mcc is 0.25, which records have no place for",
-        "told, 3-shot: byte_perplexity is inf, which records have no place for",
+        "told, 3-shot: mcc = 0.25 does not fit in a record",
+        "told, 3-shot: byte_perplexity = inf does not fit in a record",
     ]
 
 

@@ -135,7 +135,7 @@ def test_overlapping_windows_choose_the_key_tokens_of_the_published_function(tmp
         measures=["long_perplexity"], key_tokens=str(path),
     )  # fmt: skip
     assert long_perplexity(reference, alone)[0].nll == records[-1].nll
-    assert f"at least {trunc_len} tokens of its window" in _describe_protocol(records)
+    assert f"at least {trunc_len} tokens of context" in _describe_protocol(records)
 
 
 def _describe_protocol(records: list[Record]) -> str:
@@ -150,28 +150,31 @@ def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, runni
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"format": 1}')
     for choices, message in (
-        ({"lengths": [5, 20]}, "another largest length: 27, and this is 20"),
-        ({"windows": 6}, "another choice of windows and targets, by digest"),
-        ({"targets": 4}, "another choice of windows and targets, by digest"),
-        ({"key_alpha": 1.0}, "they fix key tokens, which are read here"),
-        ({"find_key_tokens": True}, "is there, and other evaluations may rest on it"),
-        ({"key_tokens": missing}, "no such file; find_key_tokens writes it"),
-        ({"key_tokens": str(damaged)}, "no key tokens: alpha: Field required"),
+        ({"lengths": [5, 20]}, "different largest length: 27 in the file, 20 here"),
+        ({"windows": 6}, r"different choice of windows and targets \(digest\)"),
+        ({"targets": 4}, r"different choice of windows and targets \(digest\)"),
+        ({"key_alpha": 1.0}, "only for finding key tokens"),
+        ({"find_key_tokens": True}, "file exists, and other evaluations may depend on it"),
+        ({"key_tokens": missing}, "file not found; create it with find_key_tokens"),
+        ({"key_tokens": str(damaged)}, "not a file of key tokens: alpha: Field required"),
         ({"key_tokens": None}, "long_perplexity needs key_tokens"),
-        ({"measures": ["perplexity"]}, "it is for the measure long_perplexity"),
-        ({"targets": [3, 5]}, "over one set of targets"),
-        ({"protocol": "nonoverlapping", "targets": None, "windows": None}, "over one set of targets"),
-        ({"protocol": "strided", "targets": None, "windows": None, "stride": 5}, "another protocol: last, "),
-        ({"lengths": [27], "find_key_tokens": True, "key_tokens": missing}, "give two lengths"),
+        ({"measures": ["perplexity"]}, "only for the measure long_perplexity"),
+        ({"targets": [3, 5]}, "needs one set of targets"),
+        ({"protocol": "nonoverlapping", "targets": None, "windows": None}, "needs one set of targets"),
+        (
+            {"protocol": "strided", "targets": None, "windows": None, "stride": 5},
+            "different protocol: last in the file, ",
+        ),
+        ({"lengths": [27], "find_key_tokens": True, "key_tokens": missing}, "expected two lengths"),
     ):
         with pytest.raises(UserError, match=message):
             long_perplexity(running_mean, Options(**{**KEYS, "key_tokens": path, **choices}))
-    with pytest.raises(UserError, match="another text, by its digest"):
+    with pytest.raises(UserError, match=r"different text \(digest\)"):
         long_perplexity(running_mean, Options(**KEYS, key_tokens=path), stream=STREAM[::-1].copy())
-    with pytest.raises(RunError, match="no target is a key token"):
+    with pytest.raises(RunError, match="no key tokens"):
         long_perplexity(running_mean, Options(**KEYS, key_tokens=missing, **{**finding, "key_alpha": 50.0}))
     running_mean.max_length = 9
-    with pytest.raises(RunError, match="its positions end before length 27"):
+    with pytest.raises(RunError, match="does not support length 27"):
         long_perplexity(running_mean, Options(**KEYS, key_tokens=missing, **finding))
     assert not Path(missing).exists()
 
@@ -229,10 +232,10 @@ def test_the_loss_at_every_position(running_mean: RunningMean) -> None:
     assert "by tokens seen, windows of 20 tokens" in table.title
     assert render_plots_png([*found, *far])[:4] == b"\x89PNG"
     for choices, message in (
-        ({"protocol": "last"}, "token_loss needs every token of a window scored"),
+        ({"protocol": "last"}, "token_loss needs protocol nonoverlapping"),
         ({"smoothing": 4}, "odd number of positions"),
         ({"smoothing": 21}, "at most 20"),
-        ({"measures": ["position"]}, "it is of the measure token_loss"),
+        ({"measures": ["position"]}, "only for the measure token_loss"),
     ):
         changed = options.replace(**choices)
         with pytest.raises(UserError, match=message):

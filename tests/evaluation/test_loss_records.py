@@ -147,10 +147,10 @@ def test_sums_of_blocks_are_kept_for_comparisons(running_mean: RunningMean, tmp_
     [
         ({"measures": ["position"]}, "protocol nonoverlapping"),
         ({"measures": ["delta_perplexity"], "protocol": "nonoverlapping"}, "needs protocol last"),
-        ({"measures": ["delta_perplexity"], "targets": 4}, "give length 4 and a longer one"),
-        ({"measures": ["delta_perplexity"], "lengths": [8]}, "give length 8 and a longer one"),
-        ({"protocol": "nonoverlapping", "targets": 8}, "targets is for protocol last, and this is nonoverlapping"),
-        ({"stride": 8}, "stride is for protocol strided, and this is last"),
+        ({"measures": ["delta_perplexity"], "targets": 4}, "use length 4 and a longer one"),
+        ({"measures": ["delta_perplexity"], "lengths": [8]}, "use length 8 and a longer one"),
+        ({"protocol": "nonoverlapping", "targets": 8}, "targets: only for protocol last, not nonoverlapping"),
+        ({"stride": 8}, "stride: only for protocol strided, not last"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(choices: dict, message: str) -> None:

@@ -123,7 +123,7 @@ def test_the_map_of_a_model_that_sees_so_far() -> None:
 def test_losses_are_those_of_the_model() -> None:
     model = tiny_gpt(pos_emb="kerple_log")
     small = build_probe(Options(protocol="passkey", depths=2, windows=3), [120], BYTES)
-    with pytest.raises(UserError, match="depths: protocol repeated asks over distances"):
+    with pytest.raises(UserError, match="depths: protocol repeated uses distances"):
         build_probe(Options(protocol="repeated", depths=2), [120], BYTES)
     small.vocabulary = small.vocabulary.__class__(19, "bytes", None)
     rows = {depth: small.build_sequences(120, depth) % 19 for depth in (0.0, 1.0)}
@@ -304,8 +304,8 @@ def test_what_has_no_depth_is_refused() -> None:
         data=SimpleNamespace(task="copy_string", task_length=4, task_shortest_length=None, task_options={})
     )
     for choices, message in (
-        ({"depths": 3}, "has none at which its answer stands"),
-        ({"effective_score": 0.5}, "it is of a needle map; give depths too"),
+        ({"depths": 3}, "does not support depths"),
+        ({"effective_score": 0.5}, "only for needle maps; add depths"),
     ):
         with pytest.raises(UserError, match=message):
             build_task_eval(Options(lengths=[4], **choices), [config])  # type: ignore[list-item]

@@ -215,7 +215,7 @@ def test_a_model_whose_positions_end_is_scored_up_to_there_on_the_targets_of_the
     assert {found.target_digest} == {other.target_digest for other in others}
     assert scored(learned, STREAM, Options(lengths=[8], windows=5))[0].target_digest != found.target_digest
     assert found.change is None
-    with pytest.raises(UserError, match="its positions end at 8, length 16 is past them"):
+    with pytest.raises(UserError, match="the maximum length is 8, less than length 16"):
         scored(learned, STREAM, Options(lengths=[16, 32]))
 
 

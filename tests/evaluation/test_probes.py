@@ -137,14 +137,14 @@ class Joining(ByteTokenizer):
 
 
 def test_keys_that_have_no_tokens_of_their_own_are_not_asked() -> None:
-    with pytest.raises(UserError, match="reads the end of the question otherwise where a key follows it"):
+    with pytest.raises(UserError, match="merges the end of the question with the key"):
         Passkey([300], 2, Joining())
     some = Passkey([300], 2, Joining(apart="0123456"))
     assert len(some.answers) == 2
     assert all(set(key) <= set("0123456") for key in some.answers)
     assert some.num_scored_tokens == 6
     assert some.build_sequences(300, 0.5).shape == (2, 301)
-    with pytest.raises(UserError, match="too few keys of as many tokens"):
+    with pytest.raises(UserError, match="too few keys with equal numbers of tokens"):
         Passkey([300], 3, Joining(apart="0124"))
 
 
@@ -160,8 +160,8 @@ def test_options_of_probes() -> None:
     )
     assert probe(protocol="repeated", windows=7).num_sequences == 7
     for choices, message in (
-        ({"protocol": "passkey"}, "windows of 64 tokens are too short for it"),
-        ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short for it"),
+        ({"protocol": "passkey"}, "windows of 64 tokens are too short"),
+        ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
         ({"protocol": "repeated", "data": "x.txt"}, "--data is about texts"),
         ({"protocol": "repeated", "measures": ["position"]}, "--measures is about texts"),

@@ -122,8 +122,8 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
     ("arguments", "message"),
     [
         ({"stream_length": 2048, "lengths": [64, 2048]}, r"has 2,048 tokens, too few .* 2,048 needs 2,049"),
-        ({"stream_length": 999, "lengths": []}, "none given"),
-        ({"stream_length": 999, "lengths": [0]}, "0 is not a length"),
+        ({"stream_length": 999, "lengths": []}, "expected at least one"),
+        ({"stream_length": 999, "lengths": [0]}, "0 is not valid"),
         ({"stream_length": 999, "lengths": [32]}, "32 is shorter than the 64 targets"),
         ({"stream_length": 999, "lengths": [64], "protocol": "sliding"}, "choose from last, nonoverlapping"),
         ({"stream_length": 999, "lengths": [64], "windows": 0}, "at least 1"),
@@ -131,7 +131,7 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
         ({"stream_length": 999, "lengths": [64], "targets": [0]}, "targets: 0"),
         ({"stream_length": 70, "lengths": [6, 64], "protocol": "nonoverlapping"}, "multiples of 192"),
         ({"stream_length": 999, "lengths": [64], "protocol": "nonoverlapping", "windows": 16}, "enough for 15 windows"),
-        ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "groups of 2"),
+        ({"stream_length": 999, "lengths": [4, 6], "protocol": "nonoverlapping", "windows": 3}, "a multiple of 2"),
         ({"stream_length": 999, "lengths": [64, 128], "targets": [64, 256]}, "128 is shorter than the 256 targets"),
         (
             {"stream_length": 99, "lengths": [6, 8], "protocol": "overlapping"},
@@ -142,13 +142,13 @@ def test_windows_of_nonoverlapping_are_those_of_the_largest_length() -> None:
             "6 is shorter than min_co",
         ),
         ({"stream_length": 14, "lengths": [6, 8], "protocol": "overlapping", "min_context": 3}, "once 2 is subtracted"),
-        ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride: protocol strided needs it"),
-        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 65}, "shorter than the stride of 65"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided"}, "stride: protocol strided needs"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 65}, "shorter than the stride, 65"),
         (
             {"stream_length": 99, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9},
             "for 5 windows of 8",
         ),
-        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9}, "groups of 8"),
+        ({"stream_length": 999, "lengths": [64], "protocol": "strided", "stride": 8, "windows": 9}, "a multiple of 8"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(arguments: dict, message: str) -> None:

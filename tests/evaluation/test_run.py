@@ -124,7 +124,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
     said = out.getvalue()
     assert "rotary seed 1234: loading" in said
     # These checkpoints were made by hand; those that training writes have checksums.
-    assert "runs/a: step_0000005, not verified: it has no manifest" in said
+    assert "runs/a: step_0000005, not verified: it has no checksums" in said
     assert f"{found[1].value:,.1f}" in said
     assert "written: results/results.json" in said
 
@@ -134,14 +134,14 @@ def test_one_run_keeps_its_results_in_its_folder_and_a_checkpoint_does_not(place
     out = io.StringIO()
     evaluated([run], [8, 16], console=Console(file=out, width=200))
     assert len(records.read_records(run / "results.json")) == 2
-    assert out.getvalue().startswith(f"results will be written to {run}\n")
+    assert out.getvalue().startswith(f"results will be saved in {run}\n")
     evaluated([run / "checkpoints"], [12])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_0000005"]
     before = (run / "results.json").read_text()
     out = io.StringIO()
     evaluated([run / "checkpoints" / "step_0000005"], [8], console=Console(file=out))
     assert (run / "results.json").read_text() == before
-    assert out.getvalue().startswith("results will not be written: give --output FOLDER to keep them\n")
+    assert out.getvalue().startswith("results will not be saved; use --output FOLDER to save them\n")
 
 
 def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replaced(
@@ -156,7 +156,7 @@ def test_results_of_other_protocols_and_texts_stay_and_the_same_again_is_replace
     out = io.StringIO()
     again = evaluated([run], [8, 32], console=Console(file=out, width=200))
     assert out.getvalue().startswith(
-        f"results will be written to {run}; the 5 there stay, unless this measures the same again\n"
+        f"results will be saved in {run}; the 5 records there are kept, except those measured again\n"
     )
     assert records.read_records(run / "results.json") == [*spans, *train, *window, *again]
     assert len(list(csv.DictReader((run / "results.csv").read_text().splitlines()))) == 5
@@ -201,15 +201,15 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     assert evaluated([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
     for data, message in (
-        ("fox.md", r"fox.md: its suffix is none of \.txt, \.jsonl"),
-        ("empty.txt", "empty.txt: there is no text in it"),
-        ("nothing.txt", r"nothing.txt: no such text; --data names a file \(.txt"),
+        ("fox.md", r"fox.md: expected suffix \.txt, \.jsonl"),
+        ("empty.txt", "empty.txt: no text found"),
+        ("nothing.txt", r"nothing.txt: not found; --data expects a file \(.txt"),
     ):
         if not data.startswith("nothing"):
             Path(data).write_text("")
         with pytest.raises(UserError, match=message):
             evaluated([run], [8], data=data)
-    with pytest.raises(UserError, match=r"fox.txt: is to be tokenized as runs/foreign was trained: .*train_data_paths"):
+    with pytest.raises(UserError, match=r"fox.txt: cannot load the tokenizer of runs/foreign: .*train_data_paths"):
         evaluated([foreign], [8], data="fox.txt")
 
 
@@ -306,7 +306,7 @@ def test_a_run_whose_positions_end_is_scored_up_to_there_and_said(place: Path) -
     assert len({r.target_digest for r in found}) == 1
     said = out.getvalue()
     assert (
-        "runs/learned: pos_emb learned ends at 20 positions (max_position_embeddings); scored at lengths up to 16\n"
+        "runs/learned: pos_emb learned supports 20 positions (max_position_embeddings); scored at lengths up to 16\n"
         in said
     )
     assert "runs/a: pos_emb" not in said
@@ -399,7 +399,7 @@ def test_which_text_is_scored(place: Path) -> None:
     prepare(["text.txt"], "whole", split=None)
     shares = ["data_path=whole/text_document", "split=1,0,0"]
     make_run("runs/train_only", data=shares)
-    with pytest.raises(UserError, match=r"runs/train_only: its configuration names no test or valid data; .*--data"):
+    with pytest.raises(UserError, match=r"runs/train_only: no test or valid data in its configuration; .*--data"):
         evaluated(["runs/train_only"], [8])
     (lines := Path("lines")).mkdir()
     for i in range(40):
@@ -435,15 +435,15 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
         (["runs/none"], {}, "runs/none: no such folder"),
         (["corpus"], {}, "corpus: no checkpoint in it"),
         (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
-        (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned ends at 8 positions (max_posi"),
-        (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary ends at 16 positions (randomized_positions)"),
+        (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned supports 8 positions (max_posi"),
+        (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary supports 16 positions (randomized_positions)"),
         (["runs/a"], {"lengths": [8], "window": 0}, "command line: window is 0; it must be at least 1"),
         (["runs/a"], {"lengths": [8], "attention_mask": "prefix"}, "attention_mask is prefix; choose from causal, doc"),
-        (["runs/a", "runs/valid"], {"lengths": [8]}, "name one text for all with --data"),
-        (["runs/a", "runs/long"], {}, "trained at different ones (8, 16)"),
+        (["runs/a", "runs/valid"], {"lengths": [8]}, "choose one text for all with --data"),
+        (["runs/a", "runs/long"], {}, "trained at different lengths (8, 16)"),
         (["runs/a", "runs/long"], {"lengths": "2x"}, "2x is ambiguous"),
-        (["runs/foreign"], {"lengths": [8]}, "made by tokenizer bytes, but runs/foreign was trained with HFTokenizer"),
-        (["runs/a"], {"lengths": [8, 1 << 20]}, "too few for the largest length: 1,048,576"),
+        (["runs/foreign"], {"lengths": [8]}, "tokenized with bytes, but runs/foreign was trained with HFTokenizer"),
+        (["runs/a"], {"lengths": [8, 1 << 20]}, "too few for the largest length; 1,048,576"),
         (["runs/a"], {"lengths": []}, "lengths is []; it must be a list of at least 1"),
         (["runs/a"], {"lengths": [4], "targets": 8}, "4 is shorter than the 8 targets"),
         (["runs/a"], {"lengths": [8], "protocol": "sliding"}, "protocol is sliding; choose from last, nonoverlapping"),

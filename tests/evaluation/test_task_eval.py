@@ -129,7 +129,7 @@ def test_records_of_a_model_that_knows_the_answers() -> None:
     assert accuracy[2].change == accuracy[2].value - accuracy[0].value
     (mean,) = (record for record in found if record.metric == "mean_accuracy")
     assert mean.value == pytest.approx((accuracy[1].value + accuracy[2].value) / 2)
-    assert mean.remark.startswith("The mean over the lengths 40, 60. Task binary_addition of Delétang et al. (2023), ")
+    assert mean.remark.startswith("Mean over the lengths 40, 60. Task binary_addition of Delétang et al. (2023), ")
 
 
 def test_changes_and_means_are_as_unsure_as_independent_draws() -> None:
@@ -182,8 +182,8 @@ def test_floors_stand_beside_the_models() -> None:
     assert "causal decoder" in text
     assert "encoder" in text
     page = page_of([*model, *found])
-    assert "the same 200 fresh sequences" in page
-    assert "window" not in page.split("What was measured")[1].split("Models")[0]
+    assert "the same 200 new sequences" in page
+    assert "window" not in page.split("Measurements")[1].split("Models")[0]
 
 
 def test_positions_that_end() -> None:
@@ -197,7 +197,7 @@ def test_positions_that_end() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"lengths": [7]}, "lengths: 7 is none of the task mqar: 8 pairs"),
+        ({"lengths": [7]}, "lengths: 7 is not valid for the task mqar: 8 pairs"),
         ({"data": "book.txt"}, "--data is about texts, and a task is none"),
         ({"attention_mask": "document"}, "--attention-mask is about texts, and a task is none"),
         ({"protocol": "nonoverlapping"}, "--protocol is about"),
@@ -213,7 +213,7 @@ def test_what_a_task_is_not_asked(options: dict, why: str) -> None:
 def test_of_the_usual_lengths_those_are_scored_that_a_task_has() -> None:
     of = config("addition", 6, positions="coupled", max_digits=16)
     assert build_task_eval(EvaluationOptions(), [of]).lengths == (6, 12)
-    with pytest.raises(UserError, match="lengths: 24 is none of the task addition"):
+    with pytest.raises(UserError, match="lengths: 24 is not valid for the task addition"):
         build_task_eval(EvaluationOptions(multiples=[1.0, 4.0]), [of])
 
 
@@ -228,14 +228,14 @@ def test_a_task_is_asked_with_other_options_than_it_was_learned_with() -> None:
     learned = build_task_eval(EvaluationOptions(lengths=[64], windows=300), [of])
     assert asked.digest != learned.digest
     for text, why in (
-        ("ignore", "'ignore' must be OPTION=VALUE"),
+        ("ignore", "'ignore': expected OPTION=VALUE"),
         ("ignor=1.0", "has no option 'ignor'; did you mean ignore"),
         ("ignore=2.0", "task_options.ignore is 2.0"),
     ):
         with pytest.raises(UserError, match=why):
             build_task_eval(EvaluationOptions(lengths=[64], task_options=text), [of])
     recall = config("mqar", 16, pairs=4, vocabulary=64)
-    with pytest.raises(UserError, match="learned other symbols"):
+    with pytest.raises(UserError, match="trained with other symbols"):
         build_task_eval(EvaluationOptions(lengths=[16], task_options="vocabulary=128"), [recall])
 
 
@@ -246,9 +246,9 @@ def test_runs_of_different_tasks_are_apart() -> None:
     text = Config.from_flat({"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8})
     assert not is_task_run([run("a", text)])
     assert is_task_run([run("a", config()), run("b", config(length=9))])
-    with pytest.raises(UserError, match=r"b learned the task mqar\(pairs=4\), a the task mqar: ask them apart"):
+    with pytest.raises(UserError, match=r"b was trained on the task mqar\(pairs=4\), a on the task mqar; evaluate"):
         is_task_run([run("a", config("mqar", 64)), run("b", config("mqar", 64, pairs=4))])
-    with pytest.raises(UserError, match="b learned a text, a the task binary_addition"):
+    with pytest.raises(UserError, match="b was trained on a text, a on the task binary_addition"):
         is_task_run([run("a", config()), run("b", text)])
 
 

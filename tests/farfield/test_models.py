@@ -126,8 +126,8 @@ def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
             "there is no option foo; choose from maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size",
         ),
         (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
-        (lambda model: model.generate(None), "prompt is None; it must be a text, or a list of texts"),
-        (lambda model: model.generate([1, 2]), "prompt is 1; it must be a text"),
+        (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),
+        (lambda model: model.generate([1, 2]), "prompt is 1; it must be a string"),
         (lambda model: model.decode([99]), "tokens must be a list of whole numbers from 0 to 60"),
         (lambda model: model.score(TEXT, 6.5), "length is 6.5; it must be a whole number, at least 1"),
         (lambda model: model.score(TEXT, True), "length is True; it must be a whole number"),
@@ -136,18 +136,18 @@ def test_texts_are_those_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; it must be a whole number"),
         (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be a whole number, from 1 to"),
         (lambda model: farfield.load("x", precision="fp33"), "precision is fp33; did you mean fp32?"),
-        (lambda model: farfield.load("x", rope=5), "rope is 5; it must be a text"),
+        (lambda model: farfield.load("x", rope=5), "rope is 5; it must be a string"),
         (lambda model: farfield.evaluate(5), "runs is 5; it must be a path, or a list of paths"),
         (lambda model: farfield.evaluate("x", length=[5]), "there is no option length; did you mean lengths?"),
         (lambda model: farfield.analyze("x", lengths=[0]), "item 1 of lengths is 0; it must be at least 1"),
         (lambda model: farfield.train(["x.yml"]), "files is (['x.yml'],); it must be a path"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),
-        (lambda model: model.generate("1", window=3), "window belongs to farfield.load"),
+        (lambda model: model.generate("1", window=3), "window is an option of farfield.load"),
         (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be a whole number, from 0 to 1"),
-        (lambda model: model.attention_maps("1 2", []), "layers is empty; name some of the layers"),
+        (lambda model: model.attention_maps("1 2", []), "layers is empty; list layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
         (lambda model: model.bias_table(0), "length is 0; it must be a whole number, from 1 to"),
-        (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB, more than 4; ask for fewer layers"),
+        (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB; the limit is 4 GiB; use fewer layers"),
         (lambda model: farfield.load("nowhere"), "nowhere: no such folder"),
     ],
 )  # fmt: skip
@@ -161,7 +161,7 @@ def test_a_mistake_is_one_line(model: farfield.Model, ask, told: str) -> None:  
 def test_positions_that_end_are_refused(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="learned")
     for ask in (lambda: model.score(TEXT, 17), lambda: model.attention_maps(TEXT)):
-        with pytest.raises(farfield.UserError, match="the model knows 16 positions"):
+        with pytest.raises(farfield.UserError, match="the model supports 16 positions"):
             ask()
     assert "learned" in repr(model)
     assert model.config["pos_emb"] == "learned"
@@ -183,7 +183,7 @@ def test_an_analysis_reads_as_the_model_was_loaded(
 
 def test_what_a_layer_reads_is_no_table(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="fox")
-    with pytest.raises(farfield.UserError, match="what a layer of fox reads decides its bias"):
+    with pytest.raises(farfield.UserError, match="the bias of fox depends on the layer's input"):
         model.bias_table()
     bias = model.attention_maps(TEXT[:40])[0].bias
     assert (np.nan_to_num(bias) <= 0).all()

@@ -50,9 +50,9 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
     (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     for path, message in (
-        (tmp_path / "absent", "absent: no such file; --file names a text"),
-        (tmp_path, "is a folder; --file names a text"),
-        (tmp_path / "none.jsonl", "none.jsonl: there is no text in it"),
+        (tmp_path / "absent", "absent: not found; --file expects a text"),
+        (tmp_path, "is a folder; --file expects a text"),
+        (tmp_path / "none.jsonl", "none.jsonl: no text found"),
         (tmp_path / "bytes.txt", r"bytes.txt:1: not UTF-8: byte 0xff at offset 1"),
     ):
         with pytest.raises(UserError, match=message):
@@ -74,7 +74,7 @@ def test_texts_are_shown_in_the_order_of_their_prompts() -> None:
     }
     out, said = shown(a_writer(temperature=0.0, batch_size=3), prompts)
     assert out == "".join(f"{texts[prompt]}\n" for prompt in prompts)
-    assert [line.split(" tokens read")[0] for line in said] == [
+    assert [line.split(" prompt tokens")[0] for line in said] == [
         *(f"{number} of 5: {prompt}" for number, prompt in enumerate(prompts, start=1)),
         "11",
     ]
@@ -130,5 +130,5 @@ def test_lines_are_gone_on_with_until_there_are_no_more(monkeypatch: pytest.Monk
     assert out.getvalue().startswith(alone)
     assert out.getvalue().endswith(f"\n{alone}\n")
     assert len(out.getvalue()) < 2 * len(alone) + len(other)
-    assert [line.split(":")[0] for line in said if "tokens read" not in line][1:] == ["error", "interrupted"]
+    assert [line.split(":")[0] for line in said if "prompt tokens," not in line][1:] == ["error", "interrupted"]
     assert "the prompt alone is too long" in said[2]

@@ -77,5 +77,5 @@ def test_padding_and_what_is_cut_off_are_never_chosen(dtype: torch.dtype) -> Non
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     for temperature in (0.0, 1.0):
-        with pytest.raises(RunError, match="logits are not numbers"):
+        with pytest.raises(RunError, match="logits are NaN"):
             TokenSampler(2, temperature).sample(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))

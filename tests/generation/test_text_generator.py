@@ -130,7 +130,9 @@ def test_a_table_of_positions_is_used_to_its_last_row_and_not_beyond() -> None:
     model = gpt("learned")
     (text,) = written(model, ["x" * 30], temperature=0.0, maximum_tokens=11)
     assert text.finish_reason == "eod" or len(text.tokens) == 11
-    with pytest.raises(UserError, match=r"40 positions; 30 tokens of a prompt and 12 more need 41: .*-tokens 11 or"):
+    with pytest.raises(
+        UserError, match=r"40 positions; a prompt of 30 tokens and 12 new tokens need 41; .*-tokens 11 or"
+    ):
         check_prompt_length(model, 30, 12)
     with pytest.raises(UserError, match="the prompt alone is too long"):
         check_prompt_length(model, 41, 1)

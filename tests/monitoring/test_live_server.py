@@ -71,7 +71,7 @@ def test_a_run_is_shown_while_it_trains_and_its_results_behind_it(tmp_path: Path
         lock.release()
         write_results(run)
         text = ask(port)[1]
-        assert "Nothing trains now" in text
+        assert "No active training" in text
         assert text.index("16.25") < text.index('id="training"'), "results come first"
         assert 'id="cite"' in text
 
@@ -88,7 +88,7 @@ def test_runs_stand_in_the_order_of_their_results(tmp_path: Path) -> None:
     ]  # fmt: skip
     write_records(tmp_path / "results.json", records)
     text = make_page(tmp_path).render()
-    table = text[text.index("The runs, a row for each") :]
+    table = text[text.index("Status of each run") :]
     assert re.findall(r'<th scope="row">(\w)/seed_1</th>', table) == ["c", "a", "b"]
 
 
@@ -158,7 +158,7 @@ def test_others_are_refused(tmp_path: Path) -> None:
         for path in ("/config.yml", "/../run/config.yml", "/index.html"):
             assert ask(port, path)[0] == 404
         assert ask(port, method="POST")[0] == 501
-        with pytest.raises(UserError, match=f"--port {port}: cannot be listened at"):
+        with pytest.raises(UserError, match=f"--port {port}: cannot listen on it"):
             build_server(make_page(tmp_path), port)
 
 

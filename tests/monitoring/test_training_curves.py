@@ -74,7 +74,7 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "runs" / name / "seed_1", steps) for name, steps in (("a", 3), ("b", 700))]
     section = TrainingMonitor().describe(runs)
     assert [name for name, _ in section.table.rows] == ["a/seed_1", "b/seed_1"]
-    assert section.table.title == "The runs, a row for each", "it stands below the heading Trainings"
+    assert section.table.title == "Status of each run", "it stands below the heading Trainings"
     assert "MFU" not in section.table.column_headers, "it is not known of a CPU"
     assert section.table.rows[1][1][:2] == ("finished", "700 / 700")
     loss, speed = section.charts

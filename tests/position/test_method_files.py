@@ -57,9 +57,9 @@ def test_a_module_keeps_the_options_that_it_was_built_with() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    adds_bias = True\n    def tabel(self, n):\n        return n", r"Mine\.tabel is no hook .* mean table\?"),
-        ("    def roatate(self, x, tokens):\n        return x", r"Mine\.roatate is no hook .* mean rotate\?"),
-        ("    pass", r"Mine answers none of the hooks embed, rotate, table, dense, contextual"),
+        ("    adds_bias = True\n    def tabel(self, n):\n        return n", r"Mine\.tabel is not a .* mean table\?"),
+        ("    def roatate(self, x, tokens):\n        return x", r"Mine\.roatate is not a .* mean rotate\?"),
+        ("    pass", r"Mine implements none of the hooks embed, rotate, table, dense, contextual"),
         ("    adds_bias = True\n    def table(self, n):\n        return n", r"Mine\.table must return ScoreTerms"),
         (
             "    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(bias=-n)",
@@ -113,10 +113,10 @@ def test_hooks_are_asked_on_every_device(add) -> None:
             r"mine\.py: Mine\.tabel .* did you mean table\?",
         ),
         ("    def bias_tail(self):\n        return []", r"mine\.py: Mine\.bias_tail .* did you mean bias_tails\?"),
-        ("    pass", r"mine\.py: Mine answers none of the hooks embed, rotate, table, dense, contextual"),
+        ("    pass", r"mine\.py: Mine implements none of the hooks embed, rotate, table, dense, contextual"),
         (
             "    def __init__(self, dims, *, base: int = 10**4):\n        pass",
-            r"mine\.py:8: Mine: the default of base must be written as a number",
+            r"mine\.py:8: Mine: the default of base must be a literal: a number",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_may_be_overridden_is_what_the_base_class_has() -> None:
     [
         ("class Mine(Encoding)\n    pass", r"mine\.py:1: expected ':'"),
         ("import torch\n1 / 0\n", r"mine\.py:2: ZeroDivisionError: division by zero"),
-        ("import torch\n", r"mine\.py must define one Encoding, it defines 0"),
+        ("import torch\n", r"mine\.py must define one Encoding, but defines 0"),
         ("\0", r"mine\.py: .*null bytes"),
     ],
 )
@@ -185,7 +185,7 @@ def test_what_is_declared_is_made_of_builtins(add) -> None:
         "    cost = EncodingCost(num_saved_tables=torch.tensor(1))\n    def table(self, n):\n        return "
         "ScoreTerms()"
     )
-    with pytest.raises(MethodFileError, match=r"mine\.py:8: Mine\.cost must be made of Python's builtins"):
+    with pytest.raises(MethodFileError, match=r"mine\.py:8: Mine\.cost may only use Python's builtins"):
         catalog.read_encoding_facts("mine")
 
 

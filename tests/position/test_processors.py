@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),
         ({"weights_query_kernel_size": 2}, "weights_key_kernel_size are 2 by 0; give both or none"),
         ({"head_kernel_size": 2}, "head_kernel_size of mta is 2; it must divide the 3 heads"),
-        ({"group_norm": False, "gate": True}, "gate of mta is true, but it reads"),
+        ({"group_norm": False, "gate": True}, "gate of mta is true, but it needs group_norm"),
     ):
         with pytest.raises(OptionError, match=problem):
             registry.build_processor("mta", SHAPE, options, has_bias=False)
@@ -163,5 +163,5 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_talking_heads_that_mix_nothing_are_refused() -> None:
-    with pytest.raises(OptionError, match="is false, as is before_softmax: nothing is mixed"):
+    with pytest.raises(OptionError, match="is false, and so is before_softmax; set one of them to true"):
         build("talking_heads", before_softmax=False, after_softmax=False)

@@ -98,7 +98,7 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -> None:
-    note = "The results of a do not record what was trained: runs of one name and number of steps count as seeds"
+    note = "The results of a lack training digests: runs of equal name and number of steps count as seeds"
     for digest, folders, is_said in (
         (None, ("runs/a", "runs/b"), True),
         ("x", ("runs/a", "runs/b"), True),  # one of the two is known
@@ -109,7 +109,7 @@ def test_results_that_do_not_record_their_training_count_as_seeds_and_say_so() -
         (table,) = build_comparison_tables(found)
         assert any(line.startswith(note) for line in table.notes) == is_said
     (table,) = build_comparison_tables([trained("x", 1, "runs/a"), trained("x", 2, "runs/b")])
-    assert not any("record what was trained" in line for line in table.notes)
+    assert not any("lack training digests" in line for line in table.notes)
 
 
 def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
     }
     (line,) = find_contradictions(files)
     one, two, _ = files
-    assert line == f"{two}: has 2 numbers of runs of which {one} has others; these here are shown"
+    assert line == f"{two}: 2 numbers of runs differ from {one}; this file takes precedence"
     console = Console(record=True, width=400)
     combine_results([one, two], console)
     assert console.export_text().count("note: ") == 1
@@ -135,9 +135,9 @@ def test_a_file_that_contradicts_another_is_told(tmp_path: Path) -> None:
     [
         (
             "page.pdf",
-            r"^--output .*page\.pdf: its name must end in \.html for a page, \.md, or \.tex; results\.csv",
+            r"^--output .*page\.pdf: expected a name ending in \.html, \.md, or \.tex; results\.csv",
         ),
-        ("folder.html", r"^--output .*folder\.html: is a folder$"),
+        ("folder.html", r"^--output .*folder\.html: expected a file, not a folder$"),
         ("file/page.html", r"^--output is .*file, which is a file"),
     ],
 )

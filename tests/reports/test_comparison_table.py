@@ -127,7 +127,7 @@ def test_changes_have_a_column_and_a_verdict(judged: list[Record]) -> None:
         "| method | 1× (64) | 32× (2,048) | change 1× to 32× |",
         "|---|--:|--:|---|",
     ]
-    assert "holds if 1 is inside" in " ".join(layout.notes)
+    assert "“holds”: the interval contains 1" in " ".join(layout.notes)
     assert "within -10% and +15%" in " ".join(layout.notes)
     parser = Cells()
     parser.feed(table_html(table_formats.build_html_table(layout)))
@@ -215,10 +215,10 @@ def test_where_the_best_seed_is_published_it_is_told_beside_the_mean() -> None:
         for seed, value in enumerate(of_seeds)
     ]
     text = shown(found)
-    assert "mean ± standard deviation of 3 seeds. The best" in " ".join(text.split())
-    assert "The best of them: rotary 99.98.\n" in text
+    assert "mean ± standard deviation of 3 seeds. Best" in " ".join(text.split())
+    assert "Best seed: rotary 99.98.\n" in text
     accuracy = [each.replace(metric="accuracy") for each in found]
-    assert "The best of them" not in shown(accuracy)
+    assert "Best seed" not in shown(accuracy)
 
 
 def test_each_method_has_its_sentence() -> None:

@@ -147,23 +147,23 @@ def test_words_follow_the_numbers() -> None:
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board))
     assert "Of 5 methods 4 hold" in holds
     assert "cdape+alibi, cdape+fox, fox and alibi" in holds
-    assert "least rotary (+447%" in holds.replace("+448%", "+447%")
-    assert "The lowest mean perplexity at 32× is that of cdape+alibi, 4.5" in holds
+    assert "least for rotary (+447%" in holds.replace("+448%", "+447%")
+    assert "The lowest mean perplexity at 32× is from cdape+alibi, 4.5" in holds
     assert "Tested over seeds, 1 of 1 other methods is significantly worse (alibi)." in holds
     assert "the best is cdape+alibi and fox with 90.00; 3 of 4 beat the best trivial baseline (40.00%)" in holds
     assert "At 32× cdape significantly lowers perplexity on 1 of 2 (alibi -10." in adds
-    assert "is not tested, for want of a second seed, on 1 of 2 (fox " in adds
-    assert "Against rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
-    assert "cdape makes a training step 1.75 times (1.50 to 2.00) as long as the same method without it, and " in costs
+    assert "is not tested (only one seed) on 1 of 2 (fox " in adds
+    assert "Relative to rotary, cdape+alibi, the best at 32×, takes 1.50 times the training step, 1.50 times " in costs
+    assert "With cdape a training step takes 1.75 times (1.50 to 2.00) as long as without it, and " in costs
     assert "Every method whose mean perplexity at 32× is within 5% of the lowest is more than 10% slower than" in costs
     # The same methods with their numbers exchanged: every sentence turns round.
     swap = {"cdape+alibi": "alibi", "alibi": "cdape+alibi", "rotary": "fox", "fox": "rotary"}
     turned = board_of([r.replace(method=swap.get(r.method, r.method)) for r in records()])
     holds, adds, _ = (" ".join(answer.sentences) for answer in build_answers(turned))
-    assert "The lowest mean perplexity at 32× is that of alibi" in holds
-    assert "least fox (+44" in holds
+    assert "The lowest mean perplexity at 32× is from alibi" in holds
+    assert "least for fox (+44" in holds
     assert "significantly raises perplexity on 1 of 2 (alibi +11." in adds
-    assert "is not tested, for want of a second seed, on 1 of 2 (fox -" in adds
+    assert "is not tested (only one seed) on 1 of 2 (fox -" in adds
 
 
 def test_a_method_may_stand_in_two_ablations() -> None:
@@ -203,8 +203,8 @@ def test_what_is_not_known_is_not_claimed() -> None:
     bare = [Record(**{k: v for k, v in r.model_dump().items() if k not in known}) for r in records()]
     holds, adds, costs = (" ".join(answer.sentences) for answer in build_answers(board_of(bare)))
     assert "1 of 1 other methods is significantly worse (alibi)." in holds  # seeds need no blocks
-    assert "is not tested, for want of a second seed, on 1 of 2 (fox " in adds
-    assert costs == "Against rotary, cdape+alibi, the best at 32×, takes as many parameters."
+    assert "is not tested (only one seed) on 1 of 2 (fox " in adds
+    assert costs == "Relative to rotary, cdape+alibi, the best at 32×, takes as many parameters."
     rank = dict(board_of(bare).build_tables()[0].rows)
     assert rank["fox"][-1] == "(+7.5%)"
 
@@ -214,7 +214,7 @@ def test_one_method_alone_is_told_of() -> None:
     board = board_of(text("rotary", (1.5, 3.2)))
     assert (board.ranking, board.contests) == (["rotary"], [])
     assert "Of 1 methods 0 hold" in build_answers(board)[0].sentences[0]
-    assert [table.title for table in board.build_tables()] == ["What methods cost, against rotary"]
+    assert [table.title for table in board.build_tables()] == ["Costs of methods, relative to rotary"]
     tasks_alone = board_of([task("rotary", 0.5), task("alibi", 0.9)])
     assert (build_answers(tasks_alone), tasks_alone.ranking) == ([], ["alibi", "rotary"])
     assert "Leaderboard" in render_report(
@@ -226,14 +226,14 @@ def test_a_failed_method_is_last_and_told() -> None:
     failed = RunFailure("gone", 1, "the loss is not finite", 7, 64)
     board = board_of(records(), (failed,))
     assert board.ranking[-1] == "gone"
-    assert "Without a number there: gone." in " ".join(build_answers(board)[0].sentences)
+    assert "No result there: gone." in " ".join(build_answers(board)[0].sentences)
     assert dict(board.build_tables()[0].rows)["gone"][-1] == "–"
 
 
 def test_positions_that_end_are_why_a_number_is_missing() -> None:
     ended = [record.replace(max_length=64) for record in text("learned", (1.6, 1.6)) if record.length == 64]
     told = " ".join(build_answers(board_of([*records(), *ended]))[0].sentences)
-    assert "learned cannot be evaluated there, because its positions end at 64 tokens." in told
+    assert "learned cannot be evaluated there, because its maximum length is 64 tokens." in told
     assert "Without a number" not in told
 
 
@@ -244,7 +244,7 @@ def test_methods_with_fewer_seeds_say_so() -> None:
     rows = dict(table.rows)
     assert all(rows["fox"][index].endswith(" (n 1)") for index in (start, end))
     assert not any("(n " in cell for cell in rows["alibi"])
-    assert any(note.startswith("Where n stands, ") for note in table.notes)
+    assert any(note.startswith("n is the number of seeds ") for note in table.notes)
     assert "3 of these 5 have fewer than 2 seeds" in " ".join(build_answers(board)[0].sentences)
 
 
@@ -281,7 +281,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
             assert sentence in page.replace("&#39;", "'")
             assert sentence in markdown.replace("\n", " ")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("board.png", "board_cost.png"))
-    assert "What is missing" not in markdown
+    assert "Missing results" not in markdown
     prose = [line for line in markdown.splitlines() if not line.startswith(("|", "!"))]
     assert max(map(len, prose)) <= 118
     (tmp_path / "mine.md").write_text("# Mine\n")
@@ -294,7 +294,7 @@ def test_pages_say_the_same(tmp_path: Path) -> None:
         assert (tmp_path / picture).read_text() == "mine"
         assert not (tmp_path / "other.md").exists()
         (tmp_path / picture).unlink()
-    with pytest.raises(UserError, match="--title Mine: is of a page"):
+    with pytest.raises(UserError, match="--title Mine: needs --output"):
         combine_results([tmp_path], Console(quiet=True), title="Mine")
     assert json.loads((tmp_path / "results.experiment.json").read_text())["leaderboard"]["baseline"] == "rotary"
 
@@ -312,4 +312,4 @@ def test_methods_that_a_contest_did_not_ask_follow_without_a_rank() -> None:
     table = board.build_tables()[0]
     cells = dict(table.rows)
     assert [cells[name][:3] for name in ("alibi", "fire")] == [("1", "1", "1"), ("–", "–", "–")]
-    assert any("among the 2 methods that every contest asked" in note for note in table.notes)
+    assert any("cover the 2 methods that every contest evaluated" in note for note in table.notes)

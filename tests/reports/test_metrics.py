@@ -66,8 +66,8 @@ def test_accuracy_from_file_to_table(tmp_path: Path) -> None:
         "512 tokens scored at every length; higher is better.",
         "* best of its column.",
         "95% bootstrap intervals of single cells are within -5.00 and +3.00.",
-        "Change is accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
-        "A change holds if 0 is inside or it is below 0.5, else rises or falls.",
+        "Change: accuracy at 160 minus that at 40 tokens [95% bootstrap interval].",
+        "“holds”: the interval contains 0 or the change is under 0.5.",
     ]
 
 
@@ -84,7 +84,7 @@ def test_accuracy_in_a_plot_and_a_page() -> None:
         'aria-label="Plot of accuracy in %, trained at 40 tokens, protocol task, over length 40 to 160 tokens: ' in page
     )
     assert "cdape 96.00 to 97.00; rotary 100.0 to 50.00." in page
-    assert "rightly. Higher is better." in page
+    assert "correctly. Higher is better." in page
     assert re.search(r'class="best"[^>]*>97\.00\*', page)
 
 
@@ -125,7 +125,7 @@ def test_no_metric_is_called_like_a_field_of_a_record() -> None:
         ({"accuracy": 1.2}, r"accuracy must be at least 0 and at most 1, not 1.2"),
         ({"perplexity": 0.0}, r"perplexity must be at least 0\.001 and at most 1e\+305, not 0"),
         ({"perplexity": 2.0, "change": -0.5}, "change is a ratio and must be greater than 0, not -0.5"),
-        ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; a record holds one metric"),
+        ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; expected one metric per record"),
         ({}, "no value; give one of perplexity, long_perplexity"),
         ({"acuracy": 0.5}, "unknown field acuracy; did you mean accuracy?"),
         ({"accuracy": 0.5, "perplexity_low": 1.0}, "unknown field perplexity_low"),
@@ -139,7 +139,7 @@ def test_values_that_a_metric_cannot_have(row: dict[str, object], message: str) 
 
 def test_find() -> None:
     assert get_metric("accuracy").better == "higher"
-    with pytest.raises(ValueError, match="'acuracy' is no metric; did you mean accuracy"):
+    with pytest.raises(ValueError, match="unknown metric 'acuracy'; did you mean accuracy"):
         get_metric("acuracy")
 
 

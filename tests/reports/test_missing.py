@@ -66,7 +66,7 @@ def test_a_cell_says_on_how_many_seeds_it_rests_where_others_have_more(holes: li
         ("alibi", 64): "8.00 (n 1)",
         ("alibi", 128): "8.40 (n 1)",
     }
-    assert "Cells are mean ± standard deviation of 3 seeds, those with an n of so many." in layout.notes
+    assert "Cells are mean ± standard deviation of 3 seeds, or of n seeds where shown." in layout.notes
     assert "5.60 ± 0.57 (n 2)" in table_formats.render_comparison_markdown(layout)
     assert "5.60 ± 0.57 (n 2)*" in table_html(table_formats.build_html_table(layout))
     whole = [each for each in holes if each.method == "log" and each.seed < 3]
@@ -80,7 +80,7 @@ def test_a_change_is_over_the_seeds_that_have_both_lengths(holes: list[Record]) 
     assert str(layout.changes["log"]) == f"1.095 ×/÷ {math.exp(math.log(1.2) / math.sqrt(2)):.3f} (n 2)"
     assert str(layout.changes["alibi"]) == "1.050 (n 1)"
     assert (
-        "each seed's own: their geometric mean ×/÷ geometric standard deviation over the seeds with both"
+        "computed per seed: geometric mean ×/÷ geometric standard deviation over the seeds with both"
         in table_formats.render_comparison_text(layout)
     )
     found = {each.method: each for each in verdict_tables.measure_extrapolation(layout)}
@@ -120,8 +120,8 @@ def test_comparisons_take_paired_seeds_only_and_say_how_many(holes: list[Record]
     cells = dict(grid.rows)["alibi"]
     assert cells[0].endswith("(n 1)")
     assert cells[1] == "no seed in common"
-    assert "2 seeds are paired, where there is no n." in grid.notes
-    assert "The ratio to log: the geometric mean over the seeds that both have." in grid.notes
+    assert "Unless n is shown, 2 seeds are paired." in grid.notes
+    assert "The ratio to log: the geometric mean over the seeds that both methods have." in grid.notes
 
 
 def test_an_order_is_compared_over_shared_seeds(holes: list[Record]) -> None:
@@ -147,11 +147,11 @@ def test_what_is_missing_is_listed(holes: list[Record]) -> None:
         ("alibi", ("1, 2", "everything", "no record of it")),
     )
     page = page_of(holes)
-    assert '<h2 id="section-1-missing">What is missing</h2>' in page
+    assert '<h2 id="section-1-missing">Missing results</h2>' in page
     assert "128 tokens" in page
     console = Console(record=True, width=200)
     results_output.print_comparison_tables(console, holes)
-    assert "What is missing" in console.export_text()
+    assert "Missing results" in console.export_text()
 
 
 def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: list[Record]) -> None:
@@ -159,7 +159,7 @@ def test_nothing_is_missing_where_positions_end_and_floors_have_no_seeds(holes: 
     limited = [*whole, record("learned", 64, 5.0, max_length=64, target_digest="d")]
     floor = [record("floor: a guess", n, 4.0, seed=0, run=None, target_digest="d") for n in (64, 128)]
     assert results_output.build_missing_table(build_comparison_tables([*limited, *floor])) is None
-    assert "What is missing" not in page_of([*limited, *floor])
+    assert "Missing results" not in page_of([*limited, *floor])
 
 
 def test_methods_with_one_seed_each_need_not_share_it(holes: list[Record]) -> None:
@@ -229,9 +229,9 @@ def test_failures_lie_beside_results_and_a_report_reads_them(holes: list[Record]
 def test_a_list_of_failures_that_is_none_is_refused(text: str, holes: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", holes)
     failures.get_failures_path(path).write_text(text)
-    with pytest.raises(UserError, match=r"results\.failures\.json: no list of failed runs"):
+    with pytest.raises(UserError, match=r"results\.failures\.json: not a list of failed runs"):
         combine_results([path], Console(record=True))
-    with pytest.raises(UserError, match="no list of failed runs"):
+    with pytest.raises(UserError, match="not a list of failed runs"):
         write_results(tmp_path, holes)
     assert failures.get_failures_path(path).read_text() == text, "somebody's own file"
 

@@ -53,7 +53,7 @@ def test_ours_stand_beside_theirs_at_the_same_multiple(story: list[Record]) -> N
     assert rows["cdape"][2] == "– | 4.87"
     assert rows["fire"] == ("1.00 | –", "1.00 | –", "1.00 | –")
     assert rows["order agreement τ"] == ("+1.00", "+1.00", "+1.00")
-    assert grid.notes[0] == "Single numbers are not comparable; orders of methods are."
+    assert grid.notes[0] == "Single numbers are not comparable; the order of methods is."
     tied = PublishedTable(**{**vars(THEIRS), "rows": {"rotary": (1.0, 1.0, 1.0), "cdape": (2.0, 2.0, 2.0)}})
     assert [each.tau for each in compute_rank_agreement(tied, layout)] == [-1.0, -1.0, -1.0]
     assert compute_rank_agreement(PublishedTable(**{**vars(THEIRS), "rows": {"cdape": (1.0, 2.0, 3.0)}}), layout) == []

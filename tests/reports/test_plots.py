@@ -80,7 +80,7 @@ def test_bars_are_intervals_or_seeds(story: list[Record]) -> None:
     seeds = axes_of([record("t5", length, p, seed) for length in (64, 128) for seed, p in enumerate((5.0, 5.5, 6.5))])
     (bars,) = seeds.collections
     assert [segment.tolist() for segment in bars.get_segments()] == [[[x, 5.0], [x, 6.5]] for x in (64.0, 128.0)]
-    assert seeds.get_legend().get_title().get_text() == "bar: smallest to\nlargest seed"
+    assert seeds.get_legend().get_title().get_text() == "bar: range over\nseeds"
     assert not axes_of([record("t5", 64, 5.0), record("t5", 128, 5.5)]).collections
 
 

@@ -118,8 +118,8 @@ def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, fl
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "should be a list of records, is an object"),
-        ("[1]", "record 1: should be an object, is a number"),
+        ("{}", "expected a list of records, not an object"),
+        ("[1]", "record 1: expected an object, not a number"),
         ("[{]", "not JSON"),
         ("[" * 100_000, "not JSON"),
         (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2: unknown field lenght; did you mean length?"),
@@ -150,7 +150,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> N
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="not found"):
         records.read_records(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):

@@ -107,7 +107,7 @@ def test_kept_pages_have_the_present_design(path: Path) -> None:
 
 def test_its_parts_have_names_and_an_order(story: list[Record]) -> None:
     page = Page(page_of([*story, *(record(f"m{i}", 64, 5.0) for i in range(12))], configurations={"a": "b"}))
-    assert "What is missing" in page.text
+    assert "Missing results" in page.text
     ids = page.list_values("id")
     assert len(ids) == len(set(ids))
     links = [value[1:] for value in page.list_values("href") if value.startswith("#")]
@@ -136,7 +136,7 @@ def test_its_navigation_names_its_headings_in_their_order(story: list[Record]) -
         nav = content[content.index("<nav") : content.index("</nav>")]
         assert re.findall(r'href="#([^"]+)">([^<]+)</a>', nav) == headings
         names = [name for _, name in headings if name != "Trainings"]
-        assert names[:3] == ["Results", "What is missing", "What it says"]
+        assert names[:3] == ["Results", "Missing results", "Conclusions"]
 
 
 def test_charts_hold_the_records_and_draw_them(story: list[Record]) -> None:
@@ -186,7 +186,7 @@ def test_what_explodes_has_its_triangle_where_it_is_drawn_faintly_too() -> None:
     many = [record(f"m{i:02}", length, 5.0 + i / 10) for i in range(9) for length in (64, 128, 256)]
     gone = [record("gone", 64, 9.0), record("gone", 128, 1e8), record("gone", 256, 1e30)]
     content = page_of([*many, *gone])
-    assert "2 more, drawn faintly" in content
+    assert "2 more (faint)" in content
     assert content.count('<use href="#over"') == 2
 
 
@@ -213,7 +213,7 @@ def test_of_many_methods_the_best_are_drawn_and_the_others_wait() -> None:
     (chart,) = Page(content).charts
     assert [series["name"] for series in chart["series"] if series["drawn"]] == [f"m{i:02}" for i in range(8)]
     assert len(chart["series"]) == 60
-    assert "52 more, drawn faintly" in content
+    assert "52 more (faint)" in content
     assert content.count('class="series') == 60
     board = ReportSection("All", many, leaderboard=Leaderboard("m30", (), 3))
     (chart,) = Page(report.render_report([board])).charts
@@ -231,7 +231,7 @@ def test_it_says_what_was_measured(story: list[Record]) -> None:
     }  # fmt: skip
     text = Page(page_of([r.replace(**known) for r in story], title="A & B")).text
     for part in (
-        *("A & B", "Only the last 64 tokens", "the same 61 places", "the same 4,096 tokens", "861,234"),
+        *("A & B", "Only the last 64 tokens", "the same 61 positions", "the same 4,096 tokens", "861,234"),
         *("data/python/test_text_document", "1,024,000", "cdape(width=16)+kerple_log", "chunked, float32, 4.5 s"),
         *("Linux, 2 threads", "torch 2.13.0", "2025-01-02T03:04:05+00:00", "cdape 4.87 (-1.8% from 64 tokens)"),
         *("rotary 29.75 (+466.7% from 64 tokens)", "29.75", "4.96*"),
@@ -248,10 +248,10 @@ def test_a_protocol_is_told_once_with_its_texts(story: list[Record]) -> None:
     ]  # fmt: skip
     (text,) = report.describe_measurements([ReportSection("A", bytes_of_a), ReportSection("B", others)])
     assert text.startswith("Protocol last. Only the last 64 tokens")
-    assert "the same 32 or 61 places" in text
+    assert "the same 32 or 61 positions" in text
     assert "Texts: data/a (tokenizer bytes, one token is one byte); data/b (tokenizer bytes)." in text
-    assert "Where there are several seeds, cells are arithmetic means over 3 seeds" in text
-    assert "Where there is one seed, bars are 95% intervals" in text
+    assert "With several seeds, cells are arithmetic means over 3 seeds" in text
+    assert "With one seed, bars are 95% intervals" in text
     (text,) = report.describe_measurements([ReportSection("B", others)])
     assert " Cells are arithmetic means over 3 seeds" in text
     assert "one seed" not in text
@@ -287,7 +287,7 @@ def test_the_summary_says_what_is_beyond_chance() -> None:
     change = {"change": 6.0, "change_low": 5.0, "change_high": 7.0, "change_from": 64}
     page = Page(page_of([record("rotary", 64, 5.0), record("rotary", 2048, 30.0, **change)]))
     assert "rotary 30.00 (+500.0% from 64 tokens, rises)" in page.text
-    assert "draw the same windows at both lengths" in page.text
+    assert "use the same windows at both lengths" in page.text
 
 
 def test_records_with_required_fields_only(story: list[Record]) -> None:
@@ -333,7 +333,7 @@ def test_the_alternative_text_tells_where_curves_end_and_does_not_grow_without_b
 def test_the_title_says_what_is_shown(story: list[Record]) -> None:
     title = "<h1>Perplexity of rotary, kerple_log and cdape at 64 to 2,048 tokens, trained at 64 tokens"
     assert f"{title}</h1>" in page_of(story)
-    assert f"{title} (2 runs to come)</h1>" in page_of(story, num_pending_runs=2)
+    assert f"{title} (2 runs pending)</h1>" in page_of(story, num_pending_runs=2)
     many = [record(f"m{i}", 64, 5.0) for i in range(5)]
     assert "<h1>Perplexity of 5 methods at 64 tokens, trained at 64 tokens</h1>" in page_of(many)
     assert "<h1>A &amp; B</h1>" in page_of(story, title="A & B")

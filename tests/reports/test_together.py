@@ -100,7 +100,7 @@ def test_training_lengths_stand_side_by_side_where_the_targets_are_the_same() ->
         "c": ("128", "–", "4.10 ± 0.14*", "3.90 (n 1)*"),
     }
     assert [name for name, _ in grid.rows] == ["a", "b", "c"]
-    assert "Cells are mean ± standard deviation of 2 seeds, those with an n of so many." in grid.notes
+    assert "Cells are mean ± standard deviation of 2 seeds, or of n seeds where shown." in grid.notes
     for other in (
         [*rows[:3]],
         [each.replace(target_digest=None) for each in rows],
@@ -115,8 +115,8 @@ def test_several_numbers_of_targets_are_told_apart_and_stay() -> None:
     )
     told = [layout.title for layout in build_comparison_tables([*few, *many])]
     assert [title.rpartition("protocol last")[2] for title in told] == [
-        ", 16 tokens of a window",
-        ", 64 tokens of a window",
+        ", 16 tokens per window",
+        ", 64 tokens per window",
     ]
     titles = [
         grid.title
@@ -133,7 +133,7 @@ def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
     rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.1)]
     grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
     assert grid is not None
-    assert dict(grid.rows)["learned"][2] == "its positions end at 64"
+    assert dict(grid.rows)["learned"][2] == "its maximum length is 64"
 
 
 def test_a_grid_in_two_forms() -> None:
@@ -155,10 +155,10 @@ def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:
     )
     assert found == [*story, *seeds]
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
-    for text in ("compared with cdape", "extrapolates (|r| &lt; 0.1)", "<title>All of it</title>", "What it says"):
+    for text in ("compared with cdape", "extrapolates (|r| &lt; 0.1)", "<title>All of it</title>", "Conclusions"):
         assert text in page
     assert "Extrapolation beyond 64 tokens" in printed
-    assert "p: paired two-sided t-test over 2 seeds, the larger of values and of logarithms" in printed
+    assert "p: paired two-sided t-test over 2 seeds, the larger p of values and of logarithms" in printed
 
 
 def test_experiments_are_sections_with_their_papers_tables(story: list[Record], tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
     )
     assert found == [*story] * 3
     page, printed = (tmp_path / "page.html").read_text(), console.export_text()
-    assert page.count("<caption><span>Theirs | ours: A paper, table 1") == 1
+    assert page.count("<caption><span>Published | ours: A paper, table 1") == 1
     assert len(re.findall(r"<caption><span>[^<]*compared with cdape", page)) == 1
     assert "They had &lt;more&gt; text." in page
     assert page.count('<figure class="chart') == 3
@@ -216,17 +216,17 @@ def test_experiments_are_sections_with_their_papers_tables(story: list[Record], 
 def test_an_experiment_that_is_none_is_refused(text: str, story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
     (tmp_path / "results.experiment.json").write_text(text)
-    with pytest.raises(UserError, match=r"results\.experiment\.json: no experiment of a sweep"):
+    with pytest.raises(UserError, match=r"results\.experiment\.json: not an experiment of a sweep"):
         combine_results([path], silent())
 
 
 def test_what_cannot_be_put_together_is_one_line(story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
-        ([tmp_path / "no.json"], None, "no such file"),
+        ([tmp_path / "no.json"], None, "not found"),
         ([path], "kerple", "nothing to compare with it; did you mean kerple_log"),
-        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "it is alone in its table"),
-        ([records.write_records(tmp_path / "none.json", [])], None, "no results"),
+        ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "it is the only method in its table"),
+        ([records.write_records(tmp_path / "none.json", [])], None, "no records found"),
     ):
         with pytest.raises(UserError, match=message):
             combine_results(files, silent(), output=tmp_path / "page.html", against=against)

@@ -124,7 +124,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     accuracies = [(r.method, r.seed, r.length) for r in found if r.metric == "accuracy" and r.run is not None]
     assert accuracies == [(m, s, n) for m, s in (("rotary", 1), ("mine", 1), ("mine", 2)) for n in (4, 8)]
     page = html.unescape(Path("out/report.html").read_text(encoding="utf-8"))
-    assert "What is missing" not in page  # rotary has no seed 2, and is to have none
+    assert "Missing results" not in page  # rotary has no seed 2, and is to have none
     # The page, the console and `report` say the same, made of these records.
     board = LeaderboardReport(
         Leaderboard("rotary", (Ablation("cdape", "mine", "rotary"),)), build_comparison_tables(found)

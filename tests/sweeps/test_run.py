@@ -60,7 +60,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
 
 def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions_end(initialiser: Initialiser) -> None:
     write(BASE.replace("rotary: {pos_emb: rotary}", "learned: {pos_emb: learned}"))
-    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned ends at 16 .*, length 32 is past them"):
+    with pytest.raises(UserError, match=r"learned, seed 3: pos_emb learned supports 16 .*, less than length 32"):
         run("sweep.evaluate.multiples=[2, 4]", "sweep.seeds=[3, 4]")
     found, said = run("sweep.seeds=[3, 4]")
     assert [(r.method, r.seed, r.length, r.max_length) for r in found] == [
@@ -68,7 +68,7 @@ def test_all_variants_are_scored_on_the_same_targets_up_to_where_their_positions
         *(("mine", seed, length, None) for seed in (3, 4) for length in (16, 64)),
     ]
     assert len({r.target_digest for r in found}) == 1
-    end = "learned: pos_emb learned ends at 16 positions (max_position_embeddings); scored at lengths up to 16\n"
+    end = "learned: pos_emb learned supports 16 positions (max_position_embeddings); scored at lengths up to 16\n"
     assert said.count(end) == 1
     assert "max 16" in Path("out/results.md").read_text()
     assert "max 16" in Path("out/report.html").read_text()

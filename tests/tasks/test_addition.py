@@ -95,7 +95,7 @@ def test_the_floor_forgets_carries() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UserError, match="say the same in two ways"):
+    with pytest.raises(UserError, match="are redundant"):
         task_config.build_task("addition", {"index_hints": True, "positions": "coupled"})
     task = task_config.build_task("addition", {"index_hints": True, "max_digits": 9})
     assert task.unsupported_length_reason(9) is None

@@ -92,5 +92,5 @@ def test_a_lookup_does_not_copy_what_repeats_itself() -> None:
                 assert SYMBOLS[guess[place]] == source[source.index(last) + len(last)]
             whole += (guess == labels)[counted].all()
         assert whole <= 4
-    with pytest.raises(UserError, match="4 pieces are more than half of the 4 that there can be"):
+    with pytest.raises(UserError, match="4 pieces are more than half of the 4 possible pieces"):
         task_config.build_task("copy_repeats", {"letters": 2, "piece_length": 2})

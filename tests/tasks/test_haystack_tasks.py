@@ -173,9 +173,9 @@ def test_frequent_words(length: int, options: dict[str, float]) -> None:
     [
         ("niah_multiquery", {"num_needle_k": 2}, "num_needle_q is 4, but 2 keys have needles"),
         ("niah_multikey", {"keys": 3}, "num_needle_k is 4, but there are 3 keys"),
-        ("niah_multivalue", {"values": 3}, "4 needles need as many values, but there are 3"),
+        ("niah_multivalue", {"values": 3}, "4 needles need that many values, but there are 3"),
         ("niah_single", {"haystack": "essay"}, "task_options.haystack is 'essay'"),
-        ("variable_tracking", {"variables": 5}, "6 assignments need as many variables; there are 5"),
+        ("variable_tracking", {"variables": 5}, "6 assignments need that many variables, but there are 5"),
         ("variable_tracking", {"values": 1}, "num_chains is 2, but there are 1 values"),
         ("common_words", {"freq_cw": 3, "freq_ucw": 3}, "freq_ucw is 3; it must be less than freq_cw, 3"),
         ("common_words", {"vocabulary": 2}, "num_cw is 3, but there are 2 words"),

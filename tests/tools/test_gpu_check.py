@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tools.bench import attention as attention_bench
-from tools.bench import profile_step, train_step
+from tools.bench import profile_step, tiles, train_step
 from tools.gpu import check as gpu_check
 from tools.gpu import parts as gpu_parts
 from tools.gpu import self_check
@@ -36,6 +36,7 @@ TOOLS = {
     "tools/bench/attention.py": attention_bench.parse_arguments,
     "tools/bench/train_step.py": train_step.parse_arguments,
     "tools/bench/profile_step.py": profile_step.parse_arguments,
+    "tools/bench/tiles.py": tiles.parse_arguments,
 }
 
 

@@ -89,7 +89,7 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
         for place in range(end - 8, end):
             row = np.asarray(stream[end - 24 : place + 1]).tolist()
             seen.append(len(row) if END not in row[:-1] else row[:-1][::-1].index(END) + 1)
-    assert f"length 24 a scored token is predicted from {np.mean(seen):,.0f} tokens of its own" in out.getvalue()
+    assert f"length 24 a scored token sees {np.mean(seen):,.0f} tokens of its own" in out.getvalue()
     across = asked.replace(attention_mask="causal")
     for record in evaluate_runs([tmp_path], across, console=Console(file=out, width=200)):
         windows = torch.tensor(np.stack([stream[end - record.length : end + 1] for end in ends]).astype(np.int64))

@@ -21,7 +21,7 @@ def test_files_of_others_are_refused_and_ours_are_not(tmp_path: Path) -> None:
     ours.touch()
     theirs.touch()
     refuse_foreign_files("--output", [absent, ours], lambda path: path == ours)
-    with pytest.raises(UserError, match=f"--output: {theirs} is there, and is none of this command's earlier results"):
+    with pytest.raises(UserError, match=f"--output: {theirs} exists and is not an earlier result of this command"):
         refuse_foreign_files("--output", [absent, ours, theirs], lambda path: path == ours)
 
 

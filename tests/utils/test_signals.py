@@ -30,7 +30,7 @@ def test_the_first_is_acknowledged_while_the_main_thread_is_busy_in_c(number: si
             libc.pthread_mutex_lock(lock)
         told = list(said)
         rescue.cancel()
-    assert told == ["stopping after this step; again to end at once"]
+    assert told == ["stopping after this step; repeat to stop immediately"]
     assert stop.signal == number
 
 

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cdape_attention import mixer
-from kernels.cdape_attention.weights import get_weight_shape
-from kernels.runtime import get_arch, is_interpreted
+from kernels.runtime import is_interpreted
 from megatron.attention.backends.backend import MAX_KEYS_KEPT, AttentionBackend
 from megatron.attention.backends.native import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
@@ -143,7 +141,7 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
         found["triton"] = _wrap_backend(problem, ours)
     if problem.op == "cdape":
         if problem.device != "cpu":
-            found["mixer"] = _wrap_with_mixer(problem, ours)
+            found["triton alone"] = _wrap_without_mixer(problem, ours)
         found["appendix"] = _build_appendix(problem)
     else:
         found["sdpa mask"] = _build_masked_sdpa(problem)
@@ -190,18 +188,15 @@ def _wrap_backend(problem: AttentionProblem, backend: AttentionBackend) -> Atten
     return attention
 
 
-def _wrap_with_mixer(problem: AttentionProblem, backend: TritonBackend) -> Attention:
-    """The Triton backend whose backward pass has the mixer's CUDA kernels; it raises where they do not apply."""
+def _wrap_without_mixer(problem: AttentionProblem, backend: TritonBackend) -> Attention:
+    """The Triton backend without the mixer's CUDA kernels, also where these compute the problem."""
     attention = _wrap_backend(problem, backend)
 
-    def with_mixer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape = get_weight_shape(problem.heads, problem.width, problem.kernel_size, True)
-        if get_arch(q) not in mixer.ARCHS or not mixer.is_supported(shape, q.dtype, problem.dim, problem.length):
-            raise RuntimeError("the mixer's CUDA kernels do not compute this problem on this card")
-        with use_mixer():
+    def without_mixer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with use_mixer(False):
             return attention(q, k, v)
 
-    return with_mixer
+    return without_mixer
 
 
 def _build_biasless_peers(problem: AttentionProblem) -> dict[str, Attention]:

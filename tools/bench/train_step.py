@@ -57,11 +57,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", **CDAPE},
-    "cdape_mixer": {"pos_emb": "kerple_log", **CDAPE},
+    "cdape_triton": {"pos_emb": "kerple_log", **CDAPE},
 }
-"""`cdape_mixer` is cdape with the mixer's CUDA kernels in the backward pass, where they compute its shapes."""
+"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++."""
 PEERS = (*METHODS, "plain")
-DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_mixer")
+DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_triton")
 NUM_WARMUP_ROUNDS = 2
 """Rounds that only warm up and compile."""
 StepFunction = Callable[[], None]
@@ -124,14 +124,14 @@ def build_farfield(problem: StepProblem, method: str) -> Candidate:
 
 
 def _choose_kernels(method: str, step: StepFunction) -> StepFunction:
-    if method != "cdape_mixer":
+    if method != "cdape_triton":
         return step
 
-    def step_with_mixer() -> None:
-        with use_mixer():
+    def step_without_mixer() -> None:
+        with use_mixer(False):
             step()
 
-    return step_with_mixer
+    return step_without_mixer
 
 
 def build_plain(problem: StepProblem) -> Candidate:

@@ -88,7 +88,7 @@ def list_parts() -> list[CheckPart]:
         build_attention_part("correct_bias", 45, *bias, *gate, "--peers", "triton"),
         build_attention_part("correct_cdape", 80, *cdape, *gate, "--peers", "triton"),
         build_attention_part("mixer", 45, *cdape, "--heads", "16", "--dtype", "bf16", "--lengths", "512", "2048",
-            "--peers", "triton", "mixer", "flash"),
+            "--peers", "triton", "triton alone", "flash"),
         build_step_part("step_350m", 70, "--shapes", "350M:512:1", "350M:512:32", "--methods", "kerple_log", "cdape"),
         build_attention_part("cdape", 45, *cdape, "--lengths", "2048", "--peers", "triton", "appendix", "flash"),
         build_attention_part("cdape_compiled", 60, *cdape, "--lengths", "2048", "--peers", "triton",
@@ -125,8 +125,8 @@ def build_profile_part(name: str, seconds: int, *options: str) -> CheckPart:
 def list_visit_parts() -> list[CheckPart]:
     """On a card that is there for a quarter of an hour: what most needs to be known, first."""
     cdape, bias = ("--op", "cdape", "--heads", "16"), ("--op", "biased_attention", "--heads", "16")
-    ours, half = ("--peers", "triton", "mixer"), ("--dtype", "bf16")
-    methods = ("--methods", "kerple_log", "cdape", "cdape_mixer", "rotary", "plain", "--rounds", "8")
+    ours, half = ("--peers", "triton", "triton alone"), ("--dtype", "bf16")
+    methods = ("--methods", "kerple_log", "cdape", "cdape_triton", "rotary", "plain", "--rounds", "8")
     return [
         build_profile_part("profile", 150, "--shapes", "350M:512:32", "350M:512:1"),
         build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
@@ -134,14 +134,16 @@ def list_visit_parts() -> list[CheckPart]:
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
         build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
-        build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "mixer", "appendix"),
+        build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
+            "appendix"),
         build_attention_part("bias", 45, *bias, *half, "--lengths", "512", "2048", "8192", "--peers", "triton", "flash",
             "flash cudnn"),
         build_attention_part("compiled", 75, *bias, *half, "--lengths", "2048", "--peers", "triton", "flex learned",
             "flex frozen"),
         build_step_part("step_8192", 60, "--shapes", "350M:8192:2", "--methods", "kerple_log", "cdape",
             "--rounds", "5"),
-        build_profile_part("profile_mixer", 90, "--shapes", "350M:512:32", "--methods", "cdape_mixer", "rotary"),
+        CheckPart("tiles", 120, ("tools/bench/tiles.py", "--lengths", "512", "2048", "--json", "{output}")),
+        build_profile_part("profile_triton", 90, "--shapes", "350M:512:32", "--methods", "cdape_triton", "rotary"),
     ]  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
     """The same on a CPU in Triton's interpreter, tiny."""
     cdape, bias = ("--op", "cdape", "--width", "4"), ("--op", "biased_attention")
     tiny = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "16", "--lengths", "8", "--rounds", "2")
-    step = ("--device", "cpu", "--dtype", "fp32", "--rounds", "2", "--methods", "kerple_log", "cdape", "cdape_mixer")
+    step = ("--device", "cpu", "--dtype", "fp32", "--rounds", "2", "--methods", "kerple_log", "cdape", "cdape_triton")
     profile = ("--device", "cpu", "--dtype", "fp32", "--shapes", "tiny:8:1")
     ours, limit = ("--peers", "triton"), REHEARSAL_SECONDS
     return [
@@ -162,7 +164,9 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
         build_attention_part("compiled", limit, *bias, *tiny, *ours, "sdpa mask"),
         build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *step),
-        build_profile_part("profile_mixer", limit, *profile, "--methods", "cdape_mixer"),
+        CheckPart("tiles", limit, ("tools/bench/tiles.py", "--device", "cpu", "--tokens", "16", "--heads", "2", "--dim",
+            "16", "--width", "4", "--lengths", "16", "--json", "{output}")),
+        build_profile_part("profile_triton", limit, *profile, "--methods", "cdape_triton"),
     ]  # fmt: skip
 
 

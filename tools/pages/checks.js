@@ -147,7 +147,7 @@
     if (parsed.querySelector("parsererror") || parsed.documentElement.tagName !== "svg") fail(`${figure.id}: no SVG is saved`);
     if (/var\(|light-dark/.test(text)) fail(`${figure.id}: the saved SVG needs the page's style`);
     window.lastSavedChart = text;
-    if (tools["As at first"]) tools["As at first"].click();
+    if (tools["Reset"]) tools["Reset"].click();
   }
 
   // Tables sort by every column, both ways, and back.

@@ -43,6 +43,7 @@ RESULTS: dict[str, dict[str, str]] = {
     },
     "GPUs": {
         "gpu_check": "The first check on a GPU",
+        "gpu_visit": "Profile of training steps on an H200",
         "gpu_methods": "Backends on a GPU",
         "cuda_matrix": "What runs on CUDA",
         "rehearsals": "Rehearsals of configurations",

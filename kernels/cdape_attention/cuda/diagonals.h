@@ -23,18 +23,27 @@ struct Diagonals {
       UNROLL_FOR (int x = 0; x < 4; x++) sums.part[v][x] = f32(0.0f);
   }
 
-  // The nonzero words of the matrix that moves a column's rows: of distances below 8, and of the others.
-  static KERNEL_CODE void build_shift(u32 (&shift)[2], int jj) {
+  // The matrices that move a column's 16 rows, as A fragments: to the distances below 16, and its last 8 rows to the
+  // others.
+  struct Shift {
+    u32 low[4], high[2];
+  };
+  static KERNEL_CODE void build_shift(Shift& shift, int jj) {
     i32 lane = lane_id(), from = lane / 4 - lane % 4 * 2 + (jj - 7);
-    UNROLL_FOR (int x = 0; x < 2; x++)
-      shift[x] = select(from == -8 * x, u32(0x3f80u), select(from == 1 - 8 * x, u32(0x3f800000u), u32(0u)));
+    u32 below = select(from == 0, u32(0x3f80u), select(from == 1, u32(0x3f800000u), u32(0u)));
+    u32 beyond = select(from == -8, u32(0x3f80u), select(from == -7, u32(0x3f800000u), u32(0u)));
+    shift.low[0] = below;
+    shift.low[1] = beyond;
+    shift.low[2] = u32(0u);
+    shift.low[3] = below;
+    shift.high[0] = beyond;
+    shift.high[1] = u32(0u);
   }
 
   // Adds a column, (rows, channels) as a B fragment, to the sums of the distances below 16, and of the others.
-  static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const u32 (&shift)[2], u32 b0, u32 b1, int jj) {
-    mma_bf16_k8(low, shift[0], shift[1], b0);
-    mma_bf16_k8(low, u32(0u), shift[0], b1);
-    if (jj < 7) mma_bf16_k8(high, shift[1], u32(0u), b1);
+  static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const Shift& shift, u32 b0, u32 b1, int jj) {
+    mma_bf16(low, shift.low, b0, b1);
+    if (jj < 7) mma_bf16_k8(high, shift.high[0], shift.high[1], b1);
   }
 
   // Stores a warp's sums. Row x is of the distance of its first row and last column, plus x - 7.

@@ -262,7 +262,7 @@ struct MixerBackward {
         transpose_scores(s_rows[(jj + KEPT) % TAPS], s.column[jj + KEPT]);
         transpose(l_rows[(jj + KEPT) % TAPS], l.column[jj + KEPT]);
       }
-      u32 shift[2];
+      typename D::Shift shift;
       if constexpr (SCORES && !EDGE) {
         D::build_shift(shift, jj);
         u32 dl[4];

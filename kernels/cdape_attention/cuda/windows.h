@@ -43,10 +43,10 @@ struct PairWindow {
             offset + ((part % 2) * 8 * ROW_STRIDE * 4 + (part / 2) * (4 * PAIR_STRIDE + UPPER_PAIRS) * 4 + x * 4);
         if (is_wide) {
           Words<4> v = load_shared<4>(window, from);
-          UNROLL_FOR (int y = 0; y < 4; y++) column[(x + y) % LENGTH][part] = v.x[y];
+          UNROLL_FOR (int y = 0; y < 4; y++) column[(x + y) % LENGTH][part] = settle(v.x[y]);
         } else {
           Words<2> v = load_shared<2>(window, from);
-          UNROLL_FOR (int y = 0; y < 2; y++) column[(x + y) % LENGTH][part] = v.x[y];
+          UNROLL_FOR (int y = 0; y < 2; y++) column[(x + y) % LENGTH][part] = settle(v.x[y]);
         }
       }
       x += is_wide ? 4 : 2;

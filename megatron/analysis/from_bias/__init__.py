@@ -1,1 +1,1 @@
-"""Analyses of a bias alone, of runs and of configurations that were not trained; one file each, named as they are."""
+"""Analyses of the bias alone, for runs and untrained configurations. Each analysis has a file of its name."""

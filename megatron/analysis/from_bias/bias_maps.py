@@ -1,4 +1,4 @@
-"""Heat maps of exp(bias): how much a key would count if all scores were equal."""
+"""Heat maps of exp(bias), the relative weight of a key if all scores are equal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,19 @@ from megatron.position.token_range import TokenRange, causal_mask
 
 MAP_SIZE = 64
 MIN_FACTOR = 1e-4
-"""Smaller factors have the colour of this one."""
+"""Smallest factor of the color scale; smaller factors have its color."""
 MAX_FACTOR = 1e100
-"""Larger factors, infinite ones too, have the colour of the largest below it: scales of colours overflow long before
-floats do."""
+"""Largest factor of the color scale; larger and infinite factors have the color of the largest one below it.
+
+Color scales overflow long before floats do.
+"""
 
 
 @dataclass(frozen=True)
 class BiasMapResult:
     layer: str
     maps: dict[int, torch.Tensor]
-    """Head → exp(bias), float64 [MAP_SIZE, MAP_SIZE], NaN where the query may not see the key."""
+    """Head → exp(bias), float64 [MAP_SIZE, MAP_SIZE], NaN where the key is masked."""
 
 
 class BiasMaps(Analysis):
@@ -30,10 +32,10 @@ class BiasMaps(Analysis):
     data_format = "json"
     title = "exp(bias) over queries and keys"
     description = (
-        "The factor that the bias puts on the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
-        f"Extrapolation, figures 7 and 8), of the first {MAP_SIZE} positions. Near the diagonal all methods look "
-        "alike, those that do not extrapolate too; what decides is how the factors end far away. Colours are "
-        f"logarithmic down to {MIN_FACTOR:g}; keys that a query may not see are grey."
+        "Factor by which the bias scales the attention of query i to key j (Qin et al. 2023, Exploring Transformer "
+        f"Extrapolation, figures 7 and 8), for the first {MAP_SIZE} positions. Near the diagonal all methods look "
+        "alike, even those that do not extrapolate; the factors at large distances make the difference. Colors are "
+        f"logarithmic down to {MIN_FACTOR:g}; masked keys are gray."
     )
 
     @torch.no_grad()
@@ -54,7 +56,7 @@ class BiasMaps(Analysis):
     def render_blocks(self, results: Mapping[str, BiasMapResult], names: Sequence[str]) -> list[Block]:
         panels = [(name, result, head) for name, result in results.items() for head in _first_and_last(result)]
         notes = [
-            f"The maps of {name} are those of {result.layer}."
+            f"The maps of {name} are for {result.layer}."
             for name, result in results.items()
             if result.layer != "all layers"
         ]
@@ -62,7 +64,7 @@ class BiasMaps(Analysis):
         maps = "; ".join(
             f"{name}, head {head}: {factor:.2g}" for (name, _, head), factor in zip(panels, farthest, strict=True)
         )
-        alt = f"exp(bias) of query i and key j, by colour; at distance {MAP_SIZE - 1}: {maps}."
+        alt = f"exp(bias) of query i and key j, by color; at distance {MAP_SIZE - 1}: {maps}."
         return [Figure(alt, lambda narrow: _draw(panels, narrow)), *notes]
 
     def list_rows(self, result: BiasMapResult) -> Iterator[Mapping[str, object]]:
@@ -71,7 +73,7 @@ class BiasMaps(Analysis):
 
 
 def _first_and_last(result: BiasMapResult) -> list[int]:
-    """The first and the last of the heads, or one where they are alike."""
+    """Return the first and the last head, or only the first if their maps are equal."""
     heads = list(result.maps)
     first, last = result.maps[heads[0]], result.maps[heads[-1]]
     return heads[:1] if torch.equal(first.nan_to_num(-1), last.nan_to_num(-1)) else [heads[0], heads[-1]]

@@ -1,4 +1,4 @@
-"""Verdicts of convergence, head by head."""
+"""Convergence of the bias series of each head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,18 +9,18 @@ REPORTED_TERMS = (1_000, NUM_TERMS)
 """Numbers of terms whose sums are reported."""
 
 ConvergenceResult = list[tuple[str, list[BiasSeries], str]]
-"""A layer, its heads' series, and what else must be known of the model."""
+"""For each layer: name, series of its heads, and a remark on the theorem's limits."""
 
 
 class Convergence(Analysis):
     order = 10
-    title = "Does the series of the bias converge?"
+    title = "Convergence of the bias series"
     description = (
-        "Of each head, Σ exp(bias at the distance t) over all t ≥ 0. Where it converges, and queries, keys and values "
-        "are bounded, the output of attention to all keys and to the last j keys come as near to each other as one "
-        "likes (Qin et al. 2023, Exploring Transformer Extrapolation, theorem 3.4). That is sufficient, of one layer "
-        "and head; that it is necessary is shown by experiments alone. The sums are float64, of the encoding's own "
-        "bias; what lies beyond them is bounded by the form that the encoding declares."
+        "For each head, Σ exp(bias at distance t) over all t ≥ 0. If it converges, and queries, keys, and values are "
+        "bounded, then the output of attention to the last j keys approaches that of attention to all keys "
+        "(Qin et al. 2023, Exploring Transformer Extrapolation, theorem 3.4). This is sufficient, for one layer "
+        "and head; only experiments suggest that it is necessary. The sums are float64, of the encoding's own "
+        "bias; the remainder is bounded by the form that the encoding declares."
     )
 
     def measure(self, context: AnalysisContext) -> ConvergenceResult:
@@ -30,8 +30,8 @@ class Convergence(Analysis):
         ]
 
     def render_blocks(self, results: Mapping[str, ConvergenceResult], names: Sequence[str]) -> list[Block]:
-        columns = ["verdict", *(f"sum of {count:,} terms" for count in REPORTED_TERMS), "whole sum", "why"]
-        caption = "Each head's series, heads counted from 0; neighbours with the same series share a row."
+        columns = ["verdict", *(f"sum of {count:,} terms" for count in REPORTED_TERMS), "total sum", "reason"]
+        caption = "Each head's series, with heads counted from 0; consecutive heads with equal series share a row."
         heads = [head for name, result in results.items() for head in _iter_head_rows(name, result)]
         return [
             *(_format_sentence(name, result) for name, result in results.items()),
@@ -50,14 +50,14 @@ class Convergence(Analysis):
 
 
 def _describe_limits(context: AnalysisContext) -> str:
-    """What the theorem leaves out of this model."""
+    """Return a sentence on features of the model that the theorem does not cover."""
     position = context.config.position
     if processors := [name for name in position.processors if name != "none"]:
-        return f"The theorem speaks of the bias alone, not of what {' or '.join(processors)} makes of it."
+        return f"The theorem covers the bias alone, not its processing by {' or '.join(processors)}."
     if any(type(layer.encoding).overrides_hook("contextual") for layer in context.encodings):
-        return "The theorem speaks of the bias alone, not of terms that depend on queries and keys."
+        return "The theorem covers the bias alone, not terms that depend on queries and keys."
     if position.randomized_positions is not None:
-        return f"Distances are those of positions, drawn from {position.randomized_positions:,}."
+        return f"Distances are between positions drawn from {position.randomized_positions:,}."
     return ""
 
 
@@ -67,7 +67,7 @@ def _format_sentence(name: str, result: ConvergenceResult) -> str:
     remark = result[0][2]
     if len(set(counts.values()) - {0}) == 1 and sum(counts.values()) == len(verdicts) and 0 in counts.values():
         verdict = next(verdict for verdict, count in counts.items() if count)
-        text = f"{name}: every head's series {verdict}."
+        text = f"{name}: the series of every head {verdict}."
     else:
         text = f"{name}: the series of {counts['converges']} of {len(verdicts)} heads converges."
     return f"{text} {remark}".strip()

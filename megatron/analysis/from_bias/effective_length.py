@@ -1,7 +1,7 @@
-"""KERPLE's effective length of a head: the least distance at which its bias is below −2 (Chi et al. 2022, A.5).
+"""KERPLE's effective length of a head: the smallest distance at which its bias is below −2 (Chi et al. 2022, A.5).
 
-e^−2 = 0.135, so that a key there counts for about a seventh of one at hand with the same score. It is defined for
-biases that never rise with the distance; others have none.
+e^−2 = 0.135, so such a key has about a seventh of the weight of an adjacent key with the same score. The effective
+length is defined only for biases that never increase with the distance.
 """
 
 import bisect
@@ -20,22 +20,25 @@ from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 
 THRESHOLD = -2.0
 MAX_PLOTTED_DISTANCE = 20_480
-"""Where KERPLE's figure ends."""
+"""Largest distance in KERPLE's figure."""
 NUM_PLOTTED_DISTANCES = 200
 MAX_DISTANCE = 2**53
 
 EffectiveLengthResult = list[tuple[str, list[float | None]]]
-"""A layer and the effective length of each of its heads."""
+"""For each layer: name, and effective lengths of its heads."""
 
 
 @torch.no_grad()
 def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> list[float | None]:
-    """Of each head: a whole number, infinite if the bias stays above −2 at every distance up to 2^53, or None if it
-    rises somewhere up to 20,480, or is no function of the distance.
+    """Compute the effective length of each head.
 
     Args:
-        encoding: as the model has it.
-        window: every token sees the last `window` keys only, as if the bias were −∞ from that distance on.
+        encoding: encoding of the model.
+        window: number of most recent keys that a token attends to, as if the bias were −∞ from this distance on.
+
+    Returns:
+        A whole number; infinity if the bias stays above −2 at every distance up to 2^53; or None if it increases
+        anywhere up to 20,480, or is not a function of the distance.
     """
     max_length = math.inf if window is None else window
     if not encoding.adds_bias:
@@ -52,7 +55,7 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
     near_bias = compute_bias(torch.arange(MAX_PLOTTED_DISTANCE + 1, dtype=torch.float64))
     never_rises = (near_bias.diff(dim=-1) <= 0).all(-1).tolist()
     num_heads = len(never_rises)
-    low = torch.full((num_heads,), -1.0, dtype=torch.float64)  # the bias is not below −2 here, nor before
+    low = torch.full((num_heads,), -1.0, dtype=torch.float64)  # the bias is not below −2 at this distance or before
     high = torch.full((num_heads,), float(MAX_DISTANCE), dtype=torch.float64)
     heads = torch.arange(num_heads)
     is_finite = compute_bias(high)[heads, heads] < THRESHOLD
@@ -67,7 +70,7 @@ def compute_effective_lengths(encoding: Encoding, window: int | None = None) -> 
 
 
 def count_heads_within(lengths: Sequence[float], distances: Sequence[float]) -> list[int]:
-    """KERPLE's curve: #{heads : effective length ≤ x} at each distance x."""
+    """Compute KERPLE's curve: the number of heads with effective length ≤ x, at each distance x."""
     ascending = sorted(lengths)
     return [bisect.bisect_right(ascending, distance) for distance in distances]
 
@@ -76,20 +79,20 @@ class EffectiveLength(Analysis):
     order = 30
     title = "Effective length"
     description = (
-        "The least distance at which a head's bias is below −2, so that a key counts for less than e^−2 = 0.135 of one "
-        f"at hand (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
-        f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted where each layer has parameters of its own. It is "
-        "defined for a bias that never rises with the distance; a window is a bias of −∞ outside it."
+        "Smallest distance at which a head's bias is below −2, so that a key has less than e^−2 = 0.135 of the weight "
+        f"of an adjacent key (Chi et al. 2022, KERPLE, appendix A.5), and the number of heads up to each distance, to "
+        f"{MAX_PLOTTED_DISTANCE:,}. Heads of all layers are counted if each layer has its own parameters. It is "
+        "defined for a bias that never increases with the distance; a window is a bias of −∞ outside of it."
     )
 
     def measure(self, context: AnalysisContext) -> EffectiveLengthResult:
-        context.finite_encodings  # noqa: B018 (refuses what is not finite)
+        context.finite_encodings  # noqa: B018 (raises if a parameter is not finite)
         layers = context.biased_encodings
         if any(type(layer.encoding).overrides_hook("dense") for layer in layers):
-            raise NotApplicable("Its bias depends on the query's position, and so has no length of its own.")
+            raise NotApplicable("Its bias depends on the query's position, so it has no effective length.")
         result = [(layer.name, compute_effective_lengths(layer.encoding, layer.window)) for layer in layers]
         if all(length is None for _, heads in result for length in heads):
-            raise NotApplicable("Its bias rises somewhere, and the definition asks for one that never does.")
+            raise NotApplicable("Its bias increases at some distance, which the definition excludes.")
         return result
 
     def render_blocks(self, results: Mapping[str, EffectiveLengthResult], names: Sequence[str]) -> list[Block]:
@@ -111,13 +114,13 @@ class EffectiveLength(Analysis):
             "median",
             "largest",
             f"heads within {MAX_PLOTTED_DISTANCE:,}",
-            "heads whose bias rises",
+            "heads with increasing bias",
         ]
         curves = "; ".join(f"{row[0]} {row[-2]} of {row[1]}, the first at {row[2]}" for row in rows)
         alt = f"Share of heads with an effective length up to each distance, to {MAX_PLOTTED_DISTANCE:,}: {curves}."
         return [
             _build_chart(results, names, alt),
-            Table(columns, rows, "∞ stands for a bias above −2 at every distance up to 2^53."),
+            Table(columns, rows, "∞: the bias is above −2 at every distance up to 2^53."),
         ]
 
     def list_rows(self, result: EffectiveLengthResult) -> Iterator[Mapping[str, object]]:

@@ -1,4 +1,4 @@
-"""What each head's bias and weight look like over the distance: what was learned, or what is fixed."""
+"""Bias and weight of each head over the distance, learned or fixed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from megatron.reports.line_chart import HorizontalAxis, Line, build_line_chart
 from megatron.reports.metrics import format_number
 
 MIN_BIAS = -12.0
-"""Lines to biases below are cut off at the lower edge of charts: e^−12 = 6e-6."""
+"""Lower limit of bias charts; lines below are clipped: e^−12 = 6e-6."""
 NUM_DISTANCES = 160
-"""Distances of the data, evenly spaced on a logarithmic scale."""
+"""Number of distances in the data, evenly spaced on a logarithmic scale."""
 MAX_PARAMETERS = 8
-"""Parameters per head and layer that a table shows."""
+"""Maximum number of parameters per head and layer in a table."""
 
 
 @dataclass(frozen=True)
 class LayerKernels:
     layer: str
     distances: torch.Tensor
-    """float64 [N]."""
+    """Distances, float64 [N]."""
     terms: dict[str, torch.Tensor]
-    """`bias`, `weight`: float64 [H, N]."""
+    """Curves `bias` and `weight`, float64 [H, N]."""
     parameters: dict[str, list[float]]
-    """What has one value per head, by name; of a bias that is a formula over the distance, not of a network's."""
+    """Parameters with one value per head, by name, if the bias is a formula over the distance, not a network."""
     train_length: int
 
 
@@ -35,10 +35,10 @@ class Kernels(Analysis):
     order = 40
     title = "Kernels per head"
     description = (
-        "Each head's bias over the distance, as the model adds it after the scaling by 1/√d, and the weight that "
-        "scores are multiplied by where there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line is the "
-        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are below the lower edge of the chart. Where "
-        "the bias depends on the query's position, it is that of the last query of the longest length."
+        "Bias of each head over the distance, as added after scaling by 1/√d, and the weight that multiplies the "
+        "scores if there is one (Chi et al. 2022, KERPLE, figures 2 to 4). The dashed line marks the "
+        f"training length. Biases below {MIN_BIAS:g}, a factor of 6e-6, are below the chart. If "
+        "the bias depends on the query's position, it is shown for the last query of the longest length."
     )
 
     def measure(self, context: AnalysisContext) -> list[LayerKernels]:
@@ -72,7 +72,7 @@ class Kernels(Analysis):
 
 
 def _describe_panel(name: str, kernel: LayerKernels, term: str) -> str:
-    """Where the curves of a panel begin and end, in words: of all heads the least and the largest."""
+    """Describe the ends of a panel's curves in words, with the range over heads."""
     values, last_distance = kernel.terms[term], int(kernel.distances[-1])
 
     def format_range(column: int) -> str:
@@ -81,7 +81,8 @@ def _describe_panel(name: str, kernel: LayerKernels, term: str) -> str:
 
     layer = "" if kernel.layer in ("", "all layers") else f", {kernel.layer}"
     return (
-        f"{term} of {name}{layer}, from {format_range(0)} at hand to {format_range(-1)} at distance {last_distance:,}"
+        f"{term} of {name}{layer}, from {format_range(0)} at distance 0 to {format_range(-1)} "
+        f"at distance {last_distance:,}"
     )
 
 
@@ -106,7 +107,6 @@ def _measure_kernel(layer: LayerEncoding, longest: int, train_length: int) -> La
 
 
 def _select_kernels(kernels: list[LayerKernels]) -> list[LayerKernels]:
-    """At most three layers."""
     if len(kernels) <= 3:
         return kernels
     return [kernels[0], kernels[len(kernels) // 2], kernels[-1]]

@@ -1,4 +1,4 @@
-"""Receptive fields that follow from the bias alone."""
+"""Receptive fields computed from the bias alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,27 +23,27 @@ class HeadField:
     layer: str
     head: int
     fields: list[ReceptiveField]
-    """By equation 22, at each of EPSILONS."""
+    """Fields by equation 22, at each of EPSILONS."""
     finite: list[int]
-    """By the algorithm of the plots, at each of PLOTTED_EPSILONS."""
+    """Fields by the algorithm of the paper's plots, at each of PLOTTED_EPSILONS."""
 
 
 @dataclass(frozen=True)
 class ReceptiveFieldResult:
     heads: list[HeadField]
     length: int
-    """Terms of the finite algorithm, the same for all models."""
+    """Number of terms of the finite algorithm, the same for all models."""
 
 
 class TheoreticalReceptiveField(Analysis):
     order = 20
     title = "Theoretical receptive field"
     description = (
-        "How many of the last keys hold all but a share ε of the sum of b = exp(bias), if all scores were equal (Qin "
-        "et al. 2023, equation 22): the least j with b(0) + … + b(j − 1) above (1 − ε) times the sum over all "
-        "distances. It is infinite where the series diverges. The picture is made by the paper's other algorithm "
-        "(appendix E): the same with ≥ in place of >, over the distances below the longest length alone, whatever "
-        "comes after; for a series that diverges it grows with that length."
+        "Number of most recent keys with all but a share ε of the sum of b = exp(bias), if all scores are equal (Qin "
+        "et al. 2023, equation 22): the smallest j with b(0) + … + b(j − 1) above (1 − ε) times the sum over all "
+        "distances. It is infinite if the series diverges. The chart uses the paper's other algorithm "
+        "(appendix E): the same with ≥ instead of >, over the distances below the longest length only. "
+        "For a divergent series it grows with that length."
     )
 
     def measure(self, context: AnalysisContext) -> ReceptiveFieldResult:
@@ -73,8 +73,8 @@ class TheoreticalReceptiveField(Analysis):
         alt = f"Receptive field over ε {within}; at ε = {PLOTTED_EPSILONS[middle]:.2g}, medians in keys: {medians}."
         return [
             _build_chart(results, names, length, alt),
-            f"The lines are those of the finite algorithm, {within}.",
-            build_head_table(columns, heads, "By equation 22, in keys, the query's own counted."),
+            f"Lines show the finite algorithm, {within}.",
+            build_head_table(columns, heads, "By equation 22, in keys, including the query's own."),
         ]
 
     def list_rows(self, result: ReceptiveFieldResult) -> Iterator[Mapping[str, object]]:
@@ -98,7 +98,7 @@ def _build_chart(
         "theoretical_receptive_field_chart",
         "Theoretical receptive field",
         alt_text,
-        HorizontalAxis("ε, the share of the sum that is left out", 1.0, 0.0),
+        HorizontalAxis("ε, the excluded share of the sum", 1.0, 0.0),
         f"share of {length:,} keys",
         [
             build_median_line(

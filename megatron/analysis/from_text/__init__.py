@@ -1,1 +1,1 @@
-"""Analyses of what trained models do with a text, or with the task that they learned; one file each."""
+"""Analyses of trained models that read a text or sequences of their task. Each analysis has its own file."""

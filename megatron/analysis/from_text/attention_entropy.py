@@ -1,19 +1,20 @@
-"""Entropy and largest weight of attention over the length: does attention dilute where there is more to attend to?
+"""Entropy and largest weight of attention over the length: a test of whether attention dilutes in long contexts.
 
-Of a query that sees n keys with the weights a_1 … a_n, whose sum is s (1, or less where a sink or what is left of a
-stick has the rest):
+For a query that attends to n keys with weights a_1 … a_n, whose sum is s (1, or less if a sink or the rest of
+stick-breaking receives weight):
 
-    H             −Σ p_j ln p_j, p_j = a_j / s, in nats: 0 for one key, ln n for all alike
-    H / ln n      the same as a share of what is possible; not of a query that sees one key
+    H             −Σ p_j ln p_j, p_j = a_j / s, in nats: 0 for a single key, ln n for equal weights
+    H / ln n      entropy as a share of its maximum; undefined for a query with one key
     largest       max a_j
-    unspent       1 − s, what no key has
+    unspent       1 − s, weight assigned to no key
 
-Heads that are mixed behind the softmax (talking heads) may have weights below 0: all but `unspent` are of their sizes.
+Heads that are mixed after the softmax (talking heads) may have negative weights: all quantities except `unspent` use
+their absolute values.
 
-With scores that stay within bounds H grows as ln n does, and the largest weight falls as 1/n (Velickovic et al. 2024,
-softmax is not enough for sharp out-of-distribution, 2410.01104); temperatures that grow with n and sinks are made
-against it. So the figure is over the position of the query, in bins that end at the training length and at its doubles
-and halves. It asks the weights themselves, so encodings, processors, temperatures and windows are part of it.
+If scores are bounded, H grows as ln n, and the largest weight falls as 1/n (Velickovic et al. 2024, softmax is not
+enough for sharp out-of-distribution, 2410.01104). Temperatures that grow with n and attention sinks counteract this.
+The results are therefore over the position of the query, in bins that end at the training length and at its doubles and
+halves. They use the actual weights, so encodings, processors, temperatures, and windows are included.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,25 +35,25 @@ from megatron.reports.charts import Chart
 from megatron.reports.line_chart import HorizontalAxis, build_line_chart, build_median_line
 
 ROUNDING = 1e-5
-"""A sum of float32 weights that is so near to 1 is 1."""
+"""Tolerance within which a sum of float32 weights counts as 1."""
 QUANTITIES = ("entropy", "normalized", "largest", "unspent")
 TITLES = {"normalized": "H / ln n", "largest": "largest weight"}
-"""Of the charts."""
+"""Titles of the charts."""
 
 
 @dataclass(frozen=True)
 class AttentionEntropy:
-    """Means over the queries of a bin and over windows."""
+    """Means over windows and over the queries of a bin."""
 
     ends: tuple[int, ...]
-    """The last position of each bin, from 1."""
+    """Last position of each bin, from 1."""
     values: dict[str, Tensor]
-    """Quantity → float64 [layers, H, bins]; NaN where no query has it."""
+    """Quantity → float64 [layers, H, bins]; NaN if undefined for all queries."""
     stderr: Tensor
-    """Of the normalized entropy, over windows, the same shape; NaN for one window."""
+    """Standard error of the normalized entropy over windows, float64 [layers, H, bins]; NaN for a single window."""
     train_length: int
     keys: tuple[float, ...]
-    """Keys that a query of the bin sees, on average over layers."""
+    """Average number of keys that a query of each bin attends to."""
 
 
 @torch.no_grad()
@@ -62,13 +63,13 @@ def measure_attention_entropy(
     train_length: int,
     progress: Callable[[float], None] = lambda fraction: None,
 ) -> AttentionEntropy:
-    """Entropy and largest weight by position while a model reads windows of one length.
+    """Measure entropy and largest weight by position while a model reads windows of one length.
 
     Args:
-        model: in evaluation mode.
-        windows: tokens [L] of each.
-        train_length: where a bin ends.
-        progress: called with the fraction that is done, after each layer of each window.
+        model: model in evaluation mode.
+        windows: tokens [L] of each window.
+        train_length: training length, at which a bin ends.
+        progress: called with the completed fraction after each layer of each window.
     """
     length, ends = len(windows[0]), list_position_bins(train_length, len(windows[0]))
     shape = (len(windows), model.config.num_layers, model.config.num_attention_heads, length)
@@ -79,7 +80,7 @@ def measure_attention_entropy(
 
     def add_layer(layer: int, inputs: AttentionInputs) -> None:
         nonlocal num_done
-        # The largest block first: see `compute_attention_in_blocks`.
+        # Largest block first, see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)))):
             rows = slice(block.query.start, block.query.start + block.query.length)
             visible = compute_visible_mask(block)[0, 0].sum(dim=-1).double().cpu()
@@ -103,10 +104,14 @@ def measure_attention_entropy(
 
 
 def describe_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
-    """The quantities of attention weights [H, R, C] of rows that see so many keys [R]: float64 [H, R], on the CPU."""
+    """Compute all quantities from attention weights [H, R, C] of rows that attend to `num_keys` [R] keys.
+
+    Returns:
+        Quantities on the CPU, float64 [H, R].
+    """
     sizes = weights.abs()
     sums = sizes.sum(dim=-1, dtype=torch.float64)
-    # −Σ p ln p with p = a / s is ln s − Σ a ln a / s.
+    # If p = a / s, then −Σ p ln p = ln s − Σ a ln a / s.
     spread = torch.special.entr(sizes).sum(dim=-1, dtype=torch.float64)
     entropy = ((spread / sums) + sums.log()).clamp(min=0).cpu()
     unspent = 1 - weights.sum(dim=-1, dtype=torch.float64)
@@ -122,7 +127,7 @@ def describe_weights(weights: Tensor, num_keys: Tensor) -> dict[str, Tensor]:
 
 
 EntropyResult = dict[int, AttentionEntropy]
-"""By length."""
+"""Results by length."""
 
 
 class AttentionEntropies(Analysis):
@@ -130,11 +135,11 @@ class AttentionEntropies(Analysis):
     data_format = "json"
     title = "Entropy and largest weight of attention"
     description = (
-        "Does attention dilute where there is more to attend to? H is the entropy of a query's attention over the n "
-        "keys that it sees, in nats, and H / ln n its share of what is possible: 1 if all keys weigh alike, 0 if one "
-        "has all. The largest weight falls as 1/n where scores stay within bounds (Velickovic et al. 2024, "
-        "2410.01104), which temperatures that grow with n, and sinks, are made against. Means over queries in bins of "
-        "positions that end at the training length, its halves and its doubles, of each layer and head."
+        "A test of whether attention dilutes in long contexts. H is the entropy of a query's attention over its n "
+        "visible keys, in nats, and H / ln n its share of the maximum: 1 for equal weights, 0 if a single key has all "
+        "weight. The largest weight falls as 1/n if scores are bounded (Velickovic et al. 2024, "
+        "2410.01104); temperatures that grow with n and attention sinks counteract this. Means over queries in bins of "
+        "positions that end at the training length, its halves, and its doubles, for each layer and head."
     )
 
     def measure(self, context: AnalysisContext) -> EntropyResult:
@@ -162,12 +167,12 @@ class AttentionEntropies(Analysis):
                 rows.append([name, f"{end:,}", f"{entropy.keys[number]:,.0f}", *cells])
         columns = ["method", "to position", "keys n", "H in nats", "H / ln n", "largest weight", "unspent"]
         caption = (
-            "Of the largest length; medians over layers and heads, in brackets the 10% and 90% quantile. Unspent is "
-            "what no key has: a sink's weight."
+            "At the largest length; medians over layers and heads, with 10% and 90% quantiles in brackets. Unspent is "
+            "the weight assigned to no key, such as a sink's."
         )
         last = "; ".join(f"{row[0]} {row[4]} to position {row[1]}" for row in rows)
         alt = f"Normalized entropy and largest weight of attention by the position of the query; H / ln n: {last}."
-        heads_alt = "H / ln n of each layer and head in the last bin of positions, a map per method."
+        heads_alt = "H / ln n of each layer and head in the last bin of positions, with a map per method."
         return [
             *_build_charts(results, names, alt),
             Table(columns, rows, caption),
@@ -188,11 +193,11 @@ class AttentionEntropies(Analysis):
 
 
 MIN_TABLE_POSITION = 16
-"""Bins that end before it are in the data alone."""
+"""First bin end in the table; earlier bins are only in the data."""
 
 
 def _round(value: float) -> float | None:
-    """Six digits; None for what there is not."""
+    """Round to six digits; None for NaN."""
     return float(f"{value:.6g}") if value == value else None
 
 
@@ -205,7 +210,7 @@ def _format_quantiles(values: Tensor) -> str:
 
 
 def _build_charts(results: Mapping[str, EntropyResult], names: Sequence[str], alt_text: str) -> Iterator[Chart]:
-    """One for each of `TITLES`, of the largest length."""
+    """Yield a chart for each of `TITLES`, at the largest length."""
     largest = {name: result[max(result)] for name, result in results.items()}
     last = max(entropy.ends[-1] for entropy in largest.values())
     train_lengths = {entropy.train_length for entropy in largest.values()}

@@ -1,13 +1,13 @@
-"""The empirical receptive field: how many of the last keys hold the attention that a trained model pays.
+"""Empirical receptive field: the number of most recent keys that receive most of a trained model's attention.
 
-Exploring Transformer Extrapolation (Qin et al. 2023, section 3.3) defines, of a query i, n_emp(ε) = min{j : C_ij >
-(1 − ε)·C_ii}, with C_ij / C_ii the share of the softmax that the last j keys have. How it averages over queries, heads,
-layers and texts is not said. Here: per layer and head, the mean share a_t of the key at distance t, over all queries of
-some windows that have at least m keys before them, their own included; a query with fewer would count its few keys as
-the whole. So half of a window's length is m, and the queries are those of its second half. What these pay to keys at
-distances from m on is the attention beyond m.
+Exploring Transformer Extrapolation (Qin et al. 2023, section 3.3) defines for a query i: n_emp(ε) = min{j : C_ij > (1 −
+ε)·C_ii}, where C_ij / C_ii is the share of the softmax on the last j keys. The paper does not specify its averages over
+queries, heads, layers, and texts. Here the share a_t of the key at distance t is averaged per layer and head, over all
+queries with at least m keys, including their own; a query with fewer keys would count these as the total. m is half the
+window length, so the queries are those in the second half. Their attention to keys at distance m or more is the
+attention beyond m.
 
-It asks the softmax itself, so it is defined for every method, score processors and windows included.
+The analysis uses the softmax itself, so it applies to every method, including score processors and windows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,17 +39,17 @@ class AttentionMass:
     """Mean attention by distance."""
 
     by_distance: Tensor
-    """float64 [layers, H, m]: the share of the key at each distance t."""
+    """Share of the key at each distance t, float64 [layers, H, m]."""
     num_queries: int
-    """So many were averaged."""
+    """Number of averaged queries."""
 
     @property
     def mass_beyond(self) -> Tensor:
-        """float64 [layers, H]: the mean share of all keys further away."""
+        """Mean share of all keys at larger distances, float64 [layers, H]."""
         return (1 - self.by_distance.sum(-1)).clamp(min=0)
 
     def receptive_field(self, layer: int, head: int, epsilon: float) -> int | None:
-        """n_emp(ε) of the mean shares; None if the last m keys do not hold as much."""
+        """Return n_emp(ε) of the mean shares, or None if it exceeds m."""
         sums = self.by_distance[layer, head].cumsum(0)
         is_enough = sums > (1 - epsilon) * (1 + TIE_TOLERANCE)
         return int(is_enough.int().argmax()) + 1 if bool(is_enough.any()) else None
@@ -59,12 +59,12 @@ class AttentionMass:
 def measure_attention_mass(
     model: GPT, windows: Sequence[np.ndarray], progress: Callable[[float], None] = lambda fraction: None
 ) -> AttentionMass:
-    """Mean attention by distance while a model reads windows of one length.
+    """Measure the mean attention by distance while a model reads windows of one length.
 
     Args:
-        model: in evaluation mode.
-        windows: tokens [L] of each.
-        progress: called with the fraction that is done, after each block of rows of each layer of each window.
+        model: model in evaluation mode.
+        windows: tokens [L] of each window.
+        progress: called with the completed fraction after each block of rows.
     """
     length = len(windows[0])
     num_distances = max(length // 2, 1)
@@ -77,7 +77,7 @@ def measure_attention_mass(
         nonlocal num_done
         late = slice_from_row(inputs, num_distances - 1)
         num_rows = 0
-        # The largest block first: see `compute_attention_in_blocks`.
+        # Largest block first, see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(late), choose_block_size(late)))):
             attention = compute_attention_weights(block)
             by_distance = group_by_distance(attention, block, num_distances)
@@ -92,8 +92,10 @@ def measure_attention_mass(
 
 
 def group_by_distance(values: Tensor, block: AttentionInputs, count: int) -> Tensor:
-    """Values [B, H, R, C] over keys as values [B, H, R, count] over the distances 0 … count − 1 in tokens, zero where
-    the block does not hold the key."""
+    """Convert values [B, H, R, C] over keys to values [B, H, R, count] over distances 0 … count − 1 in tokens.
+
+    Distances outside the block are zero.
+    """
     columns = block.query.indices(values.device)[:, None] - torch.arange(count, device=values.device)
     columns = columns - block.key.start
     is_in_block = columns >= 0
@@ -102,19 +104,19 @@ def group_by_distance(values: Tensor, block: AttentionInputs, count: int) -> Ten
 
 
 EmpiricalFieldResult = dict[int, AttentionMass]
-"""By length."""
+"""Results by length."""
 
 
 class EmpiricalReceptiveField(Analysis):
     order = 60
     title = "Empirical receptive field"
     description = (
-        "How many of the last keys hold all but a share ε of the attention that a trained model pays (Qin et al. 2023, "
-        "section 3.3). Of each layer and head, the attention to each distance is averaged over the queries of the "
-        "second half of every window, all of which have at least m keys, m being half the window's length; the "
-        "receptive field is the least j for which the last j keys hold more than 1 − ε of it. It asks the softmax, so "
-        "score processors and windows are part of it. The curves are the paper's finite algorithm within m, "
-        "normalised."
+        "Number of most recent keys with all but a share ε of a trained model's attention (Qin et al. 2023, "
+        "section 3.3). For each layer and head, the attention to each distance is averaged over the queries of the "
+        "second half of every window, which have at least m keys, where m is half the window's length. The "
+        "receptive field is the smallest j for which the last j keys have more than 1 − ε of it. It uses the softmax, "
+        "so score processors and windows are included. The curves show the paper's finite algorithm within m, "
+        "normalized."
     )
 
     def measure(self, context: AnalysisContext) -> EmpiricalFieldResult:
@@ -141,8 +143,8 @@ class EmpiricalReceptiveField(Analysis):
                 rows.append([name, f"{length:,}", f"{num_distances:,}", *cells, f"{100 * beyond:.1f}%"])
         columns = ["method", "length", "m", *(f"ε = {epsilon:g}" for epsilon in EPSILONS), "attention beyond m"]
         caption = (
-            "Median over layers and heads, in keys, and in brackets the 10% and 90% quantile; > m where the last m "
-            "keys hold less than that share."
+            "Median over layers and heads, in keys, with 10% and 90% quantiles in brackets; > m if the last m "
+            "keys have less than that share."
         )
         medians = "; ".join(f"{row[0]} at length {row[1]}: {row[3]}" for row in rows)
         at = f"at ε = {EPSILONS[0]:g}, medians in keys: {medians}"
@@ -171,7 +173,7 @@ class EmpiricalReceptiveField(Analysis):
 
 
 def _choose_key_counts(max_keys: int) -> list[int]:
-    """Numbers of keys up to m: all up to 32, then on a logarithmic scale."""
+    """Return numbers of keys up to m: all up to 32, then on a logarithmic scale."""
     counts = set(range(1, min(max_keys, 32) + 1))
     if max_keys > 32:
         counts |= {round(32 * (max_keys / 32) ** (k / 64)) for k in range(65)}
@@ -188,7 +190,6 @@ def _format_spread(mass: AttentionMass, epsilon: float) -> str:
 
 
 def _build_charts(results: Mapping[str, EmpiricalFieldResult], names: Sequence[str], alt_text: str) -> Iterator[Chart]:
-    """One for each length."""
     for length in sorted({length for result in results.values() for length in result}):
         masses = {name: result[length].by_distance for name, result in results.items() if length in result}
         num_distances = next(iter(masses.values())).shape[-1]
@@ -200,7 +201,7 @@ def _build_charts(results: Mapping[str, EmpiricalFieldResult], names: Sequence[s
             f"empirical_receptive_field_{length}",
             f"Windows of {length:,} tokens",
             f"Windows of {length:,} tokens. {alt_text}",
-            HorizontalAxis("ε, the share that is left out", 1.0, 0.0),
+            HorizontalAxis("ε, the excluded share", 1.0, 0.0),
             f"share of {num_distances:,} keys",
             lines,
             y_limits=(0.0, 1.0),

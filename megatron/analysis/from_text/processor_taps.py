@@ -1,17 +1,17 @@
-"""What each head of a score processor reads of all heads' scores and biases: its Jacobian while a model reads.
+"""Jacobian of a score processor with respect to all heads' scores and biases, while a model reads a text.
 
-A processor maps the scores S and biases B of all heads, one query row at a time, to logits. Of query i, key j and
+A processor maps the scores S and biases B of all heads to logits, one query row at a time. For query i, key j, and
 output head h,
 
     tap(h, g, δ) = ∂ logit_h(i, j) / ∂ S_g(i, j + δ)
 
-says how much of head g's score, δ keys to the right, goes into head h's logit; the same for B. Without a processor the
-logit is S + B, and the tap is 1 for g = h and δ = 0 and 0 for all others: what is shown is the difference from that. A
-processor is not linear, so the taps belong to an operating point: they are means over pairs (i, j) of a text, and the
-root mean square beside them says how much they differ between pairs.
+is the effect of head g's score, δ keys to the right, on head h's logit; the same applies to B. Without a processor the
+logit is S + B, and the tap is 1 for g = h and δ = 0, and 0 otherwise. Results are differences from this identity. A
+processor is not linear, so taps depend on the operating point. They are means over pairs (i, j) of a text; their root
+mean square shows how much they vary between pairs.
 
-Rows are independent of each other in every processor, so the gradients of many logits of many rows come from one
-backward pass over copies of these rows.
+Rows are independent in every processor, so one backward pass over copies of many rows yields the gradients of many
+logits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,39 +28,39 @@ from megatron.attention.reference import compute_scores_and_bias, compute_table,
 from megatron.model.gpt import GPT
 
 MAX_OFFSET = 16
-"""Largest δ that is measured, to either side."""
+"""Largest |δ| that is measured."""
 NUM_ROWS = 16
-"""Query rows of each window, one key in each."""
+"""Number of query rows in each window, with one key in each row."""
 MIN_LENGTH = 4 * MAX_OFFSET
-"""Tokens of the shortest windows that are read."""
+"""Minimum window length in tokens."""
 
 
 @dataclass(frozen=True)
 class ProcessorJacobian:
-    """Of one layer's processor, over the sampled pairs of query and key; the identity of S + B is subtracted."""
+    """Jacobian of one layer's processor over sampled pairs of query and key, minus the identity of S + B."""
 
     layer: int
     source: str
-    """`score` or `bias`: by which of them logits are differentiated."""
+    """Inputs of the derivative: `score` or `bias`."""
     mean: Tensor
-    """float64 [H out, H in, 2·max_offset + 1], from δ = −max_offset on."""
+    """Mean taps, float64 [H out, H in, 2·max_offset + 1], starting at δ = −max_offset."""
     rms: Tensor
-    """The same of squares: sqrt(mean(tap²))."""
+    """Root mean square of the taps, sqrt(mean(tap²)), in the shape of `mean`."""
     far_share: float
-    """Share of all squared derivatives that lies further than MAX_OFFSET away."""
+    """Share of the squared derivatives at offsets beyond MAX_OFFSET."""
 
     @property
     def max_offset(self) -> int:
-        """The largest δ with a derivative that is not 0."""
+        """Largest δ with a nonzero derivative."""
         return self.mean.shape[-1] // 2
 
 
 def measure_processor_jacobian(model: GPT, windows: Sequence[np.ndarray], seed: int = 0) -> list[ProcessorJacobian]:
-    """The Jacobian of every layer that has a processor, over windows of tokens [L] with L > 2·MAX_OFFSET + 1.
+    """Measure the Jacobian of every layer with a processor, over windows of tokens [L] with L > 2·MAX_OFFSET + 1.
 
     Args:
-        model: in evaluation mode.
-        seed: of the keys, which are random.
+        model: model in evaluation mode.
+        seed: seed of the random keys.
     """
     generator = torch.Generator().manual_seed(seed)
     samples: dict[tuple[int, str], list[tuple[Tensor, float]]] = {}
@@ -93,11 +93,16 @@ def _average_samples(layer: int, source: str, samples: list[tuple[Tensor, float]
 
 
 def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> dict[str, tuple[Tensor, float]]:
-    """Of some rows and one key of each: derivatives near the key [rows, H, H, 2·MAX_OFFSET + 1], and the squares of all
-    others; by source."""
+    """Compute the derivatives of sampled rows with one key each, by source.
+
+    Returns:
+        Derivatives near the key, [rows, H, H, 2·MAX_OFFSET + 1], and the sum of squares of all others.
+    """
     first, last = 2 * MAX_OFFSET, inputs.query.stop - 1
     if inputs.window is not None and inputs.window <= 2 * MAX_OFFSET:
-        raise ValueError(f"a window of {inputs.window} keys hides what lies {MAX_OFFSET} keys to either side")
+        raise ValueError(
+            f"a window of {inputs.window} keys is too small for offsets of {MAX_OFFSET} keys to either side"
+        )
     rows = torch.linspace((first + last) // 2, last, NUM_ROWS).long().unique().tolist()
     keys = []
     for row in rows:
@@ -109,10 +114,10 @@ def _differentiate_rows(inputs: AttentionInputs, generator: torch.Generator) -> 
 
 @torch.enable_grad()
 def _compute_derivatives(inputs: AttentionInputs, rows: Sequence[int], keys: Sequence[int]) -> dict[str, Tensor]:
-    """Of each head's logit at a row's key by all scores and biases of the row, [H in, rows, H out, C]."""
+    """Compute derivatives of each head's logit at a row's key by its scores and biases, [H in, rows, H out, C]."""
     assert inputs.processor is not None
     num_heads = inputs.q.shape[1]
-    # A copy of each row for each head whose logit is differentiated.
+    # One copy of each row for each head whose logit is differentiated.
     scores, bias, visible = (
         None if x is None else x.repeat_interleave(num_heads, 1) for x in _compute_processor_inputs(inputs, rows)
     )
@@ -134,7 +139,7 @@ def _compute_derivatives(inputs: AttentionInputs, rows: Sequence[int], keys: Seq
 
 @torch.no_grad()
 def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What a processor reads of some rows: scores [H, rows, C], biases like them, and visibility [1, rows, C]."""
+    """Compute a processor's inputs: scores [H, rows, C], biases of the same shape, and visibility [1, rows, C]."""
     inputs = replace(inputs, table=compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device))
     scores, biases, visible = [], [], []
     for row in rows:
@@ -155,8 +160,11 @@ def _compute_processor_inputs(inputs: AttentionInputs, rows: Sequence[int]) -> t
 
 
 def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
-    """Of gradients [H in, rows, H out, C] those around each row's key, [rows, H out, H in, 2·MAX_OFFSET + 1]; and the
-    sum of the squares of all others."""
+    """Select gradients [H in, rows, H out, C] around each row's key.
+
+    Returns:
+        Selected gradients, [rows, H out, H in, 2·MAX_OFFSET + 1], and the sum of squares of all others.
+    """
     near = torch.stack(
         [gradient[:, row, :, key - MAX_OFFSET : key + MAX_OFFSET + 1].transpose(0, 1) for row, key in enumerate(keys)]
     )
@@ -164,19 +172,19 @@ def _gather_near(gradient: Tensor, keys: Sequence[int]) -> tuple[Tensor, float]:
 
 
 ProcessorJacobianResult = Mapping[int, list[ProcessorJacobian]]
-"""Length of the windows, ascending → the Jacobians of each layer, by scores and by biases."""
+"""Window length, ascending → Jacobians of each layer by scores and by biases."""
 
 
 class ProcessorJacobians(Analysis):
     order = 90
-    title = "What each head of the processor reads"
+    title = "Inputs of each head of the processor"
     description = (
-        "The derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
-        "key δ places to the right, less what S + B alone would give (1 for g = h and δ = 0): how the processor mixes "
-        "heads and neighbouring keys. A processor is not linear, so this is a mean over places of what is read; the "
-        "root mean square beside it in the data says how much the derivatives differ from place to place. Each length "
-        "is looked at by itself: beyond the training length a processor meets distances that it was not trained on; "
-        f"windows of fewer than {MIN_LENGTH} tokens are left out. In the pictures, of the shortest and the longest of "
+        "Derivative of head h's logit of query i and key j by head g's score (or bias) of the same query and the "
+        "key δ positions to the right, minus that of S + B alone (1 for g = h and δ = 0). It shows how the processor "
+        "mixes heads and adjacent keys. A processor is not linear, so this is a mean over positions of the text. The "
+        "root mean square in the data shows how much the derivatives vary between positions. Each length is measured "
+        "separately, because beyond the training length a processor receives distances that it was not trained on; "
+        f"windows of fewer than {MIN_LENGTH} tokens are skipped. In the figures, for the shortest and the longest of "
         "these windows, rows are output heads h, and columns are input heads g with their keys from left to right."
     )
 
@@ -186,16 +194,16 @@ class ProcessorJacobians(Analysis):
         windows = context.readable_windows
         lengths = sorted(length for length in windows if length >= MIN_LENGTH)
         if not lengths:
-            raise NotApplicable(
-                f"The windows are too short: taps are looked at up to {MAX_OFFSET} keys to either side."
-            )
+            raise NotApplicable(f"The windows are too short: taps cover up to {MAX_OFFSET} keys to either side.")
         model = context.trained_model
         processed = [each for each in list_attention_layers(model) if each.processor is not None]
         if any(each.reads_rows_above for each in processed):
-            raise NotApplicable("Its score processor reads rows above a row, which this does not differentiate.")
+            raise NotApplicable("Its score processor reads other rows, which is not supported here.")
         shortest = min((each.window for each in processed if each.window is not None), default=None)
         if shortest is not None and shortest <= 2 * MAX_OFFSET:
-            raise NotApplicable(f"A window of {shortest} keys hides what lies {MAX_OFFSET} keys to either side.")
+            raise NotApplicable(
+                f"A window of {shortest} keys is too small for offsets of {MAX_OFFSET} keys to either side."
+            )
         return {length: measure_processor_jacobian(model, windows[length]) for length in lengths}
 
     def render_blocks(self, results: Mapping[str, ProcessorJacobianResult], names: Sequence[str]) -> list[Block]:
@@ -213,10 +221,10 @@ class ProcessorJacobians(Analysis):
                 [name, f"layer {jacobian.layer}", jacobian.source, f"{length:,}", *_format_shares(jacobian)]
                 for length, jacobian in entries
             ]
-        columns = ["method", "layer", "of the", "length", "own head", "other heads", "neighbouring keys", "varies by"]
+        columns = ["method", "layer", "input", "length", "own head", "other heads", "other keys", "variation"]
         caption = (
-            "Shares of the squared derivatives' sum: own head at the key itself, other heads there, and all heads at "
-            "neighbouring keys; and the part of the root mean square that the mean does not explain."
+            "Shares of the sum of squared derivatives: own head at the same key, other heads at the same key, and all "
+            "heads at other keys; and the part of the root mean square that the mean does not explain."
         )
         return [*blocks, Table(columns, rows, caption)]
 
@@ -233,7 +241,6 @@ class ProcessorJacobians(Analysis):
 
 
 def _format_shares(jacobian: ProcessorJacobian) -> list[str]:
-    """The last four cells of a row of the table."""
     squares = jacobian.rms.square()
     total = squares.sum().item()
     if total == 0:
@@ -258,7 +265,7 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
         )
 
         figure, axes = create_panels(len(drawn), narrow, columns=2, width=5.0, height=1.9)
-        title = f"{name}\nwhat the processor adds to S + B in windows of {length:,} tokens"
+        title = f"{name}\ncontribution of the processor to S + B in windows of {length:,} tokens"
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
         for panel, jacobian in zip(axes, drawn, strict=True):
             num_outputs, num_inputs, width = jacobian.mean.shape
@@ -272,7 +279,7 @@ def _build_figure(name: str, length: int, drawn: list[ProcessorJacobian]) -> Fig
             span = f"δ from −{offset} to {offset}" if offset else "δ = 0"
             add_titles(
                 panel,
-                f"layer {jacobian.layer}, of the {jacobian.source}",
+                f"layer {jacobian.layer}, by {jacobian.source}",
                 f"input head g, {span} within each",
                 "head h",
             )

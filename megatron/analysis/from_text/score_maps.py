@@ -1,12 +1,12 @@
-"""Maps of one layer while a model reads: scores, bias, what the processor adds, and attention.
+"""Maps of a layer while a model reads: scores, bias, effect of the processor, and attention.
 
-    score       weighted and contextual scores q·k/√d of query i and key j, as a processor reads them
-    bias        what the encoding adds
-    processor   logits − score − bias: what the score processor adds to both
-    attention   the softmax
+    score       weighted and contextual scores q·k/√d of query i and key j, before the processor
+    bias        bias added by the encoding
+    processor   logits − score − bias: contribution of the score processor
+    attention   softmax
 
-A map of L × L entries per head is pooled to at most MAP_SIZE × MAP_SIZE cells, each the mean over the entries that the
-query may see, block of rows by block of rows.
+A map of L × L entries per head is pooled to at most MAP_SIZE × MAP_SIZE cells, in blocks of rows. Each cell is the mean
+over its unmasked entries.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ from megatron.attention.reference import (
 from megatron.model.gpt import GPT
 
 MAP_SIZE = 64
-KIND_TITLES = {"score": "score", "bias": "bias", "processor": "processor adds", "attention": "attention"}
-"""The kinds of maps in their order, and what they are called in pictures."""
+KIND_TITLES = {"score": "score", "bias": "bias", "processor": "processor contribution", "attention": "attention"}
+"""Kinds of maps in order, with their titles in figures."""
 MAX_PANELS = 5
-"""Lengths that a picture puts side by side."""
+"""Maximum number of lengths side by side in a figure."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class LayerMaps:
 
     layer: int
     cells: dict[str, Tensor]
-    """Kind → float64 [heads, side, side], rows are queries; NaN where no query of the cell sees a key of it."""
+    """Kind → float64 [heads, side, side], rows are queries; NaN if all entries of a cell are masked."""
 
 
 @torch.no_grad()
 def compute_layer_maps(
     model: GPT, window: np.ndarray, layers: Collection[int], heads: Sequence[int]
 ) -> list[LayerMaps]:
-    """The maps of some layers while the model reads one window of tokens [L].
+    """Compute maps of layers while the model reads one window of tokens [L].
 
     Args:
-        model: in evaluation mode.
-        layers, heads: whose maps are computed, counted from 0.
+        model: model in evaluation mode.
+        layers, heads: indices of layers and heads to compute, from 0.
     """
     length = len(window)
     side = min(MAP_SIZE, length)
@@ -62,7 +62,7 @@ def compute_layer_maps(
         if layer not in layers:
             return
         counts[layer] = torch.zeros(side, side, dtype=torch.float64)
-        # The largest block first: see `compute_attention_in_blocks`.
+        # Largest block first, see `compute_attention_in_blocks`.
         for block in reversed(list(iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)))):
             visible = compute_visible_mask(block)
             query_pooling = _build_pooling(block.query.indices(inputs.q.device), length, side)
@@ -81,47 +81,47 @@ def compute_layer_maps(
 
 
 def _compute_block_maps(block: AttentionInputs) -> dict[str, Tensor]:
-    """Each kind of map of a block of rows, [1, H, R, C]."""
+    """Compute all kinds of maps for a block of rows, [1, H, R, C]."""
     scores, bias = compute_scores_and_bias(block)
     logits = compute_logits(block)
     maps = {"score": scores, "attention": compute_attention_weights(block)}
     if bias is not None:
-        maps["bias"] = bias.expand_as(scores)  # one that the layer's input decides has a batch already
+        maps["bias"] = bias.expand_as(scores)  # a bias computed from the layer's input already has a batch dimension
     if block.processor is not None:
         maps["processor"] = logits - scores - (0 if bias is None else bias)
     return maps
 
 
 def _build_pooling(indices: Tensor, length: int, side: int) -> Tensor:
-    """Which cell each token falls into, float64 [tokens, side] of zeros and ones."""
+    """Build a one-hot matrix that assigns each token to a cell, float64 [tokens, side]."""
     return torch.nn.functional.one_hot(indices * side // length, side).double()
 
 
 @dataclass(frozen=True)
 class ScoreMapResult:
     maps: dict[int, list[LayerMaps]]
-    """By length."""
+    """Maps by length."""
     heads: list[int]
     name: str
-    """Of the method."""
+    """Name of the method."""
 
 
 class ScoreMaps(Analysis):
     order = 80
     data_format = "json"
-    title = "Scores, bias and processor of each head"
+    title = "Scores, bias, and processor of each head"
     description = (
-        "What query i makes of key j in the last of the windows of each length: the score q·k/√d with whatever the "
-        "encoding does to it, the bias, what the score processor adds to both, and the attention that comes of them "
+        "Maps over query i and key j in the last window of each length: the score q·k/√d, including changes by the "
+        "encoding; the bias; the contribution of the score processor; and the resulting attention "
         "(Zheng et al. 2024, DAPE V2, figures 8 to 25). Maps are pooled to "
-        f"{MAP_SIZE} × {MAP_SIZE} cells of means; score, bias and processor have zero in the middle of their colours, "
-        "and attention is logarithmic."
+        f"{MAP_SIZE} × {MAP_SIZE} cells of means. Score, bias, and processor have color scales symmetric around zero, "
+        "and attention has a logarithmic scale."
     )
 
     def measure(self, context: AnalysisContext) -> ScoreMapResult:
         model, layers, heads = context.trained_model, context.drawn_layers, context.drawn_heads
         if not layers or not heads:
-            raise NotApplicable("It has none of the layers or heads that were asked for.")
+            raise NotApplicable("It has none of the requested layers or heads.")
         maps = {
             length: compute_layer_maps(model, windows[-1], layers, heads)
             for length, windows in context.readable_windows.items()
@@ -136,7 +136,7 @@ class ScoreMaps(Analysis):
             reasons = {"bias": "adds no bias", "processor": "has no score processor"}
             missing = [reason for kind, reason in reasons.items() if kind not in kinds]
             if missing:
-                blocks.append(f"{name} {' and '.join(missing)}, so there are no maps of that.")
+                blocks.append(f"{name} {' and '.join(missing)}, so it has no such maps.")
             for index in range(len(first)):
                 by_length = {length: layer_maps[index] for length, layer_maps in result.maps.items()}
                 for row, head in enumerate(result.heads):
@@ -155,7 +155,7 @@ class ScoreMaps(Analysis):
 
 
 def _build_figure(name: str, head: int, row: int, by_length: Mapping[int, LayerMaps], kinds: list[str]) -> Figure:
-    """Lengths side by side, kinds one under the other, each kind with one scale of colours."""
+    """Build a figure with lengths side by side, and one row and one color scale for each kind."""
     lengths = list(by_length)[:MAX_PANELS]
     layer = by_length[lengths[0]].layer
 

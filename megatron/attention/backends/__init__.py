@@ -1,6 +1,6 @@
-"""Ways to compute attention, all equal to `eager` (`pytorch.py`) up to rounding.
+"""Attention backends, all equal to `eager` (`pytorch.py`) up to rounding.
 
-Each file holds what implements `AttentionBackend`. `registry.py` selects one when the model is built, so that a
-combination of encoding and processor that a backend cannot do is refused then, by name. What only shows in a call, and
-`triton` leaves to PyTorch, is said once.
+Each file contains an implementation of `AttentionBackend`. `registry.py` selects one when the model is built, so that
+unsupported combinations of encoding and processor raise an error by name at that time. Some conditions are only known
+at a call. `triton` then falls back to PyTorch with a single warning.
 """

@@ -1,6 +1,6 @@
-"""The interface of an attention backend, and how long score maps are kept for the backward pass.
+"""Interface of an attention backend, and limits on keeping score maps for the backward pass.
 
-Without torch at run time, so that whoever plans memory knows the limits.
+This module does not import torch at run time, so that the memory planner can read the limits.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ if TYPE_CHECKING:
     from megatron.position.processor import Processor
 
 MAX_KEYS_KEPT = 1024
-"""`auto` keeps training's score maps up to this many keys: faster than computing them again while they are small."""
+"""Maximum number of keys up to which `auto` keeps score maps in training: for small maps this is faster than
+recomputation."""
 
 MIN_ROWS_KEPT = 128
-"""Rows per block that is kept, at least, where no processor works on them: smaller ones cost more than they save."""
+"""Minimum number of rows per kept block without a processor: smaller blocks cost more than they save."""
 
 
 def reads_whole_table(backend: AttentionBackend) -> bool:
-    """Does it read a Toeplitz encoding's table whole, so that whoever calls it several times computes that once?
+    """Return True if a backend reads the whole table of a Toeplitz encoding, so that a caller can compute it once for
+    several calls.
 
-    A backend says so in its attribute of this name. Those in plain PyTorch do not: they add up the gradients of a
-    table in an order that is theirs, on which a training's every bit depends.
+    A backend declares this in its attribute of the same name. Backends in plain PyTorch do not: they sum the gradients
+    of a table in their own order, on which the bits of a training run depend.
     """
     return getattr(backend, "reads_whole_table", False)
 
 
 def takes_first_keys(backend: AttentionBackend) -> bool:
-    """Does it compute rows of several documents in one call (`AttentionInputs.first_keys`)?
+    """Return True if a backend computes rows of several documents in one call (`AttentionInputs.first_keys`).
 
-    A backend says so in its attribute of this name. The others are asked document by document.
+    A backend declares this in its attribute of the same name. Other backends are called document by document.
     """
     return getattr(backend, "takes_first_keys", False)
 
@@ -44,9 +46,11 @@ def takes_first_keys(backend: AttentionBackend) -> bool:
 def find_unsupported_combination(
     backend: str, encoding: Encoding, processor: Processor | None, softcap: float | None, softmax_type: str
 ) -> str | None:
-    """Why a backend can compute no call of a combination, as far as `capabilities.py` knows; None if nothing is known.
+    """Explain why a backend supports no call of a combination, as far as `capabilities.py` knows; None if nothing is
+    known.
 
-    backend: a value of `attention_backend`.
+    Args:
+        backend: a value of `attention_backend`.
     """
     features = list_score_features(
         [hook for hook in HOOKS if type(encoding).overrides_hook(hook)],
@@ -62,7 +66,7 @@ def find_unsupported_combination(
 
 
 class AttentionBackend(Protocol):
-    """A way to compute weights·v, the weights being `megatron.attention.reference.compute_weights`."""
+    """Implementation of weights·v, with the weights of `megatron.attention.reference.compute_weights`."""
 
     def unsupported_reason(
         self,
@@ -71,11 +75,13 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        """Why this backend cannot do the combination, or None if it can.
+        """Explain why this backend does not support the combination; None if it does.
 
-        softcap: a bound of q·k/√d.
-        softmax_type: what makes weights of the logits, as the configuration's key (`megatron/attention/softmax.py`).
+        Args:
+            softcap: bound of q·k/√d.
+            softmax_type: how weights are computed from logits, a value of the configuration key
+                (`megatron/attention/softmax.py`).
         """
 
     def __call__(self, inputs: AttentionInputs, /) -> Tensor:
-        """Attention output [B, h, R, d]."""
+        """Compute the attention output [B, h, R, d]."""

@@ -1,8 +1,9 @@
-"""Which methods each attention backend can compute, as far as the method's file tells: known without torch.
+"""Capabilities of each attention backend, as far as a method's file determines them, without importing torch.
 
-A method is described by the features of its scores. A backend lists those that it does not support, and those of which
-it requires one. Backends ask this module when a model is built, the configuration before anything is built, and the
-planner for its columns. What depends on sizes or on the machine, such as a processor's width, a backend adds.
+A method is described by features of its scores. A backend lists the features that it does not support, and features of
+which it requires at least one. Backends use this module when a model is built, the configuration uses it before that,
+and the planner uses it for its columns. Limits that depend on sizes or on the machine, such as a processor's width, are
+checked by the backend.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,41 +15,41 @@ from megatron.position.catalog import MethodFacts
 
 UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
-    "two rotations": "it cannot rotate far keys otherwise than near ones",
+    "two rotations": "it cannot rotate far keys differently from near ones",
     "processor without kernel": "it cannot compute this processor",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
     "contextual": "it cannot add contextual terms",
     "matrix": "it cannot compute a bias that is not a function of the distance",
     "kernel matrix": "it cannot compute a bias that is not a function of the distance",
-    "gate": "it cannot add a bias that is another for every sequence",
-    "gate before a processor": "it cannot add a bias that is another for every sequence before a processor",
+    "gate": "it cannot add a bias that differs between sequences",
+    "gate before a processor": "it cannot add a bias that differs between sequences before a processor",
     "weight": "it cannot multiply the scores",
     "weight before a processor": "it cannot multiply the scores before a processor",
     "sink": "it cannot add a sink to the softmax (softmax_type)",
     "stick-breaking": "it computes a softmax and not stick-breaking (softmax_type)",
 }
-"""The features of a method, with what a backend says that does not support one.
+"""Features of a method, and the reason given by a backend that does not support them.
 
-    two rotations               queries and keys are rotated once more for keys that are far (`Encoding.far_distance`)
-    processor without kernel    a score processor that is not in a form that kernels know
-    bias                        anything is added to the scores, or multiplied into them
-    matrix, kernel matrix       a bias with an entry for each row and column; of the second, kernels know the form
+    two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`)
+    processor without kernel    a score processor without a form that kernels support
+    bias                        a term added to the scores or multiplied into them
+    matrix, kernel matrix       a bias with an entry for each row and column; kernels support the form of the second
     contextual                  a bias that depends on the queries
-    gate                        a term of each row and one of each key, which the layer's input decides
-    weight                      a matrix is multiplied into the scores
-    sink                        a logit without a value beside those of a row's keys
+    gate                        a term per row and a term per key, computed from the layer's input
+    weight                      a matrix multiplied into the scores
+    sink                        a logit without a value, in addition to those of a row's keys
 """
 
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a backend can compute.
+    """Capabilities of a backend.
 
     Attributes:
-        unsupported: features of which it can compute none. The first that a method has is the reason that is given.
-        requires: features of which a method must have one, or empty.
-        requires_reason: what the backend says of a method that has none of them.
+        unsupported: features that the backend does not support. The first one that a method has is the reason given.
+        requires: features of which a method must have at least one, or empty.
+        requires_reason: reason given for a method with none of them.
     """
 
     unsupported: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ BACKEND_CAPABILITIES = {
     "flex": BackendCapabilities(
         ("processor", "two rotations", "matrix", "kernel matrix", "contextual", "weight", "stick-breaking"),
         frozenset({"bias", "softcap", "sink"}),
-        "it is for a bias of the distance alone",
+        "it needs a bias, a soft cap or a sink",
     ),
     "native": BackendCapabilities(
         (
@@ -69,7 +70,7 @@ BACKEND_CAPABILITIES = {
             *("processor without kernel", "stick-breaking"),
         ),
         frozenset({"processor"}),
-        "it is for score processors",
+        "it needs a score processor",
     ),
     "triton": BackendCapabilities(
         (
@@ -78,7 +79,8 @@ BACKEND_CAPABILITIES = {
         ),
     ),
 }
-"""By the values of `attention_backend`. Those in plain PyTorch, which are not named here, can compute everything."""
+"""Capabilities by value of `attention_backend`. Backends in plain PyTorch are not listed, because they support
+everything."""
 
 
 def list_score_features(
@@ -92,16 +94,16 @@ def list_score_features(
     num_rotations: int = 1,
     has_processor_kernel: bool = True,
 ) -> frozenset[str]:
-    """The features of a method's scores: keys of `UNSUPPORTED_REASONS`.
+    """List the features of a method's scores: keys of `UNSUPPORTED_REASONS`.
 
     Args:
-        hooks: that its encoding answers.
-        multiplies_scores, has_kernel_parameters: what the encoding declares.
-        has_processor: whether a score processor works on it.
-        has_softcap: whether the scores are capped.
-        softmax_type: what makes weights of the logits.
-        num_rotations: of queries and keys, by their distance.
-        has_processor_kernel: whether that processor is in a form that kernels know.
+        hooks: hooks that the encoding implements.
+        multiplies_scores, has_kernel_parameters: declarations of the encoding.
+        has_processor: True if there is a score processor.
+        has_softcap: True if the scores are capped.
+        softmax_type: how weights are computed from logits.
+        num_rotations: number of rotations of queries and keys, by distance.
+        has_processor_kernel: True if the processor has a form that kernels support.
     """
     is_matrix = "dense" in hooks
     present = {
@@ -132,9 +134,10 @@ def find_unsupported_method(
     softmax_type: str = "vanilla",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> str | None:
-    """Why a backend cannot compute an encoding with or without a score processor, a bound of the scores and a sink.
+    """Explain why a backend does not support an encoding with these settings; None if it does.
 
-    options: of the encoding, as far as they are given.
+    Args:
+        options: options of the encoding, as far as given.
     """
     features = list_score_features(
         facts.hooks,
@@ -150,11 +153,11 @@ def find_unsupported_method(
 
 
 def find_unsupported_feature(backend: str, features: Collection[str]) -> str | None:
-    """Why a backend cannot compute a method with these features: a clause, or None if it can.
+    """Explain in a clause why a backend does not support a method with these features; None if it does.
 
     Args:
         backend: a value of `attention_backend`.
-        features: from `list_score_features`.
+        features: result of `list_score_features`.
     """
     capabilities = BACKEND_CAPABILITIES.get(backend, BackendCapabilities())
     if capabilities.requires and not capabilities.requires & set(features):

@@ -1,8 +1,8 @@
-"""PyTorch's FlexAttention, compiled, for a bias of the distance alone or of each key and a soft cap of the scores:
-memory linear in T.
+"""Compiled FlexAttention of PyTorch, for biases that depend on the distance or on the key, and for a soft cap.
 
-What it leaves out (padding, sampled positions, dropout, shapes that were not trained on) goes to PyTorch's row blocks,
-which is said once. The gradient of the bias is summed by atomic additions, so it is not repeatable bit for bit.
+Memory is linear in T. Unsupported cases (padding, sampled positions, dropout, shapes not seen in training) fall back to
+PyTorch's row blocks, with a single warning. The gradient of the bias is summed by atomic additions, so it is not
+bitwise reproducible.
 
 h requested heads, R query rows, C key columns, N distances.
 """
@@ -26,16 +26,16 @@ from megatron.position.token_range import TokenRange, select_heads
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 128
-"""Rows and columns of the blocks by which who sees whom is described, as PyTorch has them by default."""
+"""Rows and columns per block of the block mask, PyTorch's default."""
 MAX_SHAPES = 4
-"""Shapes that are compiled for: each takes the compiler many seconds."""
+"""Maximum number of shapes to compile for; each takes many seconds."""
 
 
 class FlexBackend:
     """FlexAttention with the bias and the soft cap as its score modification.
 
     Args:
-        fallback: computes what it leaves out.
+        fallback: backend for unsupported calls.
     """
 
     reads_whole_table = True
@@ -44,7 +44,7 @@ class FlexBackend:
     def __init__(self, fallback: AttentionBackend) -> None:
         self.fallback = fallback
         self._trained: set[tuple[int, int, int]] = set()
-        """Rows, columns and first row of the calls with gradients that it has computed."""
+        """Rows, columns and first row of the calls with gradients so far."""
 
     def unsupported_reason(
         self,
@@ -58,7 +58,7 @@ class FlexBackend:
         if reason := find_unsupported_combination("flex", encoding, processor, softcap, softmax_type):
             return reason
         if torch.are_deterministic_algorithms_enabled():
-            return "its gradient of the bias is not repeatable (deterministic: true)"
+            return "its gradient of the bias is not deterministic (deterministic: true)"
         return None
 
     @pad_values
@@ -68,7 +68,8 @@ class FlexBackend:
             _warn_fallback(reason)
             return self.fallback(inputs)
         if not torch.is_grad_enabled() and _describe_shape(inputs) not in self._trained:
-            return self.fallback(inputs)  # decoding and evaluation: lengths without end, each to be compiled
+            # decoding and evaluation have arbitrarily many lengths, each of which would be compiled
+            return self.fallback(inputs)
         if torch.is_grad_enabled():
             self._trained.add(_describe_shape(inputs))
         return attend_with_flex(inputs)
@@ -85,8 +86,10 @@ class FlexBackend:
         *,
         dropout: bool,
     ) -> BlockMask | None:
-        """Which blocks see which of rows of documents, for all layers; None where row blocks compute the rows. As
-        `SdpaBackend.compute_document_mask`."""
+        """Build the block mask of rows of documents for all layers, or None if row blocks compute the rows.
+
+        See `SdpaBackend.compute_document_mask`.
+        """
         shape = query.length, key.length, query.start - key.start
         if dropout or not (torch.is_grad_enabled() or shape in self._trained):
             return None
@@ -94,7 +97,7 @@ class FlexBackend:
         return build_document_mask(*shape, window, first_columns)
 
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
-        """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
+        """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         if inputs.key_mask is not None:
             return "padding"
         if inputs.query.sampled is not None:
@@ -111,22 +114,23 @@ def _describe_shape(inputs: AttentionInputs) -> tuple[int, int, int]:
 
 @cache
 def _warn_fallback(reason: str) -> None:
-    """Once for each reason, not once for each layer and step."""
+    """Warn once per reason, not once per layer and step."""
     logger.warning("attention_backend flex: %s is left to PyTorch's row blocks", reason)
 
 
 @cache
 def _compile_flex() -> Any:
-    # In this process: for a handful of kernels a pool of compilers is not worth its processes, which every rank has.
+    # Compile in this process: for a few kernels a pool of compiler processes per rank is not worth its cost.
     return torch.compile(flex_attention, dynamic=False, options={"compile_threads": 1})
 
 
 def attend_with_flex(inputs: AttentionInputs) -> Tensor:
-    """Attention output [B, h, R, d] with the encoding's bias and the soft cap, compiled on a GPU."""
+    """Compute the attention output [B, h, R, d] with the encoding's bias and the soft cap, compiled on a GPU."""
     offset = inputs.query.start - inputs.key.start
     terms = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
     table, cap = None if terms.bias is None else select_heads(terms.bias, inputs.heads), inputs.softcap
-    # The rows' terms are the same for all keys of a softmax. Those of keys are counted from the last, near zero.
+    # The term of a row is the same for all keys and cancels in the softmax. Terms of keys are relative to the last,
+    # near zero.
     key_bias = inputs.key_bias
     if key_bias is not None:
         key_bias = (key_bias - key_bias.detach()[..., -1:]).to(torch.promote_types(inputs.q.dtype, torch.float32))
@@ -150,8 +154,8 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
     if sinks is None:
         output: Tensor = flex(inputs.q, inputs.k, inputs.v, **options)
         return output
-    # exp(lse) is the sum over the keys: of the whole sum it is σ(lse − sink). A row's own term, which cancels in its
-    # softmax and is left out above, is not the sink's.
+    # exp(lse) is the sum over the keys; its share of the sum with the sink is σ(lse − sink). A row's own term cancels
+    # in its softmax and is omitted above, but it does not cancel against the sink.
     output, aux = flex(inputs.q, inputs.k, inputs.v, **options, return_aux=AuxRequest(lse=True))
     lse = aux.lse
     if inputs.row_bias is not None and inputs.key_bias is not None:
@@ -163,15 +167,15 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
 def build_block_mask(
     num_rows: int, num_columns: int, offset: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Which blocks of rows see which blocks of columns, in whole or in part.
+    """Build the block mask: which blocks of rows see which blocks of columns, fully or partially.
 
-    By arithmetic on blocks: PyTorch's own function makes a map of all rows and columns first.
+    It is computed by arithmetic on blocks, because PyTorch's own function first builds a map of all rows and columns.
 
     Args:
         num_rows, num_columns: R and C.
-        offset: the column of the first row's own key.
-        window: a row sees the last `window` keys only; None for all.
-        device: where the mask goes.
+        offset: column of the first row's own key.
+        window: number of last keys that a row sees; None for all.
+        device: device of the mask.
     """
     kinds = _find_blocks(num_rows, num_columns, offset, window)
     partial_count, partial, full_count, full = (x.to(device) for kind in kinds for x in _order_blocks(kind))
@@ -189,11 +193,11 @@ def build_block_mask(
 def build_document_mask(
     num_rows: int, num_columns: int, offset: int, window: int | None, first_columns: Tensor
 ) -> BlockMask:
-    """The same of rows that hold several documents: blocks of columns before a document are left out.
+    """Build the block mask of rows with several documents, without blocks of columns before a document.
 
     Args:
-        first_columns: int32 [B, R], the first column of each row's document, on the mask's device. It never falls from
-            row to row, so the first and the last row of a block say what the others see.
+        first_columns: int32 [B, R], the first column of each row's document, on the device of the mask. It never
+            decreases from row to row, so the first and the last row of a block determine what the rows between see.
     """
     causal = _make_visible(offset, window)
 
@@ -213,7 +217,7 @@ def build_document_mask(
 
 
 def _make_visible(offset: int, window: int | None) -> Any:
-    """Does a row see a column: the causal map, and a window's."""
+    """Return a mask function for the causal mask and the window."""
 
     def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         distance = row + offset - column
@@ -224,7 +228,7 @@ def _make_visible(offset: int, window: int | None) -> Any:
 
 @lru_cache(maxsize=2 * MAX_SHAPES)
 def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Which blocks of rows see which blocks of columns in part, and which in whole: bool [rows, columns]."""
+    """Return which blocks of rows see which blocks of columns partially and fully: bool [rows, columns] each."""
     first_row = torch.arange(0, num_rows, BLOCK_SIZE)[:, None] + offset
     last_row = (first_row + BLOCK_SIZE).clamp(max=num_rows + offset) - 1
     first_column = torch.arange(0, num_columns, BLOCK_SIZE)[None]
@@ -233,15 +237,21 @@ def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | Non
     if window is not None:
         seen = seen & (last_column > first_row - window)
         full = full & (first_column > last_row - window)
-    # A block that juts out of the map is seen in part: nothing may be read beyond the map's end.
+    # A block that extends beyond the map counts as partial: nothing may be read beyond the end of the map.
     is_whole = (last_row - first_row == BLOCK_SIZE - 1) & (last_column - first_column == BLOCK_SIZE - 1)
     full = full & is_whole
     return seen & ~full, full
 
 
 def _order_blocks(which: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of columns each block of rows has [B or 1, 1, rows], and their numbers, these first [B or 1, 1,
-    rows, columns]; from bool [rows, columns], or of each sequence [B, rows, columns]."""
+    """Return the number of column blocks of each row block, and their indices with these blocks first.
+
+    Args:
+        which: bool [rows, columns], or [B, rows, columns] per sequence.
+
+    Returns:
+        int32 [B or 1, 1, rows] and [B or 1, 1, rows, columns].
+    """
     which = which.unflatten(0, (1, -1)) if which.dim() == 2 else which
     order = which.int().argsort(dim=-1, descending=True, stable=True)
     return which.sum(-1).int()[:, None], order.int().contiguous()[:, None]

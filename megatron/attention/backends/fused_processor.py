@@ -1,4 +1,4 @@
-"""Score processors of two convolutions, which kernels compute together with attention, on a GPU or on a CPU."""
+"""Score processors with two convolutions, computed by kernels that fuse them with attention, on a GPU or a CPU."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,11 @@ from megatron.position.processor import Processor
 def processor_unsupported_reason(
     processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
-    """Why no kernel can compute the processor, or None.
+    """Explain why no kernel supports the processor; None if one does.
 
     Args:
         processor: the processor.
-        max_width, max_kernel_size: the largest width and size of a convolution that a kernel takes, if it has such
-            limits.
+        max_width, max_kernel_size: largest width and convolution size that the kernel supports, if it has such limits.
     """
     convolutions = processor.kernel_parameters()
     if not isinstance(convolutions, ConvolutionParameters):
@@ -32,7 +31,7 @@ def processor_unsupported_reason(
 
 
 def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
-    """Why no kernel can compute these rows of a combination that is not refused, or None."""
+    """Explain why no kernel supports these rows of a supported combination; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
     if inputs.key_mask is not None:
@@ -45,7 +44,7 @@ def processor_fallback_reason(inputs: AttentionInputs) -> str | None:
 
 
 def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs, bias: Tensor | None) -> Tensor:
-    """A kernel's output for rows that are not left out.
+    """Run a kernel on supported rows.
 
     Args:
         kernel: `cdape_attention` of a device.

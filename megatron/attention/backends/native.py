@@ -1,6 +1,7 @@
-"""Our C code for convolutional score processors on a CPU: memory linear in T, several times as fast as row blocks.
+"""C code for convolutional score processors on a CPU: memory linear in T, several times as fast as row blocks.
 
-What it leaves out (other types and devices, padding, sampled positions, divided heads) goes to PyTorch's row blocks.
+Unsupported cases (other types and devices, padding, sampled positions, divided heads) fall back to PyTorch's row
+blocks.
 """
 
 import logging
@@ -25,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class NativeBackend:
-    """The C code of `kernels/cdape_attention`.
+    """The C code of `kernels/cdape_attention` as a backend.
 
     Args:
-        fallback: computes what it leaves out.
-        is_requested: whether somebody asked for it, and is told what it leaves out.
+        fallback: backend for unsupported calls.
+        is_requested: True if the user named this backend and should be warned about fallbacks.
     """
 
     takes_first_keys = True
@@ -54,7 +55,7 @@ class NativeBackend:
         softcap: float | None = None,
         softmax_type: str = "vanilla",
     ) -> str | None:
-        """Why it refuses, wherever the model will run."""
+        """Explain why the combination is not supported on any machine; None if it is."""
         reason = find_unsupported_combination("native", encoding, processor, softcap, softmax_type)
         if reason is not None or processor is None:
             return reason
@@ -84,12 +85,12 @@ def _fallback_reason(inputs: AttentionInputs) -> str | None:
 
 @cache
 def _warn_fallback(reason: str) -> None:
-    """Once for each reason, not once for each layer and step."""
+    """Warn once per reason, not once per layer and step."""
     logger.warning("attention_backend native: %s is left to PyTorch's row blocks", reason)
 
 
 @cache
 def _warn_unavailable() -> None:
     logger.warning(
-        "score processors take several times as long on this CPU as they could: %s", cpu.unavailable_reason()
+        "score processors run several times slower on this CPU without their C code: %s", cpu.unavailable_reason()
     )

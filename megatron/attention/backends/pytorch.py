@@ -1,8 +1,8 @@
-"""Attention by PyTorch alone: the whole score map, blocks of query rows against their causal columns, or its fused
+"""Attention in plain PyTorch: the whole score map, blocks of query rows against their causal columns, or fused
 attention.
 
-Blocks are half of the work. Recomputed in the backward pass, what is kept between the passes is q, k, v, the table over
-distances and the output: memory linear in T. Kept, it is half of the whole map.
+Blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
+output are kept: memory linear in T. If they are kept, they take half of the memory of the whole map.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,18 @@ from megatron.position.processor import BiasContribution, Processor
 from megatron.position.token_range import TokenRange
 
 MASKED_ROWS = 512
-"""Query rows per call where PyTorch takes who sees whom as a mask (with a window or several documents, or where the
-rows are not all of the sequence): in blocks the mask stays linear in T, and no row is computed against keys that come
-after its block."""
+"""Query rows per call if PyTorch needs an explicit mask.
+
+This is the case with a window, with several documents, or if the rows are not the whole sequence. In blocks, the mask
+stays linear in T, and no row is computed against keys that come after its block.
+"""
 
 MAX_PACKED_HEAD_DIM = 256
-"""The largest head dimension of PyTorch's flash attention, a multiple of 8."""
+"""Largest head dimension of PyTorch's flash attention, a multiple of 8."""
 
 
 class EagerBackend:
-    """The reference: the whole score map is materialised. Memory grows as T²; everything else is tested against it."""
+    """The reference: materializes the whole score map. Memory grows as T². All other backends are tested against it."""
 
     takes_first_keys = True
 
@@ -53,11 +55,11 @@ class EagerBackend:
 
 
 class ChunkedBackend:
-    """Blocks of query rows, one after the other: the score map is never whole.
+    """Blocks of query rows, one after another; the whole score map never exists.
 
     Args:
-        block_size: rows of a block.
-        recompute: whether the backward pass computes a block's maps again, instead of keeping them.
+        block_size: rows per block.
+        recompute: recompute the maps of a block in the backward pass, instead of keeping them.
     """
 
     takes_first_keys = True
@@ -93,7 +95,7 @@ def _add_with_recompute(row_sums: Tensor, block: AttentionInputs, first_key: int
 
 
 def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
-    """A function of attention's inputs, computed again in the backward pass."""
+    """Run a function of attention's inputs, and recompute it in the backward pass."""
     others, has_table, contribution = inputs.drop_tensors(), inputs.table is not None, inputs.bias_contribution
 
     def compute(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -124,7 +126,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 
 class RowBlockBackend:
-    """Blocks of rows over their causal columns, their maps kept for short training sequences, else recomputed."""
+    """Blocks of rows over their causal columns. Maps are kept for short training sequences, otherwise recomputed."""
 
     takes_first_keys = True
 
@@ -150,8 +152,10 @@ class RowBlockBackend:
 
 
 class SdpaBackend:
-    """PyTorch's fused attention, for methods that add nothing to the scores (none, learned, rotary …): flash attention
-    where the device has it, memory linear in T."""
+    """PyTorch's fused attention, for methods that add nothing to the scores (none, learned, rotary …).
+
+    It uses flash attention if the device supports it, with memory linear in T.
+    """
 
     takes_first_keys = True
 
@@ -176,17 +180,19 @@ class SdpaBackend:
         *,
         dropout: bool,
     ) -> "PackedDocuments | list[Tensor]":
-        """Who sees whom in rows of documents, for all layers: where the documents of whole rows begin, if flash
-        attention takes these, else the masks of blocks of rows.
+        """Prepare the masks of rows of documents for all layers.
+
+        Returns the document starts of whole rows if flash attention supports them, otherwise the masks of blocks of
+        rows.
 
         Args:
             query, key: rows and columns of a call.
             first_keys: int32 [B, R], as in `AttentionInputs`.
-            starts: int64 [B, C] on the CPU, of each token the column at which its document begins.
-            encoding: of a layer.
-            window: of the layers.
-            like: has the queries' type and device.
-            dropout: are attention weights dropped?
+            starts: int64 [B, C] on the CPU, the column at which each token's document begins.
+            encoding: encoding of a layer.
+            window: window of the layers.
+            like: tensor with the type and device of the queries.
+            dropout: True if attention weights are dropped.
         """
         if not dropout and query == key and has_packed_attention(like, encoding.qk_head_dim):
             return pack_documents(starts, like.device)
@@ -217,8 +223,10 @@ class SdpaBackend:
 
 
 def _build_additive_mask(inputs: AttentionInputs) -> Tensor:
-    """[B, 1, R, C] in the queries' type, 0 where a row sees a key and −inf where it does not. PyTorch makes that of a
-    mask of truth values, of each anew, and keeps it for the backward pass."""
+    """Return a mask [B, 1, R, C] in the type of the queries: 0 if a row sees a key, otherwise −inf.
+
+    Given a bool mask, PyTorch would build this for every call and keep it for the backward pass.
+    """
     return torch.zeros((), dtype=inputs.q.dtype, device=inputs.q.device).masked_fill(
         ~compute_visible_mask(inputs), float("-inf")
     )
@@ -226,23 +234,24 @@ def _build_additive_mask(inputs: AttentionInputs) -> Tensor:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """Where the documents of all rows of a batch begin, the rows one after another."""
+    """Start positions of the documents of a batch, with its rows concatenated."""
 
     starts: Tensor
-    """int32 [documents + 1], the last one B · T."""
+    """Starts, int32 [documents + 1]; the last one is B · T."""
     longest: int
-    """Tokens of the longest document."""
+    """Length of the longest document, in tokens."""
 
 
 def pack_documents(starts: Tensor, device: torch.device) -> PackedDocuments:
-    """Of rows whose tokens' documents begin at the columns `starts`, int64 [B, T] on the CPU."""
+    """Pack rows in which each token's document begins at the column in `starts`, int64 [B, T] on the CPU."""
     begins = (starts == torch.arange(starts.shape[1])).flatten().nonzero()[:, 0]
     edges = torch.cat([begins, begins.new_tensor([starts.numel()])])
     return PackedDocuments(edges.int().to(device, non_blocking=True), int(edges.diff().max()))
 
 
 def has_packed_attention(like: Tensor, head_dim: int) -> bool:
-    """Does flash attention take documents of several lengths with queries of this type, on this device?"""
+    """Return True if flash attention supports documents of different lengths with queries of this type, on this
+    device."""
     return (
         like.is_cuda
         and head_dim % 8 == 0
@@ -254,9 +263,13 @@ def has_packed_attention(like: Tensor, head_dim: int) -> bool:
 
 
 def attend_packed(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor:
-    """Attention output [B, h, T, d] of whole rows by flash attention on their documents: no masks, and a cost that
-    falls with the documents' length. (`torch.nn.attention.varlen`)"""
-    from torch.nn.attention.varlen import varlen_attn  # absent in versions of PyTorch that exported models may meet
+    """Compute the attention output [B, h, T, d] of whole rows with flash attention per document
+    (`torch.nn.attention.varlen`).
+
+    It needs no masks, and shorter documents cost less.
+    """
+    # absent in older versions of PyTorch, which exported models may run on
+    from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v))  # [B · T, h, d]
     window = inputs.window
@@ -271,5 +284,5 @@ def attend_packed(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor
         documents.longest,
         window_size=(window - 1, 0) if is_bounded and window is not None else (-1, 0),
     )
-    assert isinstance(output, Tensor)  # alone, where nothing else is asked for
+    assert isinstance(output, Tensor)  # a single tensor unless more is requested
     return output.unflatten(0, (len(inputs.q), -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The attention backends by name, and the choice of one when the model is built."""
+"""Registry of attention backends by name, and selection of one when the model is built."""
 
 import logging
 
@@ -15,14 +15,16 @@ from megatron.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 ROW_BLOCKS = "row blocks"
-"""What `auto` calls its own blocks of rows, kept or recomputed by their length: nobody asks for them by name."""
+"""Name of `auto`'s blocks of rows, kept or recomputed depending on their length. Users cannot request them by name."""
 
 CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
-"""What `auto` on a GPU tries, in this order after its unchecked default; the last takes longest to compile."""
+"""Backends that `auto` tries on a GPU, in this order after its unchecked default. The last takes longest to compile."""
 
 REUSED_BACKENDS = ("triton", "sdpa")
-"""Of these, what a loaded model takes because its training did. Row blocks need no check, and FlexAttention would be
-compiled for every length."""
+"""Checked backends that a loaded model reuses from its training run.
+
+Row blocks need no check, and FlexAttention would be compiled for every length.
+"""
 
 
 def row_blocks_reason(
@@ -32,7 +34,7 @@ def row_blocks_reason(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> str | None:
-    """That `auto`, unchecked, computes attention in row blocks, and why; None where it fuses, and where a backend was
+    """Explain why `auto`, without a check, uses row blocks; None if it uses fused attention, or if a backend was
     named."""
     reason = SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) if name == "auto" else None
     if reason is None:
@@ -43,7 +45,8 @@ def row_blocks_reason(
 def get_default_backend(
     encoding: Encoding, processor: Processor | None, softcap: float | None = None, softmax_type: str = "vanilla"
 ) -> str:
-    """What `auto` takes where nothing is checked, on a CPU and on a GPU: sdpa or row blocks, which are PyTorch's."""
+    """Return the backend that `auto` uses without a check, on CPUs and GPUs: sdpa or row blocks, which are
+    PyTorch's."""
     return (
         "sdpa" if SdpaBackend().unsupported_reason(encoding, processor, softcap, softmax_type) is None else ROW_BLOCKS
     )
@@ -57,11 +60,12 @@ def select_backend(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> AttentionBackend:
-    """The backend called `name`; `auto` is the fastest of those that need no check (`get_default_backend`, on a CPU
-    our C code).
+    """Select a backend by name. `auto` is the fastest backend that needs no check (`get_default_backend`, or the C code
+    on a CPU).
 
     Raises:
-        UserError: the named backend cannot do it, with the reason and the ones that can.
+        UserError: the named backend does not support the combination. The message lists the reason and backends that
+            do.
     """
     backends = _build_backends(chunk_rows)
     row_blocks = backends.pop(ROW_BLOCKS)
@@ -106,7 +110,8 @@ def list_candidates(
     softcap: float | None = None,
     softmax_type: str = "vanilla",
 ) -> dict[str, AttentionBackend]:
-    """What `auto` chooses from on a GPU: the backends that can do the combination, the unchecked default first."""
+    """List the backends that `auto` chooses from on a GPU: those that support the combination, the unchecked default
+    first."""
     backends = _build_backends(chunk_rows)
     default = get_default_backend(encoding, processor, softcap, softmax_type)
     order = [default, *(name for name in CHECKED_BACKENDS if name != default)]
@@ -118,13 +123,15 @@ def list_candidates(
 
 
 def find_fallback_reason(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
-    """Why a backend leaves such a call to row blocks, of a combination that it does not refuse; None if it does not."""
+    """Explain why a backend falls back to row blocks for this call of a supported combination; None if it does not."""
     return backend.fallback_reason(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 
 def rounds_throughout(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
-    """Does a backend store scores, biases or what is made of them in the compute type? Kernels round the factors of
-    their products and what they return."""
+    """Return True if a backend stores scores, biases or values derived from them in the compute type.
+
+    Kernels round the factors of their products and their results.
+    """
     return isinstance(backend, RowBlockBackend) or (
         isinstance(backend, TritonBackend) and not backend.is_one_kernel(inputs)
     )

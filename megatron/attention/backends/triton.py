@@ -1,16 +1,16 @@
-"""Our Triton kernels: memory linear in T, for biases, multiplicative weights and convolutional processors.
+"""Triton kernels: memory linear in T, for biases, multiplicative weights and convolutional processors.
 
-| encoding             | processor     | computed by                                                            |
+| encoding             | processor     | implementation                                                         |
 |----------------------|---------------|------------------------------------------------------------------------|
-| Toeplitz or none     | none          | `kernels/biased_attention`; under dropout `kernels/bias` and PyTorch's |
-| a gate, Toeplitz     | none          | `kernels/biased_attention`, the terms of keys alone                    |
+| Toeplitz or none     | none          | `kernels/biased_attention`; with dropout `kernels/bias` and PyTorch's  |
+| a gate, Toeplitz     | none          | `kernels/biased_attention`, only the terms of keys                     |
 | Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
-What only shows at run time goes to PyTorch's row blocks, which is said once: padding, sampled positions, a model that
-was moved to the CPU, dropout under a processor, and a processor's heads that are divided over ranks where these cannot
-exchange them for rows.
+Conditions only known at run time fall back to PyTorch's row blocks, with a single warning. These are padding, sampled
+positions, a model moved to the CPU, dropout with a processor, and a processor's heads divided over ranks that cannot
+exchange heads for rows.
 
 h requested heads, R query rows, C key columns.
 """
@@ -46,21 +46,21 @@ logger = logging.getLogger(__name__)
 ROWS_PER_CALL = 256
 """Query rows per call of PyTorch's attention."""
 
-# Triton is imported where it is asked for, and only there: it takes a second and needs no GPU machine to fail on.
+# Triton is imported only inside functions: the import takes a second and should not fail on machines without a GPU.
 
 
 def triton_is_available() -> bool:
-    """Is there a GPU, or Triton's interpreter (tests)?"""
+    """Return True if there is a GPU, or Triton's interpreter (tests)."""
     from kernels.runtime import is_interpreted
 
     return torch.cuda.is_available() or is_interpreted()
 
 
 class TritonBackend:
-    """The kernels of `kernels/`.
+    """The kernels of `kernels/` as a backend.
 
     Args:
-        fallback: computes what they cannot, in plain PyTorch.
+        fallback: backend for unsupported calls, in plain PyTorch.
     """
 
     reads_whole_table = True
@@ -93,19 +93,19 @@ class TritonBackend:
         return processor_unsupported_reason(processor, max_width=MAX_PROCESSOR_WIDTH)
 
     def fallback_reason(self, inputs: AttentionInputs) -> str | None:
-        """Why it leaves these rows, of a combination that is not refused, to row blocks; None if it does not."""
+        """Explain why these rows of a supported combination fall back to row blocks; None if they do not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table)[1] or None
 
     @staticmethod
     def is_one_kernel(inputs: AttentionInputs) -> bool:
-        """Are scores and biases nowhere stored?"""
+        """Return True if scores and biases are never stored."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table)[0] in (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR)
 
     @staticmethod
     def share_table(table: ScoreTerms) -> ScoreTerms:
-        """A table that many calls read, their gradients added up together."""
+        """Return a table that many calls can read, with their gradients accumulated."""
         from kernels.biased_attention.op import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
@@ -119,17 +119,17 @@ class TritonBackend:
         window: int | None,
         like: Tensor,
     ) -> Sequence[Any] | None:
-        """What the kernels read of layers' processors and tables, made for all at once (`kernels/cdape_attention`).
+        """Precompute the kernels' inputs from processors and tables for all layers at once (`kernels/cdape_attention`).
 
         Args:
-            processors: those of the layers, all alike.
-            biases: of each layer, float32 [H, N], or None.
+            processors: processors of the layers, all with the same options.
+            biases: bias of each layer, float32 [H, N], or None.
             query, key: rows and columns of a call.
-            window: of the layers.
-            like: has the queries' type and device.
+            window: window of the layers.
+            like: tensor with the type and device of the queries.
 
         Returns:
-            For each layer `AttentionInputs.processor_terms`; None where each layer makes its own.
+            `AttentionInputs.processor_terms` for each layer; None if each layer must compute its own.
         """
         from kernels.cdape_attention.layer_terms import compute_layer_terms
 
@@ -139,7 +139,7 @@ class TritonBackend:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
         if any(has_parameters_divided_by_zero_3(processor) for processor in processors):
-            return None  # ZeRO 3 gathers a layer's weights for that layer
+            return None  # ZeRO-3 gathers the weights of one layer at a time
         return compute_layer_terms(
             biases,
             weights,
@@ -174,7 +174,7 @@ class TritonBackend:
 
 
 class KernelChoice(Enum):
-    """By what a call is computed."""
+    """Implementation of a call."""
 
     FUSED_BIAS = "kernels/biased_attention"
     FUSED_PROCESSOR = "kernels/cdape_attention"
@@ -184,10 +184,10 @@ class KernelChoice(Enum):
 
 
 def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelChoice, str]:
-    """The route of one call, of rows that the backend did not refuse, and why if no kernel has a part in it.
+    """Select the implementation of a supported call, with the reason if no kernel is involved.
 
     Args:
-        inputs: what attention is asked for.
+        inputs: inputs of the call.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
     fire, reason = _fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
@@ -203,11 +203,11 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
         reason = processor_fallback_reason(inputs)
         return (KernelChoice.FUSED_PROCESSOR, "") if reason is None else (KernelChoice.PYTORCH, reason)
     if inputs.key_bias is not None and (fire is not None or inputs.dropout):
-        return KernelChoice.PYTORCH, "a gate's bias beside a network's or under attention_dropout"
-    if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention takes none
+        return KernelChoice.PYTORCH, "a gate's bias with a network's bias or with attention_dropout"
+    if inputs.sinks is not None and fire is not None:  # PyTorch's fused attention does not support sinks
         return KernelChoice.PROCESSED_MATRIX, ""
-    if inputs.sinks is not None and inputs.key_bias is not None:  # of which kernels know no term of the row
-        return KernelChoice.PYTORCH, "a gate's bias beside a sink"
+    if inputs.sinks is not None and inputs.key_bias is not None:  # the kernels do not have the term of the row
+        return KernelChoice.PYTORCH, "a gate's bias with a sink"
     if inputs.sinks is not None and inputs.dropout:
         return KernelChoice.PYTORCH, "attention_dropout with a sink"
     if fire is not None or (inputs.dropout and table.weight is None and table.bias is not None):
@@ -218,7 +218,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> tuple[KernelCho
 
 
 def _describe_unfit(x: Tensor) -> str | None:
-    """Why no kernel can compute with tensors of its type where it is; None if kernels can."""
+    """Explain why no kernel supports a tensor's type and device; None if kernels do."""
     from kernels.runtime import DTYPES, is_interpreted
 
     interpreted = is_interpreted()
@@ -231,7 +231,7 @@ def _describe_unfit(x: Tensor) -> str | None:
 
 @cache
 def _warn_fallback(reason: str) -> None:
-    """Once for each reason, not once for each layer and step."""
+    """Warn once per reason, not once per layer and step."""
     logger.warning("attention_backend triton: %s is left to PyTorch's row blocks", reason)
 
 
@@ -268,15 +268,14 @@ def _attend_with_bias_kernel(inputs: AttentionInputs, table: ScoreTerms) -> Tens
 
 
 def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
-    """PyTorch's fused attention in blocks of rows, their bias a matrix that a kernel makes. No processor, no weight, no
-    key mask.
+    """Compute PyTorch's fused attention in blocks of rows, with a bias matrix from a kernel.
 
-    Blocks are recomputed in the backward pass, so memory is linear in T. The matrix is rounded to the type of q, which
-    PyTorch asks for.
+    Supports no processor, weight or key mask. Blocks are recomputed in the backward pass, so memory is linear in T. The
+    matrix is rounded to the type of q, as PyTorch requires.
 
     Args:
         bias: a Toeplitz table, float32 [H, N], or None.
-        fire: FIRE's, or None.
+        fire: FIRE's parameters, or None.
     """
 
     def compute(
@@ -296,7 +295,7 @@ def attend_with_bias_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: 
 
 
 def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParameters | None) -> Tensor:
-    """[h, R, C] in the type of q, −inf for keys in the future."""
+    """Build the bias matrix [h, R, C] in the type of q, with −inf for keys in the future."""
     from kernels.bias.toeplitz import toeplitz_bias
 
     above = float("-inf")
@@ -313,7 +312,7 @@ def _build_matrix(inputs: AttentionInputs, bias: Tensor | None, fire: FireParame
 def compute_fire_bias(
     fire: FireParameters, query: TokenRange, key: TokenRange, heads: slice, dtype: torch.dtype, above: float = 0.0
 ) -> Tensor:
-    """FIRE's bias [h, R, C] from its kernel, `above` for keys in the future."""
+    """Compute FIRE's bias [h, R, C] with its kernel, with `above` for keys in the future."""
     from kernels.bias.fire import fire_bias
 
     return fire_bias(
@@ -334,7 +333,7 @@ def compute_fire_bias(
 
 
 def use_fire_kernel(inputs: AttentionInputs, fire: FireParameters) -> AttentionInputs:
-    """The same rows, their bias from the kernel, for backends that ask block by block."""
+    """Return the inputs with the bias computed by the kernel, for backends that call block by block."""
 
     def dense(query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         return ScoreTerms(bias=compute_fire_bias(fire, query, key, heads, torch.float32))

@@ -1,11 +1,13 @@
-"""The self-check by which `auto` takes a backend on a GPU: the run's own attention by each backend that can do it, held
-to the rounding of its type, and timed.
+"""Self-check with which `auto` selects a backend on a GPU.
+
+The run's own attention is computed by each backend that supports it, compared with float64 within the rounding of its
+type, and timed.
 
     problem.py           one layer's attention at the run's shapes, and the part of it that float64 computes too
-    fused_reference.py   the formula with the gradient that fused kernels take
+    fused_reference.py   the formula with the gradient of fused kernels
     trials.py            runs, judges and times each backend
-    evidence.py          what came of it, as files keep it
-    machine.py           what a result is true of: card, driver, versions, sources
+    evidence.py          the results, as stored in files
+    machine.py           the conditions of a result: card, driver, versions, sources
 
-`megatron/model/backend_choice.py` asks for it when a model is built, and has all ranks agree.
+`megatron/model/backend_choice.py` runs it when a model is built, and makes all ranks agree.
 """

@@ -1,8 +1,8 @@
-"""What a check of backends found, as files keep it: in the user's cache folder for every later run like it, and in the
-run's folder for whoever reads the run.
+"""Results of a self-check as stored in files: in the user's cache folder for later runs, and in the run folder for
+readers.
 
-A file of the cache is named by what its result is true of (`machine.py` and the problem), and holds that too. One that
-is damaged, or of something else, is as good as none.
+A cache file is named by a hash of the conditions of its result (`machine.py` and the problem), and contains them. A
+damaged file, or one with other conditions, is ignored.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from megatron.utils.errors import FarfieldError
 
 CACHE_FOLDER = "attention_check"
 RECORD_FILE = "attention_check.json"
-"""In a run's folder."""
+"""Name of the record in a run folder."""
 
 CheckKey = Mapping[str, Mapping[str, Any]]
-"""What a result is true of, in JSON's types: `card`, `software` and `work`."""
+"""Conditions of a result, in JSON types: `card`, `software` and `work`."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one backend did."""
+    """Result of one backend."""
 
     backend: str
     refusal: str | None = None
-    """Why it is left; None of one that is right."""
+    """Reason why the backend is rejected; None if it is accepted."""
     is_final: bool = True
-    """Would it be so again? Not of one that time or memory did not suffice for."""
+    """True if a repetition would give the same result. False if time or memory did not suffice."""
     excess: Mapping[str, float] | None = None
-    """Of the output and each gradient: its error over the size of rounding errors."""
+    """Ratio of the error to the size of rounding errors, for the output and each gradient."""
     milliseconds: float | None = None
-    """Of a forward and backward pass."""
+    """Duration of a forward and backward pass, in milliseconds."""
     memory_mb: float | None = None
-    """That a pass adds on the device; None where it cannot be known."""
+    """Peak device memory of one pass, in MB, or None if unknown."""
     first_seconds: float | None = None
-    """Of the first pass, in which kernels are compiled."""
+    """Duration of the first pass in seconds, including compilation of kernels."""
 
     @property
     def is_right(self) -> bool:
@@ -49,47 +49,47 @@ class Trial:
 
     @property
     def largest_excess(self) -> float:
-        """Of all results."""
+        """Largest ratio over all results."""
         return max((self.excess or {}).values(), default=0.0)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a check found of each backend."""
+    """Result of the self-check: one trial per backend."""
 
     key: CheckKey
     problem: Mapping[str, Any]
-    """What was computed and compared (`CheckProblem.describe`)."""
+    """Description of the computed and compared problem (`CheckProblem.describe`)."""
     trials: tuple[Trial, ...]
     seconds: float
-    """That the check took."""
+    """Duration of the check, in seconds."""
 
     @property
     def is_final(self) -> bool:
-        """May later runs rely on it?"""
+        """True if later runs may reuse this result."""
         return all(trial.is_final for trial in self.trials)
 
     @property
     def is_compared(self) -> bool:
-        """Were values compared? On a device that computes nothing (`megatron/rehearsal/`) there are none."""
+        """True if values were compared. They are not on a device that computes nothing (`megatron/rehearsal/`)."""
         return all(trial.excess for trial in self.trials if trial.is_right)
 
     def rank_backends(self) -> list[Trial]:
-        """The ones that are right, the fastest first."""
+        """Return the trials of accepted backends, fastest first."""
         right = [trial for trial in self.trials if trial.is_right and trial.milliseconds is not None]
         return sorted(right, key=lambda trial: trial.milliseconds or 0.0)
 
     def get_trial(self, backend: str) -> Trial | None:
-        """What that backend did, if it was tried."""
+        """Return the trial of a backend, or None if it was not tried."""
         return next((trial for trial in self.trials if trial.backend == backend), None)
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the evidence in JSON types."""
         return asdict(self)
 
 
 def parse_evidence(found: Any) -> Evidence:
-    """What `Evidence.to_json` made. Raises ValueError, TypeError or KeyError for anything else."""
+    """Parse the result of `Evidence.to_json`. Raises ValueError, TypeError or KeyError if the input is invalid."""
     trials = tuple(Trial(**trial) for trial in found["trials"])
     for trial in trials:
         numbers = [trial.milliseconds, trial.memory_mb, trial.first_seconds, *(trial.excess or {}).values()]
@@ -100,7 +100,7 @@ def parse_evidence(found: Any) -> Evidence:
 
 
 def read_cache(key: CheckKey) -> Evidence | None:
-    """What a check of exactly this found before; None if there was none, or its file is damaged."""
+    """Read the result of an earlier check under the same conditions; None if there is none, or its file is damaged."""
     try:
         evidence = parse_evidence(json.loads(_find_cache_path(key).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -109,7 +109,7 @@ def read_cache(key: CheckKey) -> Evidence | None:
 
 
 def write_cache(evidence: Evidence) -> None:
-    """Keep it for later runs. Where the folder takes no files they check again."""
+    """Write the evidence to the cache for later runs. If the folder is not writable, later runs check again."""
     with contextlib.suppress(OSError, FarfieldError):
         write_text_atomically(_find_cache_path(evidence.key), json.dumps(evidence.to_json(), indent=1) + "\n")
 
@@ -127,29 +127,30 @@ def _as_json(key: CheckKey) -> Any:
 
 @dataclass(frozen=True)
 class CheckRecord:
-    """What a run took, and the evidence of its first rank."""
+    """Backend chosen by a run, and the evidence of its first rank."""
 
     backend: str
     line: str
-    """What the run said of it."""
+    """Message that the run printed about the choice."""
     evidence: Evidence
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the record in JSON types."""
         return {"backend": self.backend, "line": self.line, **self.evidence.to_json()}
 
 
 def write_records(run: Path, records: Sequence[CheckRecord]) -> None:
-    """Into a run's folder: one, or a list of those of several kinds of layers.
+    """Write records into a run folder: a single one, or a list if the run has several kinds of layers.
 
-    Raises UserError or RunError: they cannot be written.
+    Raises UserError or RunError if they cannot be written.
     """
     found = [record.to_json() for record in records]
     write_text_atomically(run / RECORD_FILE, json.dumps(found[0] if len(found) == 1 else found, indent=1) + "\n")
 
 
 def read_records(run: Path) -> list[CheckRecord]:
-    """What the run in a folder took, for each kind of its layers; nothing if it has no record, or a damaged one."""
+    """Read the backend choices of a run, one per kind of layer. Returns an empty list if the record is missing or
+    damaged."""
     try:
         found = json.loads((run / RECORD_FILE).read_text(encoding="utf-8"))
         each = found if isinstance(found, list) else [found]

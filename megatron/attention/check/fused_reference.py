@@ -1,9 +1,9 @@
-"""The attention formula with the gradient that fused kernels take, for a derived size of their rounding errors.
+"""The attention formula with the gradient of fused kernels, to derive the size of their rounding errors.
 
-The gradient of a softmax subtracts a row's mean, Σ_j P∘dP. Fused kernels have no P when they need it and take Σ_d dO∘O
-instead, which is the same number but for the rounding of the output to its type (FlashAttention, Dao et al. 2022,
-appendix B.4). A row's gradients of scores then no longer add up to zero, and parameters whose gradient nearly cancels
-(a constant of a bias, the rate of its decay) err by many times what the formula's own rounding gives.
+The gradient of a softmax subtracts a row's mean, Σ_j P∘dP. Fused kernels do not have P at that point and use Σ_d dO∘O,
+which is equal except for the rounding of the output to its type (FlashAttention, Dao et al. 2022, appendix B.4). The
+score gradients of a row then no longer sum to zero. Parameters whose gradient nearly cancels (a constant of a bias, the
+rate of its decay) get errors many times those of the formula's own rounding.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from megatron.attention.softmax import append_sink
 
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:
-    """`reference.compute_attention` without dropout, its gradient as fused kernels take it: [B, h, R, d]."""
-    if inputs.breaks_sticks:  # which no kernel fuses
+    """Compute `reference.compute_attention` without dropout, with the gradient of fused kernels: [B, h, R, d]."""
+    if inputs.breaks_sticks:  # no kernel fuses stick-breaking
         return compute_attention(inputs)
     logits, v, sinks = compute_logits(inputs), inputs.v, inputs.head_sinks
     if sinks is not None:  # a key without a value
@@ -28,8 +28,10 @@ def attend_as_fused(inputs: AttentionInputs) -> Tensor:
 
 
 class _FusedSoftmax(torch.autograd.Function):
-    """softmax(logits)·v whose gradient is taken as fused kernels do: with Σ_d dO∘O in the place of Σ_j P∘dP, which is
-    the same number but for the rounding of the output."""
+    """softmax(logits)·v with the gradient of fused kernels: with Σ_d dO∘O instead of Σ_j P∘dP.
+
+    The two are equal except for the rounding of the output.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, v: Tensor) -> Tensor:

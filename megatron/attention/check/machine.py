@@ -1,4 +1,4 @@
-"""What a check's result is true of: the card, and the software that computes on it."""
+"""Conditions of a check's result: the card, and the software that runs on it."""
 
 import hashlib
 from functools import cache
@@ -10,12 +10,12 @@ import torch
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "megatron/attention", "megatron/position")
-"""Whose files decide what backends compute."""
+"""Folders with the source files that determine the results of backends."""
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 
 def describe_card(device: torch.device) -> dict[str, Any]:
-    """The card of a device, in JSON's types."""
+    """Describe the card of a device, in JSON types."""
     if device.type != "cuda":
         return {"name": device.type}
     properties = torch.cuda.get_device_properties(device)
@@ -28,7 +28,7 @@ def describe_card(device: torch.device) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, Any]:
-    """Driver, versions and the sources of what computes attention, in JSON's types."""
+    """Describe the driver, the versions and the sources of the attention code, in JSON types."""
     try:
         driver = DRIVER_VERSION.read_text(encoding="utf-8").strip()
     except OSError:
@@ -48,7 +48,7 @@ def describe_software() -> dict[str, Any]:
 
 @cache
 def hash_attention_sources() -> str:
-    """Of all Python files that decide what backends compute."""
+    """Return a hash of all Python files that determine the results of backends."""
     digest = hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,9 +1,9 @@
-"""One layer's attention at a run's shapes, drawn at random, and the part of it that float64 computes too.
+"""One layer's attention at a run's shapes with random inputs, and the part of it that float64 computes too.
 
-A backend computes all of a rank's rows, as in the run. The gradient of the output is zero but for a few rows of one
-sequence, and of a few heads where nothing mixes heads. So the exact outputs of these rows, the exact gradients of all
-queries, keys, values and parameters follow from these rows against all keys, which is little enough for float64;
-everything else must be zero, exactly.
+A backend computes all rows of a rank, as in the run. The gradient of the output is zero except for a few rows of one
+sequence, and for a few heads if nothing mixes heads. The exact outputs of these rows, and the exact gradients of all
+queries, keys, values and parameters, only need these rows against all keys, which is cheap enough in float64. All other
+gradients must be exactly zero.
 
 B batch, h heads of a rank, R its rows of a segment, C columns, d head dimension.
 """
@@ -40,23 +40,24 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 MAX_PAIRS = 1 << 33
-"""Scores that a backend computes at most: about a second of row blocks with a processor on an A100."""
+"""Maximum number of scores that a backend computes: about a second of row blocks with a processor on an A100."""
 MAX_EXACT_PAIRS = 1 << 24
-"""Scores that float64 computes: a map of all heads of 512 rows, or the last rows of a long sequence; 128 MB each."""
+"""Maximum number of scores computed in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB
+each."""
 ROWS_PER_SLAB = 64
-"""Consecutive rows that are compared, where not all are: the first, the last and some in the middle of a segment."""
+"""Number of consecutive rows that are compared, if not all are: first, last and middle rows of a segment."""
 DISTURBANCE = 0.1
-"""Of the parameters, relative to them: some start at values (zero) that would hide a wrong gradient."""
+"""Relative change of the parameters: some start at values (zero) that would hide a wrong gradient."""
 GRADIENT_SIZE = 1 / 16
-"""Of the output's gradient: sums of it over all rows fit float16, as a loss scale sees to in training."""
+"""Size of the output's gradient: its sums over all rows fit float16, as with a loss scale in training."""
 SEED = 20
 PARAMETER_PREFIXES = ("encoding.", "processor.", "sink.")
-"""How the names of their parameters begin in results."""
+"""Prefixes of parameter names in results."""
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Rows that are compared: start … stop − 1 of a segment."""
+    """Compared rows start … stop − 1 of a segment."""
 
     segment: int
     start: int
@@ -65,73 +66,73 @@ class Slab:
 
 @dataclass(frozen=True)
 class CheckedDocuments:
-    """Documents that are kept apart."""
+    """Documents that do not attend to each other."""
 
     starts: Tensor
-    """int64 [B, T] on the CPU: of each token of the whole rows, the column at which its document begins."""
+    """int64 [B, T] on the CPU: the column at which the document of each token of the whole rows begins."""
     masked: bool
     """True if attention is computed for whole rows (`document_masks.can_mask_documents`), not for each document."""
     sample: SampleFunction = no_sampling
-    """Of randomized positions."""
+    """Sampling function of randomized positions."""
 
     def select_last(self, num_rows: int) -> "CheckedDocuments":
-        """Of the last sequences."""
+        """Return the documents of the last sequences."""
         return replace(self, starts=self.starts[-num_rows:])
 
     def split_rows(self, start: int, length: int) -> tuple[Segment, ...]:
-        """Segments of the rows start … start + length − 1 of all sequences, a document each."""
+        """Return the segments of rows start … start + length − 1 of all sequences, one per document."""
         segments = split_documents(self.starts, sample=self.sample)
         return select_chunks(segments, [(start, length)], join_neighbours=False)
 
     def find_borders(self, tokens: TokenRange) -> list[int]:
-        """The rows of a segment, from 0 on, at which a document of the last sequence begins after another."""
+        """Return the rows of a segment, from 0, at which a new document of the last sequence begins."""
         row = self.starts[-1, tokens.start : tokens.stop]
         return ((row[1:] != row[:-1]).nonzero()[:, 0] + 1).tolist()
 
 
 @dataclass(frozen=True)
 class CheckProblem:
-    """What one layer of a rank computes. Build it with `build_problem`."""
+    """Attention of one layer on a rank. Build it with `build_problem`."""
 
     encoding: Encoding
-    """With parameters of the compute type, on the device."""
+    """Encoding with parameters in the compute type, on the device."""
     processor: Processor | None
     segments: tuple[TokenRange, ...]
-    """The rank's rows; each sees the keys from index 0 to its own."""
+    """Rows of the rank; each sees the keys from index 0 to its own."""
     batch: int
     window: int | None
     heads: slice
-    """The rank's own of all heads."""
+    """Heads of the rank."""
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
-    """Bound of q·k/√d."""
+    """Bound of q·k/√d, or None."""
     softmax_type: str = "vanilla"
     sink: SoftmaxSink | None = None
-    """Of this kind of softmax, as the encoding."""
+    """Sink of this softmax type, with parameters like those of the encoding."""
     documents: CheckedDocuments | None = None
-    """Each row then sees its own document's keys; None where each sequence is one."""
+    """Documents, which limit each row to the keys of its own document; None if each sequence is one document."""
     seed: int = SEED
-    """Of queries, keys, values and the output's gradient."""
+    """Seed of queries, keys, values and the gradient of the output."""
 
     @property
     def num_heads(self) -> int:
-        """Heads of the rank, h."""
+        """Number of heads of the rank, h."""
         return len(range(self.encoding.dims.num_heads)[self.heads])
 
     @property
     def num_columns(self) -> int:
-        """Keys, C."""
+        """Number of keys, C."""
         return max(tokens.stop for tokens in self.segments)
 
     @property
     def pairs_per_head(self) -> int:
-        """Scores that are not hidden from their row, of one head and sequence."""
+        """Number of visible scores of one head and sequence."""
         return sum(_count_pairs(tokens, self.window) for tokens in self.segments)
 
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:
-        """The rows that are compared."""
+        """Compared rows."""
         borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
         return tuple(_choose_slabs(self.segments, self._rows_per_segment, borders))
 
@@ -144,14 +145,14 @@ class CheckProblem:
 
     @cached_property
     def head_ranges(self) -> tuple[slice, ...]:
-        """The rank's heads that are compared: all, or the first and the last where that is too much."""
+        """Compared heads of the rank: all, or the first and the last if all are too many."""
         rows = sum(slab.stop - slab.start for slab in self.slabs)
         if self.processor is not None or rows * self.num_columns * self.num_heads <= MAX_EXACT_PAIRS:
             return (slice(0, self.num_heads),)
         return tuple(slice(head, head + 1) for head in sorted({0, self.num_heads - 1}))
 
     def describe(self) -> dict[str, object]:
-        """What was computed and compared, for a record."""
+        """Describe the computed and compared problem for a record."""
         return {
             "batch": self.batch,
             "heads": self.num_heads,
@@ -164,11 +165,11 @@ class CheckProblem:
 
     @cached_property
     def _drawn(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor, tuple[Tensor, ...]]:
-        """Queries of each segment, keys and values, in the compute type, and the gradient of each segment's output."""
+        """Queries of each segment, keys and values in the compute type, and the gradient of each segment's output."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
         def draw(heads: int, length: int, head_dim: int) -> Tensor:
-            # As they lie in the model's layers, whose activations are [T, B, D].
+            # Use the memory layout of the model's layers, whose activations are [T, B, D].
             size = (length, self.batch, heads, head_dim)
             drawn = torch.randn(size, generator=generator, device=self.device, dtype=torch.float32)
             return drawn.to(self.dtype).permute(1, 2, 0, 3)
@@ -186,13 +187,13 @@ class CheckProblem:
 
     @cached_property
     def _layer_input(self) -> Tensor:
-        """What gates read: [B, C, D] of the compute type, normalised as it is in a layer."""
+        """Input of gates: [B, C, D] in the compute type, normalized as in a layer."""
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         size = (self.num_columns, self.batch, self.encoding.dims.hidden_size)
         return torch.randn(size, generator=generator, device=self.device).to(self.dtype).transpose(0, 1)
 
     def _compute_gates(self, encoding: Encoding, heads: slice, sequences: slice = ALL_SEQUENCES) -> Tensor | None:
-        """Gates [B, h, C] of the heads whose scores are computed; None if the encoding has none."""
+        """Compute the gates [B, h, C] of the heads whose scores are computed; None if the encoding has none."""
         if not type(encoding).overrides_hook("gate"):
             return None
         dtype = next((p.dtype for p in encoding.parameters()), self.dtype)
@@ -200,11 +201,11 @@ class CheckProblem:
 
     @property
     def _score_heads(self) -> slice:
-        """The heads whose scores are computed."""
+        """Heads whose scores are computed."""
         return self.heads if self.processor is None else ALL_HEADS
 
     def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-        """What a backend is asked for, of a segment's queries and all keys and values."""
+        """Build a backend's inputs from the queries of a segment and all keys and values."""
         query = self.segments[segment]
         first_keys = None
         if self.documents is not None:
@@ -231,7 +232,7 @@ class CheckProblem:
         )
 
     def _describe_softmax(self, sink: SoftmaxSink | None, like: Tensor) -> dict[str, Any]:
-        """What inputs have of the softmax."""
+        """Return the fields of the inputs that describe the softmax."""
         return {
             "sinks": None if sink is None else sink(like),
             "breaks_sticks": self.softmax_type.startswith("stick-breaking"),
@@ -239,7 +240,7 @@ class CheckProblem:
         }
 
     def list_inputs(self) -> list[AttentionInputs]:
-        """What a backend is asked for, of each segment, or of each of its documents."""
+        """List a backend's inputs for each segment, or for each of its documents."""
         queries, k, v, _ = self._drawn
         found: list[AttentionInputs] = []
 
@@ -254,7 +255,7 @@ class CheckProblem:
     def _attend(
         self, compute: Callable[[AttentionInputs], Tensor], segment: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """The output of a segment's rows, in one call or document by document, as a model's layer makes it."""
+        """Compute the output of a segment's rows, in one call or document by document, as a layer of a model does."""
         if self.documents is None:
             return compute(self.build_inputs(segment, q, k, v))
         tokens = self.segments[segment]
@@ -265,7 +266,7 @@ class CheckProblem:
         return compute(replace(inputs, document_mask=self._get_document_mask(compute, inputs)))
 
     def _get_document_mask(self, compute: Any, inputs: AttentionInputs) -> Any:
-        """What a backend makes of the documents before the layers: once, as for all layers of a model."""
+        """Return the mask that a backend prepares from the documents, computed once as for all layers of a model."""
         key = (compute, inputs.query.start)
         if key not in self._document_masks:
             assert self.documents is not None
@@ -292,11 +293,11 @@ class CheckProblem:
         gates: Tensor | None,
         **changes: Any,
     ) -> Tensor:
-        """The output of some rows, each document by itself.
+        """Compute the output of some rows, each document separately.
 
         Args:
-            rows: of all sequences of `documents`.
-            changes: to what a backend is asked for.
+            rows: rows of all sequences of `documents`.
+            changes: changes to the backend's inputs.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
@@ -321,7 +322,8 @@ class CheckProblem:
         return attend_segments(q, k, v, documents.split_rows(rows.start, rows.length), attend, gates)
 
     def run(self, backend: AttentionBackend) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Outputs of the segments, and the gradients of queries, keys, values and parameters, by name."""
+        """Run a backend. Returns the outputs of the segments, and the gradients of queries, keys, values and parameters
+        by name."""
         queries, k, v, gradients = self._drawn
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
@@ -333,7 +335,7 @@ class CheckProblem:
         return [output.detach() for output in outputs], dict(zip(names, found, strict=True))
 
     def select_results(self, outputs: list[Tensor], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-        """What of a backend's results float64 computes too, by name, and whether all other gradients are zero."""
+        """Select the results that float64 computes too, by name, and return whether all other gradients are zero."""
         selected: dict[str, list[Tensor]] = {"output": [], "dq": [], "dk": [], "dv": []}
         rest = [gradients[f"dq{i}"].clone() for i in range(len(self.segments))]
         rest += [gradients[name].clone() for name in ("dk", "dv")]
@@ -352,8 +354,10 @@ class CheckProblem:
         return joined | parameters, not any(int(torch.count_nonzero(part)) for part in rest)
 
     def compute_exactly(self) -> dict[str, Tensor]:
-        """The same results in float64, by the reference, from the same numbers. Differentiable parts are made anew at
-        each call, so that it can be computed under `RoundingMode`."""
+        """Compute the same results in float64 with the reference, from the same inputs.
+
+        Differentiable tensors are rebuilt at each call, so that the results can be computed under `RoundingMode`.
+        """
         encoding, processor, sink = self._exact_modules
         queries, k, v, gradients = self._drawn
         outputs, upstream, q_leaves, k_leaves, v_leaves = [], [], [], [], []
@@ -370,7 +374,7 @@ class CheckProblem:
                 tokens = self.segments[slab.segment]
                 own_heads = own if self.processor is None else self.heads
                 upstream.append(gradients[slab.segment][-1:, heads, rows].double())
-                if self.documents is not None:  # each alone, whatever a backend makes of several
+                if self.documents is not None:  # each document separately, even if the backend combines several
                     compared = TokenRange(tokens.start + slab.start, slab.stop - slab.start)
                     output = self._attend_by_document(
                         lambda inputs: attend_as_fused(precompute_terms(inputs)),
@@ -401,7 +405,7 @@ class CheckProblem:
                     heads=own_heads,
                     **self._describe_softmax(sink, q_leaves[-1]),
                 )
-                # Without the columns that none of its rows depends on.
+                # Drop columns that no row depends on.
                 block = inputs.select_rows(0, slab.stop - slab.start)
                 outputs.append(attend_as_fused(precompute_terms(block)))
         named = dict(_named_parameters(encoding, processor, sink))
@@ -422,9 +426,12 @@ class CheckProblem:
 
     @cached_property
     def logit_constants(self) -> dict[str, str]:
-        """Parameters that are added to all logits of a row alike, with those whose gradient has the size of their
-        errors: a processor's last constant, its last weight. The exact gradient of the former is zero, but for a sink,
-        which is not raised with them."""
+        """Parameters that shift all logits of a row equally, with the parameters whose gradients have the size of their
+        errors.
+
+        This is the last constant of a processor, with its last weight. The exact gradient of the constant is zero,
+        except with a sink, which is not shifted with the logits.
+        """
         if self.processor is None or self.softmax_type != "vanilla":
             return {}
         convolutions = self.processor.kernel_parameters()
@@ -449,20 +456,21 @@ def build_problem(
     softmax_type: str = "vanilla",
     documents: CheckedDocuments | None = None,
 ) -> CheckProblem:
-    """The attention of one layer on copies of its modules, with less of it where that would take long: fewer sequences
-    first, then each segment's last rows.
+    """Build the attention problem of one layer on copies of its modules.
+
+    If the full problem would take too long, it uses fewer sequences first, then only the last rows of each segment.
 
     Args:
-        encoding, processor: of a layer; they are not changed.
+        encoding, processor: modules of a layer; they are not changed.
         segments: the rank's rows of a sequence.
-        batch: sequences of a micro-batch.
-        window: the last keys that a row sees; None for all.
-        heads: the rank's own.
-        dtype: what the run computes in, its parameters too.
-        device: where.
+        batch: sequences per micro-batch.
+        window: number of last keys that a row sees; None for all.
+        heads: heads of the rank.
+        dtype: compute type of the run, also of its parameters.
+        device: device to compute on.
         softcap: bound of q·k/√d; None for none.
-        softmax_type: what makes weights of the logits.
-        documents: of the sequences, where they are kept apart; the last one is compared.
+        softmax_type: how weights are computed from logits.
+        documents: documents of the sequences, if separated; the last sequence is compared.
     """
     own = _copy_disturbed(encoding, dtype, device)
     own_processor = None if processor is None else _copy_disturbed(processor, dtype, device)
@@ -484,12 +492,12 @@ def build_problem(
 
 
 def _count_documents(starts: Tensor) -> list[int]:
-    """Of each sequence."""
+    """Return the number of documents of each sequence."""
     return (starts == torch.arange(starts.shape[1])).sum(1).tolist()
 
 
 def _copy_disturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
-    """A copy with parameters of the type; its tables stay as they are, as in training."""
+    """Copy a module with disturbed parameters of the given type. Its tables keep their type, as in training."""
     copied = copy.deepcopy(module).to(device)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
@@ -521,10 +529,12 @@ def _count_pairs(tokens: TokenRange, window: int | None) -> int:
 def _choose_slabs(
     segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
 ) -> Iterator[Slab]:
-    """All rows of a segment if they are no more than that, else the first ones, some that begin in the middle of a
-    tile, and the last ones.
+    """Choose the compared rows of each segment: all rows if they are few, else first, middle and last ones.
 
-    borders: the rows of each segment at which documents begin: those in the middle are then some on either side of one.
+    Middle rows begin in the middle of a tile.
+
+    Args:
+        borders: rows of each segment at which documents begin; the middle rows are then on both sides of one of them.
     """
     for index, tokens in enumerate(segments):
         if tokens.length <= rows_per_segment:

@@ -1,7 +1,7 @@
-"""Runs each backend on one problem, holds it to the rounding of its type, and times those that are right.
+"""Trials of backends on one problem: run each, compare it within the rounding of its type, and time the correct ones.
 
-No failure of a backend is fatal: one that raises, runs out of memory or errs by more than rounding is named and left.
-The one exception is an error after which the device itself is of no use to this process: `DeviceLostError`.
+No failure of a backend is fatal: a backend that raises, runs out of memory or exceeds rounding errors is reported and
+rejected. The only exception is an error that makes the device unusable for this process: `DeviceLostError`.
 """
 
 import gc
@@ -21,17 +21,19 @@ from megatron.attention.check.problem import CheckProblem
 from megatron.utils.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
 CHECK_SECONDS = 20.0
-"""After so many seconds no further backend is begun."""
+"""Time limit in seconds after which no further backend is started."""
 TIMING_SECONDS = 2.0
-"""That the rounds of timing may take together."""
+"""Time limit in seconds of all timing rounds together."""
 MAX_ROUNDS, MIN_ROUNDS = 10, 2
 CERTAIN_EXCESS = 100.0
-"""Times the size of rounding errors: a result that errs by more is wrong, one by less is computed once more."""
+"""Error ratio above which a result is wrong. A result with a smaller excess is computed a second time."""
 
 
 class DeviceLostError(Exception):
-    """A backend left the device in a state in which nothing runs any more: its name and what it raised; `trials` are
-    those until then, its own included."""
+    """Error after which the device is unusable. The message names the backend and what it raised.
+
+    `trials` are the trials so far, including the failed one.
+    """
 
     def __init__(self, trials: list[Trial]) -> None:
         super().__init__(f"attention by {trials[-1].backend} {trials[-1].refusal}")
@@ -39,7 +41,7 @@ class DeviceLostError(Exception):
 
 
 def time_pass(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a forward and backward pass, launches included, until the device has done it."""
+    """Return the duration of a forward and backward pass in seconds, from launch until the device has finished."""
     _synchronize(device)
     begun = time.perf_counter()
     run()
@@ -48,17 +50,17 @@ def time_pass(run: Callable[[], object], device: torch.device) -> float:
 
 
 def is_within_rounding(excess: Mapping[str, float]) -> bool:
-    """Are a backend's results right?
+    """Return True if a backend's results are correct.
 
     Args:
-        excess: of each result, its error over the size of rounding errors (`compute_excess` of the problem); infinite
-            for what is not a number, and where something is not zero that must be.
+        excess: ratio of the error of each result to the size of rounding errors (`Judge.compute_excess`). It is
+            infinite for NaN, and if a value that must be zero is not.
     """
     return all(ratio <= SAFETY_FACTOR for ratio in excess.values())
 
 
 class Judge:
-    """The exact results of a problem, and the sizes of rounding errors in its type."""
+    """Exact results of a problem, and the sizes of rounding errors in its type."""
 
     def __init__(self, problem: CheckProblem) -> None:
         self.problem = problem
@@ -66,17 +68,17 @@ class Judge:
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:
-        """The results in float64."""
+        """Results in float64."""
         return self.problem.compute_exactly()
 
     def compute_excess(
         self, found: Mapping[str, Tensor], others_are_zero: bool, *, throughout: bool
     ) -> dict[str, float]:
-        """Of each result, the error over the size of rounding errors.
+        """Compute the ratio of the error to the size of rounding errors for each result.
 
         Args:
             found, others_are_zero: `CheckProblem.select_results` of a backend.
-            throughout: whether the backend rounds every result to the type (`registry.rounds_throughout`).
+            throughout: True if the backend rounds every result to the type (`registry.rounds_throughout`).
         """
         kinds = {name: x.dtype for name, x in found.items()}
         sizes = self._estimate_sizes(kinds, throughout=throughout)
@@ -109,22 +111,22 @@ def try_backends(
     timer: Callable[[Callable[[], object], torch.device], float] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Trial]:
-    """Try each backend that can do the problem, in their order.
+    """Try each backend that supports the problem, in order.
 
     Args:
-        problem: what they compute.
-        backends: by name; one that only hands such calls to another is not among them.
-        timer: seconds of a pass on a device; `time_pass` unless a test gives another.
-        clock: seconds since some time.
+        problem: problem to compute.
+        backends: backends by name, without those that only forward such calls to another one.
+        timer: returns the duration of a pass on a device, in seconds; `time_pass` unless a test replaces it.
+        clock: returns a time in seconds.
 
     Raises:
-        DeviceLostError: a backend left the device in a state in which nothing runs any more.
+        DeviceLostError: a backend made the device unusable.
     """
     deadline = clock() + CHECK_SECONDS
     try:
         judges = [Judge(problem), Judge(replace(problem, seed=problem.seed + 1))]
-        assert judges[0].exact  # before any backend: where this fails, no backend is to blame
-    except Exception as failure:  # the exact results take memory too
+        assert judges[0].exact  # before any backend runs, so that a failure here is not attributed to one
+    except Exception as failure:  # the exact results need memory too
         why = f"was not compared: computing in float64 {_describe_failure(failure)}"
         return [Trial(name, why, is_final=not _is_out_of_memory(failure)) for name in backends]
     trials: list[Trial] = []
@@ -135,7 +137,7 @@ def try_backends(
             continue
         try:
             trials.append(_try_backend(judges, name, backend, clock))
-        except Exception as failure:  # whatever a compiler, a driver or a library may raise
+        except Exception as failure:  # compilers, drivers and libraries can raise anything
             trials.append(Trial(name, _describe_failure(failure), is_final=not _is_out_of_memory(failure)))
         free_memory(problem.device)
         if not trials[-1].is_right and not is_device_usable(problem.device):
@@ -154,13 +156,13 @@ def _try_backend(judges: Sequence[Judge], name: str, backend: AttentionBackend, 
         excess = judge.compute_excess(found, others_are_zero, throughout=throughout)
         if is_within_rounding(excess):
             return Trial(name, excess=excess, first_seconds=first_seconds)
-        # Rounding may carry a hidden value over a kink, which changes a gradient by more than rounding does. It does
-        # not do so by much, nor again for other numbers.
+        # Rounding may move a hidden value across a kink, which changes a gradient by more than rounding errors. The
+        # change is small, and does not recur with other inputs.
         if max(excess.values()) > CERTAIN_EXCESS:
             break
     worst = max(excess, key=lambda result: excess[result])
     type_name = str(judges[0].problem.dtype).removeprefix("torch.")
-    why = f"errs in {worst} by {excess[worst]:.3g} times what rounding in {type_name} gives"
+    why = f"errs in {worst} by {excess[worst]:.3g} times the rounding error of {type_name}"
     return Trial(name, why, excess=excess, first_seconds=first_seconds)
 
 
@@ -171,7 +173,7 @@ def _time_backends(
     timer: Callable[[Callable[[], object], torch.device], float],
     clock: Callable[[], float],
 ) -> list[Trial]:
-    """The trials of right backends with their times: medians over rounds in which they take turns."""
+    """Return the trials with the times of correct backends: medians over rounds in which the backends alternate."""
     passes: dict[str, list[float]] = {trial.backend: [] for trial in trials if trial.is_right}
     memory: dict[str, float | None] = {}
     failed: dict[str, Trial] = {}
@@ -198,7 +200,8 @@ def _time_backends(
 
 
 def is_device_usable(device: torch.device) -> bool:
-    """Does anything still run on the device? An illegal address, for one, ends that for the whole process."""
+    """Return True if the device still works. An illegal address, for example, makes it unusable for the whole
+    process."""
     try:
         torch.zeros(1, device=device).add_(1)
         _synchronize(device)
@@ -224,8 +227,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """What an error's traceback held and what the allocator keeps, so that each begins with an empty device, and the
-    run after them too."""
+    """Free memory held by tracebacks and by the allocator, so that each trial and the run itself start with an empty
+    device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

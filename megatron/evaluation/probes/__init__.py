@@ -1,1 +1,1 @@
-"""Probes: what a model makes of text that is made up, and needs no corpus. One file each, listed in `targets.py`."""
+"""Probes: evaluations on synthetic text, which need no corpus. `targets.py` lists them."""

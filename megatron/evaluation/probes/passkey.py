@@ -1,8 +1,8 @@
-"""Five digits hidden in filler, asked for at the end: at which depth does a model find them?
+"""Passkey retrieval: five digits hidden in filler text, at several depths, with the question at the end.
 
-Mohtashami and Jaggi (2023, 2305.16300) look whether models write them. Here each digit is asked for after the right
-ones before it: that all are the likeliest is the same as that a model writes them. Small models write nothing of the
-kind, and of these the digits' loss still says at which depth they find something.
+Mohtashami and Jaggi (2023, 2305.16300) check whether models generate the digits. Here each digit is scored given the
+correct digits before it. A model generates the key greedily if and only if every digit is its likeliest token. Small
+models never do, but the loss of their digits still shows at which depths they find something.
 
 N sequences, L window length.
 """
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the key, unless said otherwise: the share of the filler that stands before it."""
+"""Default depths: share of the filler text before the key."""
 
-# The wording of 2305.16300, section 4.2, *unchecked*.
+# Wording of 2305.16300, section 4.2, *unchecked*.
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is "
 
 KEYS_PER_SEQUENCE = 20
-"""Keys that are drawn for each that is used: with most tokenizers all can be."""
+"""Number of candidate keys per sequence. With most tokenizers all of them are usable."""
 
 
 GUESSED_KEYS = 1e-5
-"""Share of the keys that one who guesses has right."""
+"""Probability of guessing a key."""
 
 
 class Passkey(Probe):
-    """Five digits in filler, asked for at the end: a needle map.
+    """Passkey probe, scored as a needle map.
 
     Args:
-        lengths, num_sequences: as of every probe.
-        tokenizer: of the models.
-        depths: of the key, ascending.
-        effective_score: share of the shortest length's score that makes a length effective.
+        lengths, num_sequences: as for every probe.
+        tokenizer: tokenizer of the models.
+        depths: depths of the key, ascending.
+        effective_score: share of the score at the shortest length that an effective length must reach.
 
     Raises:
-        UserError: the tokenizer has too few keys of as many tokens, or none that is a token of its own.
+        UserError: the tokenizer yields too few keys of equal token count, or merges the key with the question.
     """
 
     name, axis = "passkey", "depth"
@@ -75,27 +75,34 @@ class Passkey(Probe):
         answers = {key: answer for key in keys if (answer := self._encode_answer(key))}
         if not answers:
             raise UserError(
-                f"protocol passkey: tokenizer {tokenizer.name} reads the end of the question otherwise where a key "
-                "follows it, so that no tokens are the key's alone"
+                f"protocol passkey: tokenizer {tokenizer.name} merges the end of the question with the key, "
+                "so that no tokens belong to the key alone"
             )
-        # Every window has as many targets: of a tokenizer that joins digits, keys with the usual number of tokens.
+        # All windows need the same number of targets. If the tokenizer merges digits, keep keys with the most common
+        # count.
         ((usual_length, _),) = Counter(map(len, answers.values())).most_common(1)
         of_usual_length = ((key, answer) for key, answer in answers.items() if len(answer) == usual_length)
         self.answers = dict(islice(of_usual_length, num_sequences))
         if len(self.answers) < num_sequences:
-            raise UserError(f"protocol passkey: tokenizer {tokenizer.name} has too few keys of as many tokens")
+            raise UserError(
+                f"protocol passkey: tokenizer {tokenizer.name} has too few keys with equal numbers of tokens"
+            )
 
     @classmethod
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
         if options.targets is not None:
-            raise UserError("targets: protocol passkey scores the key's digits; leave it out")
+            raise UserError("targets: protocol passkey scores the key's digits; omit it")
         depths, effective_score = options.depths or DEPTHS, options.effective_score or DEFAULT_EFFECTIVE_SCORE
         return cls(lengths, num_sequences, tokenizer, depths, effective_score)
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """The needle map up to the length that the model has positions for. Raises as every target's."""
+        """Score a model on the needle map, and return its records.
+
+        Raises:
+            UserError, RunError: as for `EvalTarget.score`.
+        """
         return score_needle_map(self._build_needle_map(), loaded, self.count_flops(loaded.model), scoring)
 
     def _build_needle_map(self) -> NeedleMap:
@@ -121,12 +128,14 @@ class Passkey(Probe):
         return TaskBatch(sequences[:, :-1], sequences[:, 1:], is_answer, is_answer)
 
     def _encode_answer(self, key: str) -> list[int]:
-        """The tokens that the key adds to the question; none if the question is not read as it is alone."""
+        """Return the tokens that the key adds to the question, or an empty list if the key changes the question's
+        tokens.
+        """
         tokens, question = list(self.tokenizer.encode(QUESTION + key)), self._encode_question()
         return tokens[len(question) :] if tokens[: len(question)] == question else []
 
     def _encode_question(self) -> list[int]:
-        """The question without the space that belongs to the key's first token."""
+        """Tokenize the question without its last space, which belongs to the first token of the key."""
         return list(self.tokenizer.encode(QUESTION.rstrip()))
 
     @property
@@ -136,8 +145,8 @@ class Passkey(Probe):
     @property
     def remark(self) -> str:
         return (
-            "The five digits of a pass key (and the space before them) at the end of the window; the key stands "
-            "in the filler, so much of which is before it. Guessed digits have a loss of ln 10 = 2.30 for each token "
+            "Scored are the five digits of a pass key (and the space before them) at the end of the window. Depth is "
+            "the share of the filler before the key. Guessed digits have a loss of ln 10 = 2.30 for each token "
             "of one digit."
         )
 

@@ -1,7 +1,8 @@
-"""The interface of a probe: what is asked at each value on its axis, and how a model is scored on it.
+"""Interface of a probe: the sequences for each value on its axis, and how a model is scored on them.
 
-A probe asks about the same target tokens at every value and every length: what stands before them differs alone. Its
-sequences are drawn from a fixed seed, the same for every run with the tokenizer. Losses are in nats per target.
+A probe uses the same target tokens for every axis value and every length; only the preceding tokens differ. Its
+sequences are drawn from a fixed seed, and are the same for every run with the same tokenizer. Losses are in nats per
+target.
 
 N sequences, L window length.
 """
@@ -30,24 +31,24 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.model.gpt import GPT
 
-# torch is imported where it is used: a mistake in the options is reported at once.
+# torch is imported inside functions, so that errors in the options are reported at once.
 
 PROBE_SEED = 20_220_924
 
 
 class Probe(ABC):
-    """An `EvalTarget`: windows that are made up, for each value on an axis at each length.
+    """Evaluation target with synthetic windows for each axis value and length.
 
     Args:
-        lengths: of windows, in tokens, ascending.
+        lengths: window lengths in tokens, ascending.
         num_sequences: N.
-        vocabulary: of the models.
+        vocabulary: vocabulary of the models.
     """
 
     name: ClassVar[str]
-    """Of its protocol."""
+    """Name of the protocol."""
     axis: ClassVar[str]
-    """Where its values stand (`megatron.reports.x_axes`)."""
+    """Name of the axis of its values (`megatron.reports.x_axes`)."""
 
     def __init__(self, lengths: Sequence[int], num_sequences: int, vocabulary: Vocabulary) -> None:
         self.lengths, self.num_sequences, self.vocabulary = tuple(lengths), num_sequences, vocabulary
@@ -57,7 +58,11 @@ class Probe(ABC):
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
-        """The probe that options ask for. Raises UserError if they ask for something that it does not do."""
+        """Build the probe from the options.
+
+        Raises:
+            UserError: the probe does not support an option.
+        """
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
@@ -66,43 +71,52 @@ class Probe(ABC):
     @property
     @abstractmethod
     def num_scored_tokens(self) -> int:
-        """Targets at the end of each window."""
+        """Number of targets at the end of each window."""
 
     @property
     @abstractmethod
     def min_length(self) -> int:
-        """Tokens of the shortest window."""
+        """Length of the shortest window, in tokens."""
 
     @abstractmethod
     def list_axis_values(self, length: int) -> tuple[float, ...]:
-        """On the axis, for windows of that length; none for shorter ones than the shortest."""
+        """Return the axis values for windows of a length; empty if the windows are too short."""
 
     @abstractmethod
     def build_sequences(self, length: int, axis_value: float) -> np.ndarray:
-        """int64 [N, L + 1]: the input and, shifted by one, the targets; the last `num_scored_tokens + 1` are always
-        the same."""
+        """Build sequences, int64 [N, L + 1], that contain the inputs and, shifted by one, the targets.
+
+        The last `num_scored_tokens + 1` tokens are the same for all axis values and lengths.
+        """
 
     @property
     @abstractmethod
     def remark(self) -> str:
-        """The sentences under every table."""
+        """Notes below every table, in full sentences."""
 
     def check_lengths(self) -> None:
-        """Raises UserError if a length has no value on the axis."""
+        """Check that every length has an axis value.
+
+        Raises:
+            UserError: a length is too short.
+        """
         for length in self.lengths:
             if length < self.min_length:
                 raise UserError(
-                    f"protocol {self.name}: windows of {length:,} tokens are too short for it; it needs "
-                    f"{self.min_length:,} at least"
+                    f"protocol {self.name}: windows of {length:,} tokens are too short; expected at least "
+                    f"{self.min_length:,}"
                 )
 
     def count_flops(self, model: GPT) -> dict[int, float]:
-        """FLOPs of scoring a model at each length that it has positions for. Raises UserError if there is none."""
         num_sequences = {length: self.num_sequences * len(self.list_axis_values(length)) for length in self.lengths}
         return count_flops_by_length(model, num_sequences)
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        """The loss at each value of each length that the model has positions for. Raises as every target's."""
+        """Compute the loss for each axis value and each length that the model supports.
+
+        Raises:
+            UserError, RunError: as for `EvalTarget.score`.
+        """
         from megatron.evaluation.perplexity import compute_window_losses
 
         flops_by_length = self.count_flops(loaded.model)
@@ -125,7 +139,7 @@ class Probe(ABC):
                     batch_tokens=scoring.batch_tokens,
                 )
                 if not np.isfinite(losses).all():
-                    where = f"{self.axis} {axis_value:g} of {length:,}"
+                    where = f"{self.axis} {axis_value:g} of length {length:,}"
                     raise RunError(f"{shared['method']}: the loss at {where} is not finite")
                 done += flops
                 scoring.progress(length, done, total)
@@ -148,7 +162,7 @@ class Probe(ABC):
             "windows": self.num_sequences,
             "blocks": self.num_sequences,
             "dataset": f"probe {self.name}",
-            "text_digest": hashlib.sha256(source).hexdigest()[:16],  # however many sequences are drawn from it
+            "text_digest": hashlib.sha256(source).hexdigest()[:16],  # independent of the number of sequences
             "target_digest": digest.hexdigest()[:16],
             "tokenizer": self.vocabulary.name,
             "remark": self.remark,
@@ -156,7 +170,7 @@ class Probe(ABC):
 
 
 def _loss_fields(losses: np.ndarray) -> dict[str, Any]:
-    """The fields of a record on losses [N, targets]; sequences are the independent samples."""
+    """Return the record fields of losses [N, targets], with sequences as independent samples."""
     sums, counts = losses.sum(axis=1), np.full(len(losses), losses.shape[1])
     summary, draws = summarize_losses(sums, counts), draw_bootstrap_means(sums[None], counts)
     fields: dict[str, Any] = {"value": summary.nll, "nll": summary.nll, "tokens": summary.tokens}

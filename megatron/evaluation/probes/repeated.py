@@ -1,6 +1,6 @@
-"""Random tokens, the last of which stood once before: how far back can a model copy from?
+"""Probe with repeated random tokens: it measures from how far back a model can copy.
 
-Olsson et al. (2022, 2209.11895) measure induction heads on random tokens that are repeated.
+Olsson et al. (2022, 2209.11895) measure induction heads on repeated random tokens.
 
 N sequences, L window length.
 """
@@ -18,15 +18,15 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.utils.errors import UserError
 
 DEFAULT_NUM_COPIED = 16
-"""Tokens that are copied, unless said otherwise."""
+"""Default number of tokens to copy."""
 
 
 class RepeatedTokens(Probe):
-    """Random tokens; the last ones stood `distance` tokens before already.
+    """Random tokens, the last of which repeat the tokens `distance` positions earlier.
 
     Args:
-        lengths, num_sequences, vocabulary: as of every probe.
-        num_copied: how many tokens those are.
+        lengths, num_sequences, vocabulary: as for every probe.
+        num_copied: number of repeated tokens.
     """
 
     name, axis = "repeated", "distance"
@@ -40,10 +40,10 @@ class RepeatedTokens(Probe):
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
         if options.depths is not None or options.effective_score is not None:
-            raise UserError("depths: protocol repeated asks over distances, not depths; leave it out")
+            raise UserError("depths: protocol repeated uses distances, not depths; omit it")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
-            raise UserError("targets: protocol repeated copies one number of tokens; give one")
+            raise UserError("targets: protocol repeated copies one number of tokens; expected one number")
         return cls(lengths, num_sequences, vocabulary_from_tokenizer(tokenizer), num_copied)
 
     @property
@@ -54,8 +54,8 @@ class RepeatedTokens(Probe):
     def remark(self) -> str:
         chance = math.log(self.vocabulary.size - (self.vocabulary.eod is not None))
         return (
-            f"The last {self.num_copied} tokens of a window of random tokens, each of which followed the token before "
-            f"it once already, so many tokens back; a model that copies nothing cannot be below {chance:.2f}."
+            f"Scored are the last {self.num_copied} tokens of a window of random tokens, which repeat earlier tokens "
+            f"at the given distance. A model that does not copy cannot be below {chance:.2f}."
         )
 
     @property
@@ -63,7 +63,9 @@ class RepeatedTokens(Probe):
         return 2 * self.num_copied + 1
 
     def list_axis_values(self, length: int) -> tuple[float, ...]:
-        """Doubles of the copy's length that leave room for both copies, and the largest distance there is."""
+        """Return doubles of the copy's length with room for both copies, and the smallest and largest possible
+        distances.
+        """
         if length < self.min_length:
             return ()
         min_distance, max_distance = self.num_copied + 1, length - self.num_copied
@@ -83,7 +85,7 @@ class RepeatedTokens(Probe):
         return sequences
 
     def _sample_tokens(self, num_tokens: int, stream: int) -> np.ndarray:
-        """[N, num_tokens], uniform on the vocabulary but for the end of documents."""
+        """Sample tokens [N, num_tokens], uniform over the vocabulary except the end-of-document token."""
         generator = np.random.Generator(np.random.PCG64([PROBE_SEED, stream]))
         eod = self.vocabulary.eod
         tokens = generator.integers(self.vocabulary.size - (eod is not None), size=(self.num_sequences, num_tokens))

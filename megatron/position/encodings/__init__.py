@@ -1,2 +1,1 @@
-"""One position encoding per file. The file's name is the encoding's name; the file holds one `Encoding`
-subclass."""
+"""Position encodings: one per file, with one `Encoding` subclass. The name of the file is the encoding's name."""

@@ -1,4 +1,4 @@
-"""ALiBi: a fixed linear penalty on distance, with a slope of its own for each head."""
+"""ALiBi: a fixed linear penalty on distance, with a slope for each head."""
 
 import math
 
@@ -11,8 +11,11 @@ from megatron.position.series_tails import SeriesTail, exponential_tail
 
 
 def slopes(num_heads: int) -> list[float]:
-    """m_h for h = 1 … H: 2^(−8h/H) for a power of two; else those of the power of two P below H, followed by the
-    1st, 3rd, 5th … slope of 2P heads (the released code's rule)."""
+    """Return the slopes m_h for h = 1 … H, by the rule of the released code.
+
+    They are 2^(−8h/H) if H is a power of two. Otherwise they are the slopes of the power of two P below H, followed by
+    the 1st, 3rd, 5th … slope of 2P heads.
+    """
     power = 2 ** math.floor(math.log2(num_heads))
     result = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
     between = [2.0 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)]
@@ -21,10 +24,10 @@ def slopes(num_heads: int) -> list[float]:
 
 class Alibi(Encoding):
     formula = "−m_h·n, m_h = 2^(−8h/P) for h ≤ P = 2^⌊log₂ H⌋, and 2^(−4·(2(h − P) − 1)/P) beyond"
-    source = "Press et al. 2022, section 3; numbers of heads that are no power of two as in its released code"
+    source = "Press et al. 2022, section 3; released code for numbers of heads that are not a power of two"
     advice = (
-        "Not unless necessary: as the sequence grows it soon becomes local attention (DAPE V2, appendix A). Its "
-        "perplexity stays flat past the training length. There kerple_log's is lower in KERPLE's table 3; in DAPE V2's "
+        "Only if necessary: as the sequence grows it soon becomes local attention (DAPE V2, appendix A). Its "
+        "perplexity stays flat past the training length. kerple_log's is lower there in KERPLE's table 3; in DAPE V2's "
         "table 2 it is lower at twice that length (4.09, alibi 4.53) and higher at eight times (6.95, alibi 4.22)."
     )
     other_names = ("linear_bias", "linear_biases")

@@ -1,4 +1,4 @@
-"""The generalised Gaussian prior of the Bayesian Attention Mechanism (BAM)."""
+"""The generalized Gaussian prior of the Bayesian Attention Mechanism (BAM)."""
 
 import math
 
@@ -12,10 +12,12 @@ from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.series_tails import SeriesTail, constant_tail, exponential_tail, unknown_tail
 
 OFFSET = 1e-5
-"""Added to every distance, so that a negative exponent gives a token's own key a finite bias."""
+"""Offset added to every distance, so that the bias at distance 0 is finite for negative exponents."""
 EXPONENT_BOUND, LOG_SCALE_BOUND, LOCATION_BOUND = 3.0, 30.0, 10.0
-"""The released code has no bounds. These keep the bias and its derivatives finite in float32 at every distance that
-float32 knows exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35."""
+"""Bounds of the parameters, which keep the bias and its derivatives finite in float32.
+
+The released code has none. This holds at every distance that float32 represents exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35.
+"""
 
 
 class Bam(Encoding):
@@ -30,7 +32,7 @@ class Bam(Encoding):
     )
     advice = (
         "For retrieval from far past the training length, under ssmax_prior: its authors train on 512 tokens and "
-        "report passkeys found at 500 times that. A head whose β falls below 0 sees far tokens better than near ones. "
+        "report passkey retrieval at 500 times that. A head with β below 0 weights far tokens more than near ones. "
         "Theorem 3.4 of Exploring Transformer Extrapolation promises nothing for such a head: its bias tends to 0, so "
         "the series diverges."
     )
@@ -44,8 +46,8 @@ class Bam(Encoding):
     def __init__(self, dims: AttentionDims, *, exponent_init: float = 1.0, location: bool = False) -> None:
         """
         Args:
-            exponent_init: where β starts; at 1 the bias falls linearly, as ALiBi's does.
-            location: learn a distance at which the prior peaks, from 0, as the authors' training script does.
+            exponent_init: start value of β; at 1 the bias falls linearly, as in ALiBi.
+            location: learn a distance at which the prior peaks, starting at 0, as the authors' training script does.
         """
         super().__init__(dims)
         if not -EXPONENT_BOUND <= exponent_init <= EXPONENT_BOUND:

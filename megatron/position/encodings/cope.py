@@ -1,8 +1,8 @@
-"""CoPE: positions counted by gates, so that what counts as a step depends on the context.
+"""CoPE: positions counted by gates, so that the context determines what counts as a step.
 
 g_ij = σ(q_i·k_j/√d); p_ij = Σ_{t=j}^{i} g_it, at most positions − 1; the term is q_i·e[p_ij] with e interpolated
-between whole positions. Only q·k is divided by √d, as in the paper's listing and DAPE's module. It needs queries and
-keys, so it is a contextual term, added to the scores.
+between whole positions. Only q·k is divided by √d, as in the paper's listing and DAPE's module. The method needs
+queries and keys, so it is a contextual term, added to the scores.
 """
 
 import torch
@@ -30,14 +30,14 @@ class Cope(Encoding):
     other_names = ("contextual_position_encoding",)
     cost = EncodingCost(
         num_parameters=lambda dims, options: options["positions"] * dims.head_dim,
-        saved_bytes_per_head_score=32,  # where each key stands among the positions that the gates count
+        saved_bytes_per_head_score=32,  # the position of each key as counted by the gates
         num_products=lambda options, num_keys: options["positions"],  # q·e
     )
 
     def __init__(self, dims: AttentionDims, *, positions: int = 64, scaled: bool = False) -> None:
         """
         Args:
-            positions: rows of the table e, to which gates can count; tokens further back share the last.
+            positions: rows of the table e, the largest count of the gates; tokens further back share the last row.
             scaled: divide q·e by √d too, as checkpoints of format 5 and earlier do; no published code does.
         """
         super().__init__(dims)
@@ -51,7 +51,7 @@ class Cope(Encoding):
     ) -> Tensor:
         visible = causal_mask(query, key, q.device)
         gates = torch.sigmoid(scores.to(torch.promote_types(scores.dtype, torch.float32))) * visible
-        # From the right: the count for column j includes j itself and everything up to the query.
+        # Count from the right: column j includes j itself and everything up to the query.
         position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.positions - 1)
         below = position.detach().floor().long().clamp(max=self.positions - 2)
         fraction = position - below

@@ -1,6 +1,6 @@
 """FIRE: a small network of the distance relative to the query's position, both on a logarithmic scale.
 
-The bias depends on i through the normaliser, so it is not Toeplitz: rows beyond L see the same curve stretched.
+The bias depends on i through the normalizer, so it is not Toeplitz: rows beyond L see the same curve stretched.
 """
 
 import math
@@ -24,7 +24,7 @@ class Fire(Encoding):
     formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
     parameters_summary = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP as torch.nn.Linear starts"
     source = (
-        "FIRE: Li et al. 2023, equation 3; normaliser and start values of its released code. Its MLP has ReLU; inside "
+        "FIRE: Li et al. 2023, equation 3; normalizer and start values of its released code. Its MLP has ReLU; inside "
         "CDAPE-FIRE, DAPE V2's released code has LeakyReLU with slope 0.01 (activation: leaky_relu)"
     )
     advice = (
@@ -37,7 +37,7 @@ class Fire(Encoding):
     cost = EncodingCost(
         # c, multiplier, and the two layers of the network.
         num_parameters=lambda dims, options: 2 + 2 * options["width"] + (options["width"] + 1) * dims.num_heads,
-        # Hidden values in float32 (a smooth activation keeps its input too), and four maps of the network's input.
+        # Hidden values in float32 (a smooth activation also keeps its input), and four maps of the network's input.
         saved_bytes_per_score=lambda options: 4 * options["width"] * (1 if options["activation"] == "relu" else 2) + 16,
     )
     relative = False
@@ -54,9 +54,9 @@ class Fire(Encoding):
         """
         Args:
             width: hidden units of the network f.
-            activation: of these units: `relu`, which kernels fuse, or `leaky_relu`.
-            c_start: where c starts: how fast the logarithm compresses distances.
-            multiplier_start: where the multiplier starts: rows before multiplier·T_train/2 share one normaliser.
+            activation: activation of these units: `relu`, which kernels fuse, or `leaky_relu`.
+            c_start: start value of c, which sets how strongly the logarithm compresses distances.
+            multiplier_start: start value of the multiplier; rows before multiplier·T_train/2 share one normalizer.
         """
         super().__init__(dims)
         if activation not in ACTIVATIONS:
@@ -82,7 +82,7 @@ class Fire(Encoding):
         return [self.bias1.value, self.bias2.value]
 
     def kernel_parameters(self) -> FireParameters | None:
-        return self._network() if self.activation == "relu" else None  # as the kernel has it
+        return self._network() if self.activation == "relu" else None  # the activation of the kernel
 
     def _network(self) -> FireParameters:
         layers = (self.weight1(), self.bias1(), self.weight2(), self.bias2())
@@ -99,14 +99,12 @@ class Fire(Encoding):
         return ScoreTerms(bias=F.linear(hidden, weight2[heads], bias2[heads]).permute(2, 0, 1))
 
     def bias_tails(self) -> list[SeriesTail]:
-        # f is linear between the places where a hidden unit bends, so its least value on [0, 1] is at one of these or
-        # at an end.
+        # f is linear between the points where a hidden unit bends, so its minimum on [0, 1] is at one of these or at an
+        # end.
         _, _, weight1, bias1, weight2, bias2, _ = self._network()
         bends = (-bias1 / weight1[:, 0]).nan_to_num(0.0).clamp(0, 1)
         x = torch.cat([bends, bends.new_tensor([0.0, 1.0])])
         hidden = ACTIVATIONS[self.activation](F.linear(x[:, None], weight1, bias1))
         lowest = F.linear(hidden, weight2, bias2).amin(0)
-        why = (
-            "the bias depends on i: it is f of a number in [0, 1] whatever the distance, and f has a least value there"
-        )
+        why = "the bias depends on i: it is f of a number in [0, 1] at every distance, and f has a minimum there"
         return [constant_tail(factor, why) for factor in lowest.double().exp().tolist()]

@@ -1,4 +1,4 @@
-"""Fourier position embedding: each pair is turned by a sum of the frequencies that training sees turn."""
+"""Fourier position embedding: each pair is rotated by a sum of the frequencies that complete a period in training."""
 
 import math
 
@@ -11,25 +11,25 @@ from megatron.position.numerics import rotary_frequencies, rotate_halves
 from megatron.position.token_range import ALL_HEADS, TokenRange, select_heads
 
 _SEED_STEP = 1_000_003
-"""Between the seeds of neighboring layers."""
+"""Difference between the seeds of neighboring layers."""
 
 
 class Fope(Encoding):
     formula = (
         "(F_i q_i)·(F_j k_j)/√d, F_n maps the pair m by [C, −S; S, C], C = Σ_ω a_mω·cos(ωn), S = Σ_ω b_mω·sin(ωn), "
-        "over ω = base^(−2m/d) ≥ 2π/L; pairs of smaller ω stay as they are"
+        "over ω = base^(−2m/d) ≥ 2π/L; pairs of smaller ω are unchanged"
     )
     source = (
         "Fourier Position Embedding: Hua et al. 2024 (2412.17739, ICML 2025); a, b = 1 for a pair's own ω and 0 else, "
-        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. "
-        "With released: as that code has it, at most d/4 pairs turn, the others are multiplied by [1, −1; 1, 1], where "
-        "ω = 0 of the paper turns nothing, and every layer draws its own weights (pos_emb_per_layer: true)"
+        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. With "
+        "released, as in that code, at most d/4 pairs are rotated, the others are multiplied by [1, −1; 1, 1], where "
+        "the paper's ω = 0 rotates nothing, and every layer draws its own weights (pos_emb_per_layer: true)"
     )
     advice = (
-        "In place of rotary, beyond the training length. Its authors explain RoPE's failure there by frequencies that "
-        "complete no full period in training, and by layers that mix frequencies; they take gain 0.3 for 60 and 0.4 "
-        "for 180 million parameters. It is not relative: moving all positions changes the scores a little. What "
-        "Exploring Transformer Extrapolation proves of biases says nothing of it, because it adds none."
+        "Instead of rotary, beyond the training length. Its authors explain RoPE's failure there by frequencies that "
+        "complete no full period in training, and by layers that mix frequencies; they use gain 0.3 for 60 and 0.4 for "
+        "180 million parameters. It is not relative: shifting all positions changes the scores slightly. The theorems "
+        "on biases in Exploring Transformer Extrapolation do not apply, because it adds none."
     )
     other_names = ("fourier", "fourier_position_embedding")
     relative = False
@@ -48,16 +48,17 @@ class Fope(Encoding):
     ) -> None:
         """
         Args:
-            base: frequencies are base^(−2m/d) of the pairs m; the larger, the slower the slowest pair turns.
-            original_length: L; pairs that turn less than once within it stay as they are; the training length if null.
+            base: frequencies are base^(−2m/d) of the pairs m; a larger base makes the slowest pair slower.
+            original_length: L; pairs that complete less than one period within it are not rotated; the training length
+                if null.
             gain: size of the random weights of the other frequencies.
-            seed: of these weights, which are drawn once and not trained.
-            released: compute what the released code trains: at most d/4 pairs turn, by all frequencies, the others are
-                multiplied by [1, −1; 1, 1], and layers with an encoding of their own draw their own weights.
+            seed: seed of these weights, which are drawn once and not trained.
+            released: compute what the released code trains: at most d/4 pairs are rotated, by all frequencies; the
+                others are multiplied by [1, −1; 1, 1]; and layers with their own encoding draw their own weights.
         """
         super().__init__(dims)
         if dims.head_dim % 2:
-            raise ValueError(f"fope turns pairs; a head has {dims.head_dim} dimensions")
+            raise ValueError(f"fope rotates pairs of dimensions; a head has {dims.head_dim}, an odd number")
         for name, value, least in (("base", base, 1), ("original_length", original_length, 0)):
             if value is not None and value <= least:
                 raise OptionError(name, f"is {value}; it must be greater than {least}")
@@ -70,7 +71,7 @@ class Fope(Encoding):
         self.layer = dims.layer if released else 0
         self.still_sine = 1.0 if released else 0.0
         if not self.num_turned:
-            raise OptionError("original_length", f"is {original_length}; no pair would turn: that is pos_emb none")
+            raise OptionError("original_length", f"is {original_length}; no pair would rotate; use pos_emb none")
         self.gain, self.seed = gain, seed
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
@@ -87,12 +88,14 @@ class Fope(Encoding):
         return rotate_halves(x, *turns)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """a and b, float32 [H, F, M]: of which frequency (dim 1) each pair (dim 2) has how much. They follow from the
-        option seed (and with released from the layer), and no checkpoint holds them."""
+        """Return a and b, float32 [H, F, M]: the weight of each frequency (dim 1) in each pair (dim 2).
+
+        They are determined by the option seed (with released also by the layer) and not stored in checkpoints.
+        """
         heads, size, pairs = self.dims.num_heads, self.num_frequencies, self.num_turned
         generator = torch.Generator().manual_seed(self.seed + _SEED_STEP * self.layer)
         deviation = self.gain * math.sqrt(2 / (pairs * (size + heads)))
-        step = -(-size // pairs)  # from one pair's own frequency to the next one's; pairs past the last have none
+        step = -(-size // pairs)  # step from one pair's own frequency to the next pair's; pairs past the last have none
         with torch.device("cpu"):
             noise = torch.randn((2, heads, size, pairs), generator=generator, dtype=torch.float32)
             own = torch.zeros(size, pairs)

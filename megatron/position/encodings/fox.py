@@ -1,10 +1,10 @@
-"""FoX: each head forgets what came before a token by a gate that reads the token.
+"""FoX: each head forgets earlier tokens by a gate that depends on the current token.
 
 f_l = σ(w_h·x_l + b_h) of the layer's input x_l, and the bias of row i and key j is Σ_{l=j+1}^{i} log f_l: softmax
 attention with the decay of a gated recurrence. Without a projection (w = 0) it is ALiBi with a learned slope.
 
-CABLE (Veisi et al. 2025, arXiv:2503.08067) is the same bias, for −softplus(y) = log σ(−y); its public code leaves out
-the scores' 1/√d, which `query_pre_attn_scalar: 1` does.
+CABLE (Veisi et al. 2025, arXiv:2503.08067) is the same bias, for −softplus(y) = log σ(−y). Its public code omits the
+scores' 1/√d, which `query_pre_attn_scalar: 1` reproduces.
 """
 
 import math
@@ -22,13 +22,13 @@ from megatron.position.forget_gate import ForgetGate
 
 class Fox(Encoding):
     formula = "q_i·k_j/√d + Σ_{l=j+1}^{i} log σ(w_h·x_l + b_h), x the layer's input"
-    parameters_summary = "w [H, D] ~ N(0, std²), b [H] = bias_init, or so that 1/−log σ(b) is spaced over decay times"
+    parameters_summary = "w [H, D] ~ N(0, std²), b [H] = bias_init, or such that 1/−log σ(b) spans the decay times"
     takes_positions = False
     adds_bias = True
     source = "Forgetting Transformer: Lin et al. 2025, arXiv:2503.02130, equations 4 to 7"
     advice = (
         "The gate reads each layer's input, so give each layer its own (pos_emb_per_layer: true). Its paper finds "
-        "lower losses than RoPE's within and beyond the training length, and uses no rotary positions beside it "
+        "lower losses than RoPE's within and beyond the training length, and uses no rotary positions with it "
         "(arXiv:2503.02130, section 4)."
     )
     other_names = ("forgetting_transformer", "forgetting_attention", "forget_gate")
@@ -48,11 +48,11 @@ class Fox(Encoding):
     ) -> None:
         """
         Args:
-            std: standard deviation of the normal distribution of w at the start.
-            bias_init: where b starts; at 0 a gate lets half through.
-            decay_time_min_init: with the next one, in the place of bias_init: tokens after which the first head has
-                forgotten all but 1/e.
-            decay_time_max_init: the same of the last head; the others lie evenly between on a logarithmic scale.
+            std: standard deviation of the initial normal distribution of w.
+            bias_init: start value of b; at 0 a gate is half open.
+            decay_time_min_init: tokens after which the first head has forgotten all but 1/e; replaces bias_init,
+                together with the next option.
+            decay_time_max_init: the same for the last head; the other heads are spaced evenly on a logarithmic scale.
         """
         super().__init__(dims)
         times = decay_time_min_init, decay_time_max_init
@@ -64,12 +64,12 @@ class Fox(Encoding):
                 if not time > 0:
                     raise OptionError(
                         name,
-                        f"is {time}; decay times are positive, in tokens",
+                        f"is {time}; it must be greater than 0, in tokens",
                     )
             if times[0] > times[1]:  # type: ignore[operator]
                 raise OptionError("decay_time_min_init", f"is {times[0]}, more than decay_time_max_init, {times[1]}")
             if bias_init != 0.0:
-                raise OptionError("bias_init", f"is {bias_init}; decay times say where the biases start")
+                raise OptionError("bias_init", f"is {bias_init}; decay times already set the start of the biases")
             init_bias = init_decay_times(*times)  # type: ignore[arg-type]
         self.forget = ForgetGate(dims.num_heads, dims.hidden_size, init_normal(std), init_bias)
 
@@ -85,8 +85,10 @@ class Fox(Encoding):
 
 
 def init_decay_times(shortest: float, longest: float) -> Callable[[Tensor], object]:
-    """Biases [H] with which heads forget to 1/e in `shortest` … `longest` tokens, spaced evenly in logarithms, where
-    the projection is zero: σ(b) = exp(−1/time)."""
+    """Return an initializer of biases [H] with which heads forget to 1/e in `shortest` … `longest` tokens.
+
+    The times are spaced evenly in logarithms and hold if the projection is zero: σ(b) = exp(−1/time).
+    """
 
     def init(bias: Tensor) -> None:
         times = torch.linspace(math.log(shortest), math.log(longest), len(bias), dtype=torch.float64).exp()

@@ -1,4 +1,4 @@
-"""A Gaussian bump added to the scores; it flattens to zero, so far tokens keep their full weight."""
+"""A Gaussian bump added to the scores. It flattens to zero, so far tokens keep their full weight."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class GaussianBias2(Encoding):
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 1.0) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

@@ -27,9 +27,9 @@ class GaussianBias3(Encoding):
     ) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
-            r3_below: r3 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
+            r3_below: r3 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

@@ -23,7 +23,7 @@ class GaussianWeight1(Encoding):
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

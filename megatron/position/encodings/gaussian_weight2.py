@@ -14,8 +14,8 @@ class GaussianWeight2(Encoding):
     parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 2-para-wht"
     advice = (
-        "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), not as "
-        "well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
+        "The best of KERPLE's Gaussian kernels: it extrapolates (perplexity 24.8 at 512 tokens, 23.2 at 8,192), but "
+        "not as well as kerple_log (23.9 and 21.3, on OpenWebText2; KERPLE, tables 3 and 6)."
     )
     has_independent_heads = True
     multiplies_scores = True
@@ -24,8 +24,8 @@ class GaussianWeight2(Encoding):
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

@@ -1,13 +1,12 @@
-"""GRAPE-A: a penalty that grows with the distance at a rate which the key says, or the query and the key.
+"""GRAPE-A: a penalty that grows with the distance at a rate computed from the key, or from the query and the key.
 
     −n · ω_h · (softplus(u_h·k_j/√d) + softplus(v_h·q_i/√d)),   ω_h = m_h · softplus(w_h)
 
-ALiBi with slopes that depend on the content. It needs queries and keys, so it is a contextual term that is added to the
-scores.
+This is ALiBi with content-dependent slopes. It needs queries and keys, so it is a contextual term, added to the scores.
 
-The formula is equation 4.6 of the paper, whose ω is any number that is not negative; where the released code and the
-comment on it depart from each other (the comment leaves out √d), both √d are the paper's. Of the code alone are ALiBi's
-slopes m_h in ω, where heads start apart, and vectors u and v of length 1 (`normalize: true`).
+The formula is equation 4.6 of the paper, in which ω is any nonnegative number. The released code and its comment
+disagree (the comment omits √d); both √d here are the paper's. ALiBi's slopes m_h in ω, which let heads start apart, and
+vectors u and v of length 1 (`normalize: true`) come only from the code.
 """
 
 import math
@@ -29,11 +28,11 @@ GATES = ("key", "query_key")
 
 class GrapeA(Encoding):
     formula = "q_i·k_j/√d − n·ω_h·softplus(u_h·k_j/√d), with gates: query_key also − n·ω_h·softplus(v_h·q_i/√d)"
-    parameters_summary = "w [H] so that ω = omega_init·m, m ALiBi's slopes; u, v [H, d] ~ N(0, 1/d)"
+    parameters_summary = "w [H] such that ω = omega_init·m, m ALiBi's slopes; u, v [H, d] ~ N(0, 1/d)"
     source = "GRAPE: Zhang et al. 2025, arXiv:2512.07805, equation 4.6"
     advice = (
-        "For comparison with alibi, which it is where the gates are constant, and with fox (arXiv:2512.07805, section "
-        "4). Its slopes read keys of one layer, so give each layer its own (pos_emb_per_layer: true)."
+        "For comparison with alibi, which it equals if the gates are constant, and with fox (arXiv:2512.07805, section "
+        "4). Its slopes depend on the keys of a layer, so give each layer its own (pos_emb_per_layer: true)."
     )
     other_names = ("grape", "additive_grape")
     cost = EncodingCost(
@@ -49,9 +48,9 @@ class GrapeA(Encoding):
     ) -> None:
         """
         Args:
-            gates: what the rate of the penalty is read from: `key`, or `query_key` for both.
-            normalize: u and v have length 1.
-            omega_init: where ω starts, as a multiple of ALiBi's slope of the head.
+            gates: inputs of the penalty's rate: `key`, or `query_key` for both.
+            normalize: normalize u and v to length 1.
+            omega_init: start value of ω, as a multiple of the head's ALiBi slope.
         """
         super().__init__(dims)
         if gates not in GATES:
@@ -65,10 +64,10 @@ class GrapeA(Encoding):
         self.v = BoundedParameter((dims.num_heads, dims.head_dim), init) if gates == "query_key" else None
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        return []  # sums over a head's numbers, whose number stays
+        return []  # the sums are over the head dimension, which does not grow
 
     def _compute_rates(self, x: Tensor, parameter: BoundedParameter, heads: slice) -> Tensor:
-        """Gates of queries or keys [B, h, T, d] times their heads' rates: float32 [B, h, T]."""
+        """Return gates of queries or keys [B, h, T, d] times the rates of their heads: float32 [B, h, T]."""
         vector = parameter()[heads]
         if self.normalize:
             vector = vector * torch.rsqrt((vector * vector).sum(-1, keepdim=True))

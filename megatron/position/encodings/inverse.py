@@ -1,4 +1,4 @@
-"""A bias whose exponentials 1/(n + 1) form a series that diverges, as a counter-example to those that converge."""
+"""A bias whose exponentials 1/(n + 1) form a divergent series, a counterexample to the convergent ones."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class Inverse(Encoding):
         "its authors' fairseq trains"
     )
     advice = (
-        "A counter-example: it favours near tokens, yet its perplexity grows (24.7 at the training length of 512 "
+        "A counterexample: it favors near tokens, yet its perplexity grows (24.7 at the training length of 512 "
         "tokens, 58.5 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, table 6)."
     )
     adds_bias = True
@@ -25,7 +25,8 @@ class Inverse(Encoding):
     def __init__(self, dims: AttentionDims, *, released: bool = False) -> None:
         """
         Args:
-            released: the bias that the authors' fairseq trains, in which a head multiplies distances by ALiBi's slope.
+            released: use the bias that the authors' fairseq trains, in which each head multiplies distances by its
+                ALiBi slope.
         """
         super().__init__(dims)
         self.released = released

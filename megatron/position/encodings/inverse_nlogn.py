@@ -1,4 +1,4 @@
-"""A bias whose exponentials 1/((n + 2)·ln(n + 2)) form a series that barely diverges: no extrapolation."""
+"""A bias whose exponentials 1/((n + 2)·ln(n + 2)) form a barely divergent series: no extrapolation."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ class InverseNLogN(Encoding):
         "is what its authors' fairseq trains"
     )
     advice = (
-        "A counter-example: its series only just diverges, and its perplexity grows more slowly than inverse's (24.6 "
+        "A counterexample: its series only just diverges, and its perplexity grows more slowly than inverse's (24.6 "
         "at the training length of 512 tokens, 27.6 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, "
         "table 6)."
     )
@@ -26,7 +26,8 @@ class InverseNLogN(Encoding):
     def __init__(self, dims: AttentionDims, *, released: bool = False) -> None:
         """
         Args:
-            released: the bias that the authors' fairseq trains, in which a head multiplies distances by ALiBi's slope.
+            released: use the bias that the authors' fairseq trains, in which each head multiplies distances by its
+                ALiBi slope.
         """
         super().__init__(dims)
         self.released = released
@@ -40,5 +41,5 @@ class InverseNLogN(Encoding):
 
     def bias_tails(self) -> list[SeriesTail]:
         b = "1/((3 + m·n)·ln(3 + m·n))" if self.released else "1/((n + 2)·ln(n + 2))"
-        tail = SeriesTail(False, f"b = {b}, whose sum to n grows as ln ln n, without end")
+        tail = SeriesTail(False, f"b = {b}, whose sum to n grows as ln ln n without bound")
         return [tail] * self.dims.num_heads

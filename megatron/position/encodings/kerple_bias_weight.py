@@ -34,10 +34,10 @@ class KerpleBiasWeight(Encoding):
     ) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
-            r3_below: r3 of each head starts uniformly between 0 and this.
-            r4_below: r4 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
+            r3_below: r3 of each head starts uniformly between 0 and this value.
+            r4_below: r4 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)
@@ -51,5 +51,5 @@ class KerpleBiasWeight(Encoding):
         return ScoreTerms(bias=-r1 * pow_with_finite_gradient(distances, r2), weight=weight)
 
     def bias_tails(self) -> list[SeriesTail]:
-        # The weight is at most 1: scores stay bounded, which is all that the theorem asks of them.
+        # The weight is at most 1, so scores stay bounded, as the theorem requires.
         return [exponential_tail(r1, r2) for r1, r2 in zip(self.r1().tolist(), self.r2().tolist(), strict=True)]

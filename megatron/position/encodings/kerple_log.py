@@ -14,10 +14,10 @@ class KerpleLog(Encoding):
     parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, section 4, logarithmic variant; start values of its released code"
     advice = (
-        "The one to take if you do not know which: good in almost all settings and easy to train, with few parameters "
+        "The default choice if in doubt: good in almost all settings and easy to train, with few parameters "
         "(DAPE V2, appendix A). Its paper finds it better than kerple_power at every length (KERPLE, section 5.2); in "
-        "this project's small record, which has one seed of kerple_power, it is the reverse (docs/results/zoo.md). A "
-        "head is sure to extrapolate where r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the "
+        "this project's small leaderboard, with one seed of kerple_power, it is the reverse (docs/results/zoo.md). A "
+        "head is guaranteed to extrapolate if r1 > 1 (Exploring Transformer Extrapolation, appendix B); far past the "
         "training length perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2), and with "
         "cdape it falls."
     )
@@ -29,8 +29,8 @@ class KerpleLog(Encoding):
     def __init__(self, dims: AttentionDims, *, r1_below: float = 2.0, r2_below: float = 1.0) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

@@ -30,9 +30,9 @@ class KerpleLog3(Encoding):
     ) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
-            r3_start: where r3 starts; at 1 it is kerple_log.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
+            r3_start: start value of r3; at 1 the encoding is kerple_log.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

@@ -15,9 +15,9 @@ class KerplePower(Encoding):
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
         "For comparison with kerple_log, which its paper finds faster and lower in perplexity at all lengths (KERPLE, "
-        "section 5.2). In this project's small record kerple_power has the lower perplexity at all lengths, with one "
-        "seed (docs/results/zoo.md). The learned curves of kerple_power soon reach very negative values, as ALiBi's "
-        "do, so far tokens count for little (KERPLE, section 5.4)."
+        "section 5.2). In this project's small leaderboard kerple_power has the lower perplexity at all lengths, with "
+        "one seed (docs/results/zoo.md). The learned curves of kerple_power soon reach very negative values, as "
+        "ALiBi's do, so far tokens count for little (KERPLE, section 5.4)."
     )
     other_names = ("kerple_pow",)
     has_independent_heads = True
@@ -27,8 +27,8 @@ class KerplePower(Encoding):
     def __init__(self, dims: AttentionDims, *, r1_below: float = 1.0, r2_below: float = 2.0) -> None:
         """
         Args:
-            r1_below: r1 of each head starts uniformly between 0 and this.
-            r2_below: r2 of each head starts uniformly between 0 and this.
+            r1_below: r1 of each head starts uniformly between 0 and this value.
+            r2_below: r2 of each head starts uniformly between 0 and this value.
         """
         super().__init__(dims)
         self.r1 = build_per_head_parameter("r1_below", dims.num_heads, r1_below)

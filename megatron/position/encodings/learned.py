@@ -1,4 +1,4 @@
-"""One learned vector per absolute position: knows no position past its table."""
+"""One learned vector per absolute position. Positions past the table are not supported."""
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ class Vectors(nn.Embedding):
     """A table of vectors that starts from N(0, std²)."""
 
     def __init__(self, rows: int, width: int, std: float) -> None:
-        self.start = init_normal(std)  # the base class's constructor calls `reset_parameters`
+        self.start = init_normal(std)  # set first, because the constructor of the base class calls `reset_parameters`
         super().__init__(rows, width)
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()  # draws too: what is drawn after it stays what it was before this class
+        super().reset_parameters()  # also draws, to keep the random state of earlier versions
         with torch.no_grad():
             self.start(self.weight)
 
@@ -27,8 +27,8 @@ class Learned(Encoding):
     parameters_summary = "p [max_position_embeddings, D] ~ N(0, std²)"
     source = "GPT-2: Radford et al. 2019"
     advice = (
-        "For models that never read past the training length; it refuses what is longer than its table. Absolute "
-        "positions generalise poorly to longer sequences (DAPE V2, section 2)."
+        "For models that never read past the training length; longer sequences than its table raise an error. Absolute "
+        "positions generalize poorly to longer sequences (DAPE V2, section 2)."
     )
     other_names = ("ape", "absolute", "learned_absolute", "wpe")
     cost = EncodingCost(num_parameters=lambda dims, options: dims.max_length * dims.hidden_size)
@@ -39,7 +39,7 @@ class Learned(Encoding):
     def __init__(self, dims: AttentionDims, *, std: float = 0.02) -> None:
         """
         Args:
-            std: standard deviation of the normal distribution of the table at the start.
+            std: standard deviation of the initial normal distribution of the table.
         """
         super().__init__(dims)
         self.max_length = dims.max_length

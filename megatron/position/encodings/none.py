@@ -1,4 +1,4 @@
-"""No position information at all; the causal mask alone tells positions apart."""
+"""No position encoding; only the causal mask distinguishes positions."""
 
 from megatron.position.encoding import Encoding
 from megatron.position.facts import EncodingCost
@@ -10,7 +10,7 @@ class NoPositions(Encoding):
     source = "NoPE: Kazemnejad et al. 2023; Haviv et al. 2022"
     advice = (
         "A baseline: perplexity explodes past the training length of 1,024 tokens (4.16 there, 17,167 at 8,192; DAPE "
-        "V2, table 2). With dape or cdape on top it does far better (DAPE V2, section 3.2 and figure 1)."
+        "V2, table 2). With dape or cdape it does far better (DAPE V2, section 3.2 and figure 1)."
     )
     other_names = ("nope", "no_positional_encoding")
     cost = EncodingCost()

@@ -1,7 +1,8 @@
 """Polar coordinate position embedding: magnitudes carry content, and angles carry position only.
 
-Each of the d numbers of a head becomes a point of the plane, softplus(x_c) long, at the angle of its position: d
-frequencies, where rotary has d/2, and rotated queries and keys of 2d numbers. Values keep d, and the scale stays 1/√d.
+Each of the d elements of a head becomes a point in the plane with radius softplus(x_c) at the angle of its position.
+There are d frequencies, where rotary has d/2, and rotated queries and keys have 2d elements. Values keep d elements,
+and the scale stays 1/√d.
 """
 
 import math
@@ -24,14 +25,14 @@ class Pope(Encoding):
     formula = "Σ_c softplus(q_ic)·softplus(k_jc)·cos((j − i)/base^(c/d) + δ_c)/√d, c = 0 … d − 1"
     parameters_summary = "δ [H, d] in [−2π, 0], starts at 0; none without learned_delta"
     source = (
-        "PoPE: Gopalakrishnan et al. 2025 (2509.10534), its equation of the score and its optional bias δ of each "
-        "frequency, which x-transformers has for each head"
+        "PoPE: Gopalakrishnan et al. 2025 (2509.10534), its equation of the score and its optional bias δ per "
+        "frequency, which x-transformers has per head"
     )
     advice = (
         "Instead of rotary: its authors report lower perplexities from 124 to 774 million parameters, and that it "
-        "extrapolates without any change to the model. Queries and keys take twice the room, in the cache too, and "
-        "kernels twice the head dimension. As with rotary, what Exploring Transformer Extrapolation proves of biases "
-        "says nothing of it, because it adds none."
+        "extrapolates without any change to the model. Queries and keys take twice the memory, also in the cache, and "
+        "kernels twice the head dimension. As with rotary, the theorems on biases in Exploring Transformer "
+        "Extrapolation do not apply, because it adds none."
     )
     other_names = ("polar", "polar_pos_emb", "polar_coordinate")
     rotates_alike = False
@@ -48,9 +49,9 @@ class Pope(Encoding):
     ) -> None:
         """
         Args:
-            base: frequencies are base^(−c/d) of the d numbers c; the larger, the slower the slowest turns.
-            learned_delta: learn a phase δ for each head and number; false has none.
-            delta_init: where δ starts: `zero`, or `uniform` between −2π and 0.
+            base: frequencies are base^(−c/d) of the d elements c; a larger base makes the slowest frequency slower.
+            learned_delta: learn a phase δ for each head and element; no phase if false.
+            delta_init: start value of δ: `zero`, or `uniform` between −2π and 0.
         """
         super().__init__(dims)
         if base <= 1:
@@ -62,7 +63,7 @@ class Pope(Encoding):
         self.delta = BoundedParameter(shape, DELTA_STARTS[delta_init], -2 * math.pi, 0.0) if learned_delta else None
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
-        # Queries carry δ: heads that share keys may have their own.
+        # Queries carry δ, because heads that share keys may have different phases.
         return self._rotate(x, tokens, None if self.delta is None else select_heads(self.delta(), heads))
 
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
@@ -70,18 +71,20 @@ class Pope(Encoding):
 
     def _rotate(self, x: Tensor, tokens: TokenRange, delta: Tensor | None) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # Less whole turns in float64, so that what is added to it in float32 keeps its digits.
+        # Reduce modulo 2π in float64, so that adding to it in float32 keeps its precision.
         angle = position_angles(tokens.positions(x.device), self.dims.head_dim, self.base).remainder(2 * math.pi)
         turned = angle.to(dtype) if delta is None else angle.to(dtype) - delta[:, None]
-        # Products of 2d numbers are divided by √(2d): √2 of the scale 1/√d is made up for, half of it on either side.
+        # Products of 2d elements are divided by √(2d): compensate by √2 for the scale 1/√d, half on each side.
         root = 2**0.25
         result: Tensor = _PolarRotation.apply(x, root * turned.cos(), root * turned.sin())
         return result
 
 
 class _PolarRotation(torch.autograd.Function):
-    """[softplus(x)·cos, softplus(x)·sin] of x [B, H, T, d] and cos, sin [T, d] or [H, T, d], [B, H, T, 2d]. Only x is
-    kept, and not what autograd would keep in float32."""
+    """[softplus(x)·cos, softplus(x)·sin] of x [B, H, T, d] and cos, sin [T, d] or [H, T, d], as [B, H, T, 2d].
+
+    Saves only x for the backward pass, where autograd would save float32 intermediates.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

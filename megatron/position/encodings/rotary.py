@@ -2,14 +2,14 @@
 
 The option `scaling` changes the frequencies, or the positions of far keys (`position/rotary_scaling.py`).
 
-With xpos, scores decay with the distance, the faster the faster a pair turns: a query at i is multiplied by
-ζ_m^((i − c)/S) and a key at j by ζ_m^((c − j)/S), so that their product is by ζ_m^((i − j)/S),
+With xpos, scores decay with the distance, and faster pairs decay faster. A query at i is multiplied by ζ_m^((i − c)/S)
+and a key at j by ζ_m^((c − j)/S), so their product is multiplied by ζ_m^((i − j)/S),
 
     ζ_m = (2m/r + 0.4)/1.4,    S = xpos_scale_base
 
-as in the released code. c is the middle of the sequence, for factors that stay within float32's range: up to 65,536
-tokens with S = 512. Longer sequences are refused, and ones of more than 4,500 tokens in float16. Pairs that a scaling
-gives no position do not decay either.
+as in the released code. c is the middle of the sequence, which keeps the factors within float32's range up to 65,536
+tokens with S = 512. Longer sequences raise an error, as do sequences of more than 4,500 tokens in float16. Pairs
+without a position under a scaling do not decay.
 """
 
 import math
@@ -25,19 +25,22 @@ from megatron.position.rotary_scaling import RotaryScaling
 from megatron.position.token_range import ALL_HEADS, TokenRange
 
 TURNS_KEPT = 8
-"""Ranges of tokens of which an encoding keeps cosines and sines: training's and evaluation's, and a rank's two; of
-queries and of keys where these are turned otherwise."""
+"""Number of token ranges whose cosines and sines an encoding caches.
+
+These are training's and evaluation's and the two of a rank, and separately for queries and keys if these differ.
+"""
 XPOS_START, XPOS_BITS = 0.4, 8
-"""ζ of the fastest pair is 0.4/1.4; and the bits that xpos leaves free at the upper end of a type, for queries."""
+"""ζ of the fastest pair is 0.4/1.4; XPOS_BITS bits of a type's exponent range are reserved for the queries
+themselves."""
 
 
 class Rotary(Encoding):
     formula = "(R_i q_i)·(R_j k_j)/√d, R_i turns the pair (m, m + r/2) by i/base^(2m/r), r = fraction·d"
     source = (
-        "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, as GPT-NeoX lays them out). The option scaling "
+        "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, in GPT-NeoX's layout). The option scaling "
         "stretches the frequencies as published models do: linear (Chen et al. 2023), ntk and dynamic (bloc97 and "
-        "emozilla 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023); or takes positions from slow pairs: p_rope "
-        "(Barbero et al. 2024) keeps the share of the fastest, hope (Chen et al. 2024) those that turn once within "
+        "emozilla 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023); or removes positions from slow pairs: p_rope "
+        "(Barbero et al. 2024) keeps a share of the fastest, hope (Chen et al. 2024) those with a full period within "
         "original_length, the training length if absent; or moves far keys: selfextend (Jin et al. 2024), rerope (Su "
         "2023). xpos: Sun et al. 2022 (2212.10554), the factors of its released code"
     )
@@ -72,25 +75,26 @@ class Rotary(Encoding):
     ) -> None:
         """
         Args:
-            fraction: share of each head's dimensions that are turned (GPT-NeoX's `rotary_pct`).
-            base: frequencies are base^(−2m/r) of the pairs m; the larger, the slower the slowest pair turns.
-            scaling: how frequencies or far positions are changed: `none`, `p_rope`, `hope`, `linear`, `ntk`, `dynamic`,
-                `llama3`, `yarn`, `longrope`, `selfextend` or `rerope`; those below but for xpos belong to some of
-                these.
-            factor: s, how many times the original length is to be read (linear, ntk, dynamic, llama3, yarn, longrope).
-            original_length: L, the tokens of the original training (hope, dynamic, llama3, yarn, longrope).
-            low_freq_factor: pairs that turn less often than this within L are stretched in full (llama3; 1 if null).
-            high_freq_factor: pairs that turn more often than this within L stay (llama3; 4 if null).
-            beta_fast: pairs that turn more often than this within L stay (yarn; 32 if null).
-            beta_slow: pairs that turn less often than this within L are stretched in full (yarn; 1 if null).
-            attention_factor: what cosines and sines are multiplied by (yarn, longrope); as published if null.
-            share: of the pairs that turn, the fastest ones (p_rope).
-            short_factor: what each pair's frequency is divided by up to L (longrope).
-            long_factor: the same beyond L (longrope).
-            group: G, how many far tokens share one position (selfextend).
+            fraction: share of each head's dimensions that are rotated (GPT-NeoX's `rotary_pct`).
+            base: frequencies are base^(−2m/r) of the pairs m; a larger base makes the slowest pair slower.
+            scaling: scaling of frequencies or far positions: `none`, `p_rope`, `hope`, `linear`, `ntk`, `dynamic`,
+                `llama3`, `yarn`, `longrope`, `selfextend` or `rerope`; the options below, except xpos, belong to some
+                of these.
+            factor: s, the ratio of the new to the original length (linear, ntk, dynamic, llama3, yarn, longrope).
+            original_length: L, the training length of the original model in tokens (hope, dynamic, llama3, yarn,
+                longrope).
+            low_freq_factor: pairs with fewer periods than this within L are stretched in full (llama3; 1 if null).
+            high_freq_factor: pairs with more periods than this within L are unchanged (llama3; 4 if null).
+            beta_fast: pairs with more periods than this within L are unchanged (yarn; 32 if null).
+            beta_slow: pairs with fewer periods than this within L are stretched in full (yarn; 1 if null).
+            attention_factor: factor that multiplies cosines and sines (yarn, longrope); as published if null.
+            share: share of the pairs that are rotated, the fastest ones (p_rope).
+            short_factor: divisor of each pair's frequency up to L (longrope).
+            long_factor: divisor of each pair's frequency beyond L (longrope).
+            group: G, the number of far tokens that share one position (selfextend).
             neighbors: w; tokens nearer than this keep their positions (selfextend, rerope).
-            xpos: let scores decay with the distance, those of fast pairs fastest.
-            xpos_scale_base: S, the tokens within which the fastest pair decays by ζ = 0.29 (xpos).
+            xpos: let scores decay with the distance, fastest for fast pairs.
+            xpos_scale_base: S, the number of tokens within which the fastest pair decays by ζ = 0.29 (xpos).
         """
         super().__init__(dims)
         if not 0 < fraction <= 1:
@@ -101,8 +105,8 @@ class Rotary(Encoding):
         self.rotated = int(dims.head_dim * fraction)
         if self.rotated < 2 or self.rotated % 2:
             raise ValueError(
-                f"rotary turns {self.rotated} of {dims.head_dim} dimensions (fraction {fraction}); "
-                "that must be an even number"
+                f"rotary rotates {self.rotated} of {dims.head_dim} dimensions (fraction {fraction}); "
+                "the number must be even and at least 2"
             )
 
         if xpos_scale_base <= 0:
@@ -117,17 +121,17 @@ class Rotary(Encoding):
         self.depends_on_length = self.scaling.depends_on_length
         self.far_distance = self.scaling.far_distance
         if xpos and self.far_distance is not None:
-            raise OptionError("xpos", f"is true, but scaling {scaling} moves far keys, of which xpos has no decay")
+            raise OptionError("xpos", f"is true, but scaling {scaling} moves far keys, for which xpos defines no decay")
         self.xpos_scale = xpos_scale_base if xpos else None
         self.rotates_alike = not xpos and self.far_distance is None
         if xpos and (reason := self._describe_xpos_overflow(torch.float32, dims.train_length)):
             raise OptionError("xpos_scale_base", f"is {xpos_scale_base:g}: {reason}")
         if scaling == "selfextend":
-            self.relative = False  # groups begin at position 0
+            self.relative = False  # groups start at position 0
         self._turns: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
-        """Radians per token of each pair, in a sequence that reaches a length (scaling dynamic): float64 [r/2]."""
+        """Return radians per token of each pair, in a sequence of the given length (scaling dynamic): float64 [r/2]."""
         return self.scaling.frequencies(rotary_frequencies(self.rotated // 2, self.base, device), self.base, length)
 
     def rotate(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
@@ -147,13 +151,15 @@ class Rotary(Encoding):
     def _get_turns(
         self, x: Tensor, tokens: TokenRange, are_queries: bool, are_far: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, r] of each dimension's angle, the sines of the first half negative, to compute with x. The
-        layers of a step and the steps of a run ask for the same ones: the last few are kept."""
+        """Return cos and sin [T, r] of each dimension's angle, with negative sines in the first half.
+
+        The last few results are cached, because all layers of a step and all steps of a run use the same ones.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         key = (tokens, x.device, dtype, are_queries or self.rotates_alike, are_far)
         turns = self._turns.get(key)
         if turns is None:
-            # What is kept may be asked for by training later: tensors of inference mode could not be.
+            # Training may use the cached tensors later, so they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 turns = self._compute_turns(tokens, x.device, dtype, are_queries, are_far)
             if len(self._turns) >= TURNS_KEPT:
@@ -164,7 +170,7 @@ class Rotary(Encoding):
     def _compute_turns(
         self, tokens: TokenRange, device: torch.device, dtype: torch.dtype, are_queries: bool, are_far: bool
     ) -> tuple[Tensor, Tensor]:
-        # In float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
+        # Use float64, because at position 65,536 a float32 angle is already off by 0.004 rad.
         positions = tokens.positions(device).double()
         frequencies = self.frequencies(device, tokens.known_length)
         places = self.scaling.place_far(positions, are_queries=are_queries) if are_far else positions
@@ -178,7 +184,7 @@ class Rotary(Encoding):
 
     @staticmethod
     def _xpos_logarithms(frequencies: Tensor) -> Tensor:
-        """ln ζ of each pair, float64 [r/2]."""
+        """Return ln ζ of each pair, float64 [r/2]."""
         share = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device) / len(frequencies)
         return torch.where(frequencies > 0, ((share + XPOS_START) / (1 + XPOS_START)).log(), 0.0)
 
@@ -188,14 +194,14 @@ class Rotary(Encoding):
         return self._describe_xpos_overflow(torch.float32, num_positions)
 
     def _describe_xpos_overflow(self, dtype: torch.dtype, num_tokens: int) -> str | None:
-        """Why a type does not hold the factors of so many tokens; None if it does."""
+        """Explain why a type cannot represent the factors for this many tokens; None if it can."""
         assert self.xpos_scale is not None
         bits = math.log2((1 + XPOS_START) / XPOS_START) * (num_tokens / 2) / self.xpos_scale
         if bits <= math.log2(torch.finfo(dtype).max) - XPOS_BITS:
             return None
         name = str(dtype).removeprefix("torch.")
-        return f"queries and keys of {num_tokens:,} tokens are scaled by up to 2^{bits:.0f}, which {name} does not hold"
+        return f"queries and keys of {num_tokens:,} tokens are scaled by up to 2^{bits:.0f}, which exceeds {name}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies, and what is stored of the module, compute their own."""
+        """Exclude the cached cosines and sines from copies and from stored modules."""
         return {**super().__getstate__(), "_turns": {}}

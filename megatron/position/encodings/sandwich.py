@@ -29,9 +29,9 @@ class Sandwich(Encoding):
     ) -> None:
         """
         Args:
-            dimension: m, the numbers of the sinusoidal vectors whose products are the bias; even.
-            base: frequencies are base^(−2j/m); the larger, the slower the slowest wave.
-            from_zero: sum over j = 0 … m/2 − 1, as sinusoidal embeddings have it, so that the fastest frequency is 1.
+            dimension: m, the size of the sinusoidal vectors whose products form the bias; even.
+            base: frequencies are base^(−2j/m); a larger base makes the slowest wave slower.
+            from_zero: sum over j = 0 … m/2 − 1, as in sinusoidal embeddings, so that the fastest frequency is 1.
         """
         super().__init__(dims)
         if dimension < 2 or dimension % 2:
@@ -44,19 +44,19 @@ class Sandwich(Encoding):
         half = self.dimension // 2
         j = torch.arange(self.first, self.first + half, dtype=torch.float64, device=distances.device)
         angle = distances.double()[:, None] / self.base ** (2 * j / self.dimension)
-        total = (angle.cos().sum(-1) - half).to(distances.dtype)  # float64 until here: the sum cancels at small n
+        total = (angle.cos().sum(-1) - half).to(distances.dtype)  # float64 so far, because the sum cancels at small n
         h = torch.arange(1, self.dims.num_heads + 1, device=distances.device)
         return ScoreTerms(bias=(self.dims.num_heads / (8.0 * h))[:, None] * total)
 
     def bias_tails(self) -> list[SeriesTail]:
-        # A sum of cosines is almost periodic. Their mean over n is 0 (no frequency is a multiple of 2π), so that of the
-        # bias is −k·m/2, and by Jensen's inequality that of b at least the exponential of it.
+        # A sum of cosines is almost periodic. The mean of the cosines over n is 0 (no frequency is a multiple of 2π),
+        # so the mean of the bias is −k·m/2. By Jensen's inequality the mean of b is at least the exponential of that.
         return [self._tail(self.dims.num_heads / (8 * h)) for h in range(1, self.dims.num_heads + 1)]
 
     def _tail(self, k: float) -> SeriesTail:
         min_log10 = -k * self.dimension / 2 / math.log(10)
         return SeriesTail(
             False,
-            "a sum of cosines is almost periodic, so b comes back near 1 again and again, and its mean over n is at "
+            "a sum of cosines is almost periodic, so b returns close to 1 again and again, and its mean over n is at "
             f"least exp(−k·m/2) = 10^{min_log10:.1f} with k = {k:.4g} (the published proof of convergence fails)",
         )

@@ -1,4 +1,4 @@
-"""Sines and cosines of the absolute position, any length."""
+"""Sines and cosines of the absolute position, defined at any length."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from megatron.position.token_range import TokenRange
 
 class Sinusoidal(Encoding):
     formula = "x_i + p_i, p_i = [sin(i/base^(2m/D)) for m < D/2; cos(i/base^(2m/D)) for m < D/2]"
-    source = "Vaswani et al. 2017, section 3.5 (sines and cosines in two halves, as GPT-NeoX lays them out)"
+    source = "Vaswani et al. 2017, section 3.5 (sines and cosines in two halves, in GPT-NeoX's layout)"
     advice = (
         "A baseline: it is defined at any length, but perplexity explodes past the training length (33 at 512 tokens, "
         "30,046 at 16,384 on OpenWebText2; KERPLE, table 3)."
@@ -22,7 +22,7 @@ class Sinusoidal(Encoding):
     def __init__(self, dims: AttentionDims, *, base: float = 10000.0) -> None:
         """
         Args:
-            base: frequencies are base^(−2m/D); the larger, the slower the slowest wave.
+            base: frequencies are base^(−2m/D); a larger base makes the slowest wave slower.
         """
         super().__init__(dims)
         if dims.hidden_size % 2:

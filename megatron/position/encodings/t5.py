@@ -1,4 +1,4 @@
-"""T5's relative bias: a learned scalar per head and distance bucket, buckets growing logarithmically."""
+"""T5's relative bias: a learned scalar per head and distance bucket, with logarithmically growing buckets."""
 
 import math
 
@@ -16,7 +16,7 @@ class T5(Encoding):
         "s·b[bucket(n)], s = 1, or √d with root_scale; bucket = n below e = num_buckets/2, then "
         "e + ⌊log(n/e)/log(max_distance/e)·e⌋, at most 2e − 1"
     )
-    parameters_summary = "b [num_buckets, H] ~ N(0, std²) (xavier_init: 2/(num_buckets + H) in the place of std²)"
+    parameters_summary = "b [num_buckets, H] ~ N(0, std²) (xavier_init: 2/(num_buckets + H) instead of std²)"
     source = (
         "Raffel et al. 2020 (causal buckets of the released code; KERPLE's section 4 prints them without “e +”). The "
         "factor √d and Xavier's start are those of GPT-NeoX's `rpe`, which KERPLE and DAPE V2 train"
@@ -42,11 +42,11 @@ class T5(Encoding):
     ) -> None:
         """
         Args:
-            num_buckets: distances are sorted into so many, each with a bias of its own; even.
-            max_distance: from this distance on all share the last bucket.
-            std: standard deviation of the normal distribution of the table of biases at the start.
+            num_buckets: number of distance buckets, each with its own bias; even.
+            max_distance: distances from this one on share the last bucket.
+            std: standard deviation of the initial normal distribution of the table of biases.
             root_scale: multiply the table by √d, as GPT-NeoX does, so that Adam moves a bias √d times as far per step.
-            xavier_init: start from Xavier's normal distribution of the table, as GPT-NeoX does, instead of `std`.
+            xavier_init: initialize the table from Xavier's normal distribution, as GPT-NeoX does, instead of `std`.
         """
         super().__init__(dims)
         if num_buckets < 2 or num_buckets % 2:
@@ -61,7 +61,7 @@ class T5(Encoding):
         self.bias = BoundedParameter((num_buckets, dims.num_heads), init)
 
     def buckets(self, distances: Tensor) -> Tensor:
-        """Bucket int64 [N] of each distance [N]."""
+        """Return the bucket of each distance [N], int64 [N]."""
         exact = self.num_buckets // 2
         log = torch.log(distances.double().clamp(min=exact) / exact) / math.log(self.max_distance / exact)
         far = exact + (log * exact).long()

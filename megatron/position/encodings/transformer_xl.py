@@ -1,7 +1,7 @@
-"""Transformer-XL's relative positions: the query meets the key and, projected, a sinusoid of the distance.
+"""Transformer-XL's relative positions: the query is multiplied by the key and by a projected sinusoid of the distance.
 
-Each of the two products has a learned vector (u, v) of its own, which is added to the query. The score
-(q + u)·k/√d + (q + v)·W_R·R_n/√d is q·k/√d plus contextual terms.
+Each of the two products has its own learned vector (u, v), which is added to the query. The score (q + u)·k/√d + (q +
+v)·W_R·R_n/√d is q·k/√d plus contextual terms.
 """
 
 import math
@@ -20,10 +20,10 @@ from megatron.position.token_range import TokenRange, count_distances
 
 
 class Projection(nn.Module):
-    """W_R without a bias, applied to sinusoids or, transposed, to queries.
+    """Projection W_R without a bias, applied to sinusoids or, transposed, to queries.
 
-    It is no nn.Linear: what replaces all of those by layers that add to their outputs (peft's `all-linear`) would not
-    know of the transposed use.
+    It does not use nn.Linear. Tools that replace linear layers by layers that add to their outputs (peft's
+    `all-linear`) would break the transposed use.
     """
 
     def __init__(self, inputs: int, outputs: int, init: Callable[[Tensor], object]) -> None:
@@ -33,12 +33,13 @@ class Projection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight)  # only so that what is drawn after it stays what it was
+        nn.init.kaiming_uniform_(self.weight)  # only to keep the random state of earlier versions
         with torch.no_grad():
             self.init(self.weight)
 
     def forward(self, x: Tensor, heads: slice | None = None) -> Tensor:
-        """R_n [N, D] → W_R R_n [N, H·d]; given heads, their queries q [B, h, R, d] → W_Rᵀ q [B, h, R, D]."""
+        """Project sinusoids R_n [N, D] → W_R R_n [N, H·d]; given heads, project queries q [B, h, R, d] → W_Rᵀ q [B, h,
+        R, D]."""
         if heads is None:
             return F.linear(x, self.weight)
         return torch.matmul(x, self.weight.view(-1, x.shape[-1], self.weight.shape[1])[heads])
@@ -56,7 +57,7 @@ class TransformerXL(Encoding):
         "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
     )
     other_names = ("txl", "trxl", "xl")
-    takes_real_positions = False  # vectors of distances are computed once for each integer
+    takes_real_positions = False  # sinusoids are computed once for each integer distance
     cost = EncodingCost(
         num_parameters=lambda dims, options: dims.hidden_size**2 + 2 * dims.hidden_size,
         num_saved_maps=1,
@@ -70,8 +71,8 @@ class TransformerXL(Encoding):
         """
         Args:
             base: frequencies are base^(−2m/D) of the vectors R_n.
-            std: standard deviation of the normal distribution of u, v and W_R at the start.
-            linear_init: start W_R as torch.nn.Linear starts its weight, uniformly between ±1/√D.
+            std: standard deviation of the initial normal distribution of u, v and W_R.
+            linear_init: initialize W_R like the weight of torch.nn.Linear, uniformly between ±1/√D.
         """
         super().__init__(dims)
         if dims.hidden_size % 2:
@@ -90,18 +91,24 @@ class TransformerXL(Encoding):
         return [(self.project.weight, "hidden")]
 
     def _sinusoids(self, count: int, like: Tensor) -> Tensor:
-        """R_0 … R_{count−1}, [count, D]. Made anew where more are asked for: a step of decoding asks for one more than
-        the step before, a block of rows for more than the block above it, and every layer for the same."""
+        """Return R_0 … R_{count−1}, [count, D], cached and recomputed when more are needed.
+
+        A decoding step needs one more than the previous step, a block of rows more than the block above it, and every
+        layer needs the same.
+        """
         table = self._table
         if table is None or len(table) < count or table.dtype != like.dtype or table.device != like.device:
-            with torch.inference_mode(False):  # also for a training step after an evaluation
+            with torch.inference_mode(False):  # allows a training step after an evaluation
                 distances = torch.arange(1 << (count - 1).bit_length(), device=like.device)
                 table = self._table = sinusoidal_embeddings(distances, self.dims.hidden_size, self.base, like.dtype)
         return table[:count]
 
     def _by_distance(self, q: Tensor, count: int, heads: slice) -> Tensor:
-        """q·W_R R_n of queries [B, h, R, d] for n < count: [B, h, R, count]. Few rows are projected to the sinusoids'
-        space instead of all sinusoids to theirs."""
+        """Return q·W_R R_n of queries [B, h, R, d] for n < count: [B, h, R, count].
+
+        Projects the cheaper side: a few rows to the space of the sinusoids, or all sinusoids to the space of the
+        queries.
+        """
         rows, dim, width = q.shape[0] * q.shape[2], self.dims.head_dim, self.dims.hidden_size
         table = self._sinusoids(count, q)
         if rows * width * (dim + count) < count * dim * (width + rows):

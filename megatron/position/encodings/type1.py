@@ -1,4 +1,4 @@
-"""A bias whose exponentials 1/(n + 1)² form a series that converges, so the model extrapolates."""
+"""A bias whose exponentials 1/(n + 1)² form a convergent series, so the model extrapolates."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ class Type1(Encoding):
         "its authors' fairseq trains"
     )
     advice = (
-        "A fixed bias that is sure to extrapolate and looks further than type2: about as good as alibi, close to "
-        "kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
+        "A fixed bias that is guaranteed to extrapolate and reaches further than type2: about as good as alibi, close "
+        "to kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
     )
     adds_bias = True
     cost = EncodingCost()
@@ -25,7 +25,8 @@ class Type1(Encoding):
     def __init__(self, dims: AttentionDims, *, released: bool = False) -> None:
         """
         Args:
-            released: the bias that the authors' fairseq trains, in which a head multiplies distances by ALiBi's slope.
+            released: use the bias that the authors' fairseq trains, in which each head multiplies distances by its
+                ALiBi slope.
         """
         super().__init__(dims)
         self.released = released

@@ -1,4 +1,4 @@
-"""A bias whose exponentials exp(−ln²(n + 1)) form a series that converges faster than type1's: it looks less far."""
+"""A bias whose exponentials exp(−ln²(n + 1)) form a series that converges faster than type1's, with a shorter reach."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ class Type2(Encoding):
         "its authors' fairseq trains"
     )
     advice = (
-        "A fixed bias that is sure to extrapolate and looks less far than type1, which is never worse (Exploring "
-        "Transformer Extrapolation, section 3.4, tables 4 and 5)."
+        "A fixed bias that is guaranteed to extrapolate, with a shorter reach than type1, which is never worse "
+        "(Exploring Transformer Extrapolation, section 3.4, tables 4 and 5)."
     )
     adds_bias = True
     cost = EncodingCost()
@@ -25,7 +25,8 @@ class Type2(Encoding):
     def __init__(self, dims: AttentionDims, *, released: bool = False) -> None:
         """
         Args:
-            released: the bias that the authors' fairseq trains, in which a head multiplies distances by ALiBi's slope.
+            released: use the bias that the authors' fairseq trains, in which each head multiplies distances by its
+                ALiBi slope.
         """
         super().__init__(dims)
         self.released = released

@@ -1,2 +1,1 @@
-"""One score processor per file. The file's name is the processor's name; the file holds one `Processor`
-subclass."""
+"""Score processors: one per file, with one `Processor` subclass. The name of the file is the processor's name."""

@@ -2,11 +2,11 @@
 
     S + B + Conv2(LeakyReLU(Conv1(tril([S, B]))))        kernels 1×k over heads as channels
 
-The published module cuts its hidden map at the last column T − 1, so its last k//2 rows depend on T: hidden values to
-the right of column T − 1 are padding there but alive in a longer sequence. Here the key axis is extended by zeros, so
-row i never depends on T; it equals the published module on every other row, and cached decoding equals the full pass.
-The left edge is the published one: columns before 0 are padding for both convolutions. So are those before a row's
-document, where several documents lie in a row.
+The published module cuts its hidden map at the last column T − 1, so its last k//2 rows depend on T. Hidden values to
+the right of column T − 1 are padding there, but nonzero in a longer sequence. Here the key axis is padded with zeros,
+so row i never depends on T. It equals the published module on every other row, and cached decoding equals the full
+pass. The left edge is the published one: columns before 0 are padding for both convolutions. If a row contains several
+documents, columns before the row's document are padding too.
 
 B batch, H heads, R rows, C key columns, W width, k kernel size, p = k//2.
 """
@@ -28,8 +28,11 @@ ALL_CHANNELS = slice(None)
 
 
 def _cast_saturating(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a type; what is too large for float16 stays finite there (−r1·n² passes its 65,504 at n = 256, and an
-    infinite bias would be NaN after the convolutions). The other types reach as far as float32."""
+    """Cast x to a type, clamping values that overflow float16.
+
+    −r1·n² exceeds 65,504 at n = 256, and an infinite bias would become NaN in the convolutions. Other types have the
+    range of float32.
+    """
     if dtype == torch.float16:
         limits = torch.finfo(dtype)
         x = x.clamp(limits.min, limits.max)
@@ -41,12 +44,12 @@ def _activate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class KeyConvolution(nn.Module):
-    """A 1×k convolution along the keys, of some of its input channels at a time.
+    """A 1×k convolution along the keys, applied to some of its input channels at a time.
 
-    Channels that have no batch dimension (the bias) are convolved once, not once per sequence.
+    Channels without a batch dimension (the bias) are convolved once, not once per sequence.
 
     Args:
-        zero: it starts as zero instead of with torch.nn.Conv2d's start values.
+        zero: initialize to zero instead of as torch.nn.Conv2d.
     """
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, *, zero: bool = False) -> None:
@@ -58,24 +61,26 @@ class KeyConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """torch.nn.Conv2d's start values, which the published module uses."""
+        """Initialize as torch.nn.Conv2d, like the published module."""
         bound = 1 / math.sqrt(self.weight[0].numel())
         with torch.no_grad():
             nn.init.uniform_(self.weight, -bound, bound)
             nn.init.uniform_(self.bias, -bound, bound)
-            if self.zero:  # after the draws: what is drawn next does not depend on it
+            if self.zero:  # after the draws, so that the random state does not depend on it
                 nn.init.zeros_(self.weight)
                 nn.init.zeros_(self.bias)
 
     def forward(
         self, x: Tensor | None, inputs: slice = ALL_CHANNELS, outputs: slice = ALL_CHANNELS, constant: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Some of the input channels [B, inputs, R, C] → their part of some of the outputs [B, outputs, R, C].
+        """Convolve some input channels [B, inputs, R, C] into some output channels [B, outputs, R, C].
 
-        The parts of all inputs add up to the convolution; `constant` says which part has the constant. Without x: the
-        weight and the constant themselves (copies under ZeRO-3, which frees the parameters after this call).
+        The results for all inputs add up to the full convolution; `constant` selects which call adds the constant. If x
+        is None, returns the weight and the constant themselves (copies under ZeRO-3, which frees the parameters after
+        this call).
 
-        Channels lie innermost, in the result too: with few channels that is what convolutions are fast at.
+        Channels are innermost in memory, also in the result, because convolutions with few channels are fastest in this
+        layout.
         """
         if x is None:
             is_divided = is_divided_by_zero_3(self.weight)
@@ -90,8 +95,8 @@ class Cdape(Processor):
     parameters_summary = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], as torch.nn.Conv2d starts them"
     source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
     advice = (
-        "On kerple_log the best of DAPE V2 within and beyond the training length (section 4.1); it improves rotary "
-        "too (section 4.4). Start with kernel_size 3; the best size differs between tasks and data (sections "
+        "With kerple_log it is the best method of DAPE V2 within and beyond the training length (section 4.1); it "
+        "improves rotary too (section 4.4). Start with kernel_size 3; the best size depends on task and data (sections "
         "4.6 and 4.7). It takes 33% longer than kerple_log alone at 350M and 12% at 6.7B (appendix H)."
     )
     other_names = ("dapev2", "capev2")
@@ -117,11 +122,11 @@ class Cdape(Processor):
         """
         Args:
             width: hidden channels W (DAPE's D_DAPE).
-            kernel_size: keys under the convolutions' kernels, odd; 1 is `dape`.
-            residual_bias: add the bias to the result as well (equation 5 of DAPE V2); false leaves it to the network
-                alone (equation 2).
-            zero_init: start as S + B exactly, so that a trained model can be given a processor and keep its loss
-                (`finetune: true`).
+            kernel_size: keys per convolution kernel, odd; 1 is `dape`.
+            residual_bias: also add the bias to the result (equation 5 of DAPE V2); if false, the bias enters only
+                through the network (equation 2).
+            zero_init: start exactly as S + B, so that a processor can be added to a trained model without changing its
+                loss (`finetune: true`).
         """
         super().__init__(dims, has_bias=has_bias)
         if width < 1:
@@ -129,7 +134,7 @@ class Cdape(Processor):
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise OptionError("kernel_size", f"is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
-        self.left_context = kernel_size // 2  # hidden values there are not zero, although what they see is
+        self.left_context = kernel_size // 2  # hidden values there are not zero, although their inputs are
         heads = dims.num_heads
         self.score_channels, self.bias_channels = slice(0, heads), slice(heads, 2 * heads)  # Conv1's input channels
         self.hidden = KeyConvolution(2 * heads if has_bias else heads, width, kernel_size)
@@ -147,14 +152,14 @@ class Cdape(Processor):
         return ConvolutionParameters(weight1, bias1, weight2, bias2, self.residual_bias)
 
     def bias_contribution(self, table: Tensor) -> BiasContribution | None:
-        # The bias half of Conv1, its constant included, is a function of n wherever no tap falls off the left edge: a
-        # row's key axis read backwards is the table's axis of distances, and the triangle's zeros are those at n < 0.
+        # The bias half of Conv1, including its constant, is a function of n unless a tap crosses the left edge: the key
+        # axis of a row in reverse is the distance axis of the table, and the zeros of the triangle are at n < 0.
         table = table.to(torch.promote_types(table.dtype, self.hidden.weight.dtype))
         flipped_table = F.pad(table.flip(-1), (0, self.left_context))
         by_distance = self.hidden(flipped_table[None, :, None], self.bias_channels)[0, :, 0].flip(-1)
         rows, strip = TokenRange(0, table.shape[-1]), TokenRange(0, 2 * self.left_context)
         visible_bias = toeplitz(table, rows, strip).masked_fill(~causal_mask(rows, strip, table.device), 0)
-        # Without left context the strip has no columns, and neither has the edge.
+        # Without left context the strip and the edge have no columns.
         edge = (
             self.hidden(visible_bias[None], self.bias_channels)[0, ..., : self.left_context]
             if self.left_context
@@ -181,17 +186,17 @@ class Cdape(Processor):
             if bias_contribution is None:
                 visible_bias = _cast_saturating(bias, scores.dtype).masked_fill(~visible, 0)
                 bias_contribution = self.hidden(F.pad(visible_bias, extension), self.bias_channels)
-            # Channels last in shape too: the gradient's sum over the batch is slow otherwise.
+            # Channels last in shape too: otherwise the sum of the gradient over the batch is slow.
             both = hidden.movedim(1, -1) + _cast_saturating(bias_contribution, scores.dtype).movedim(-3, -1)
             hidden = _activate(both, scores.dtype).movedim(-1, 1)
         if first_columns is not None and self.left_context:
-            # Masked inputs are not enough: Conv2 would see hidden values that are made of the edge's own entries.
+            # Masking the inputs is not enough: Conv2 would see hidden values computed from the edge entries.
             before = torch.arange(hidden.shape[-1], device=hidden.device) < first_columns[:, None, :, None]
             hidden = hidden.masked_fill(before, 0)
         processed = _cast_saturating(self.output(hidden, outputs=heads)[..., :columns], scores.dtype)
         own = scores[:, heads]
         result = promote_to_float32(own)
-        # A copy in float32 is added to in place: two more as large would be the most that a block of rows ever has.
+        # Add in place to the float32 copy: two more tensors of this size would set the peak memory of a block of rows.
         result = result + processed if result is own else result.add_(processed)
         return result.add_(bias[..., heads, :, :]) if bias is not None and self.residual_bias else result
 

@@ -1,4 +1,5 @@
-"""DAPE: a two-layer perceptron over the heads' scores and biases, entry by entry; CDAPE with a kernel of size 1."""
+"""DAPE: a two-layer perceptron over the scores and biases of all heads, applied to each entry; CDAPE with kernel size
+1."""
 
 from megatron.position.facts import AttentionDims, ProcessorCost
 from megatron.position.processors.cdape import Cdape
@@ -9,8 +10,9 @@ class Dape(Cdape):
     parameters_summary = "[W, 2H] + [W], [H, W] + [H], as torch.nn.Conv2d starts them"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
-        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; makes rotary worse "
-        "(DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section 4.5)."
+        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; it makes rotary "
+        "worse (DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section "
+        "4.5)."
     )
     other_names = ("cape", "dapev1")
     cost = ProcessorCost(
@@ -33,10 +35,10 @@ class Dape(Cdape):
         """
         Args:
             width: hidden units W (DAPE's D_DAPE).
-            residual_bias: add the bias to the result as well (equation 5 of DAPE V2); false leaves it to the network
-                alone (equation 2).
-            zero_init: start as S + B exactly, so that a trained model can be given a processor and keep its loss
-                (`finetune: true`).
+            residual_bias: also add the bias to the result (equation 5 of DAPE V2); if false, the bias enters only
+                through the network (equation 2).
+            zero_init: start exactly as S + B, so that a processor can be added to a trained model without changing its
+                loss (`finetune: true`).
         """
         super().__init__(
             dims,

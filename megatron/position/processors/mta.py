@@ -1,14 +1,14 @@
-"""Multi-Token Attention: convolutions of each head's score map over queries and keys, and a mixing of heads.
+"""Multi-Token Attention: convolutions of each head's score map over queries and keys, and mixing of heads.
 
-    Z = K_s ∗ mask₀(S + B)                convolution of each head's map, c_q rows by c_k columns, the row itself last
-    A = softmax(mask₋∞(M_s Z))            M_s mixes all heads, if asked for
-    A = M_w mask₀(K_w ∗ A)                a second convolution, if asked for; M_w mixes the heads of each group
+    Z = K_s ∗ mask₀(S + B)                convolution of each head's map, c_q rows by c_k columns, ending with the row
+    A = softmax(mask₋∞(M_s Z))            M_s mixes all heads, if enabled
+    A = M_w mask₀(K_w ∗ A)                a second convolution, if enabled; M_w mixes the heads of each group
     output = g · (1 − λ) · norm(A V)      RMS norm of each head's output, λ = 0.8 − 0.6 exp(−0.3 layer)
 
-Both masks of the paper are here: what a row may not see is zero before a convolution and has no weight after it, so
-that no future key and no key of another document is read. Kernels and maps of heads are the identity plus what is
-learned, which starts at zero and is what weight decay draws to zero; with `absolute` they are learned themselves, start
-as the identity and are decayed to zero, as in the released training.
+Both masks of the paper are applied: hidden entries are zero before a convolution and have no weight after it, so no
+future key and no key of another document is read. Kernels and head maps are the identity plus a learned difference,
+which starts at zero and which weight decay pulls to zero. With `absolute` the kernels and maps are learned themselves:
+they start as the identity and decay to zero, as in the released training.
 """
 
 import math
@@ -26,9 +26,11 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class MapConvolution(nn.Module):
-    """float32 maps [B, H, R, C] and what a kernel of each head, c_q × c_k, makes of them: of the rows above and a row
-    itself, and of columns on both sides. Outside of the map is zero. What is added to the kernel is the identity; with
-    `absolute`, nothing."""
+    """Convolution of float32 maps [B, H, R, C] with a c_q × c_k kernel per head.
+
+    A kernel covers the rows above and the row itself, and columns on both sides. Entries outside the map are zero. The
+    kernel is the identity plus the weight, or the weight itself with `absolute`.
+    """
 
     def __init__(self, num_heads: int, num_rows: int, num_columns: int, *, absolute: bool = False) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class MapConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The identity."""
+        """Reset to the identity."""
         with torch.no_grad():
             self.weight.copy_(self._identity() if self.absolute else torch.zeros_like(self.weight))
 
@@ -47,7 +49,7 @@ class MapConvolution(nn.Module):
         return identity
 
     def has_effect(self) -> bool:
-        """False while the convolution is exactly the identity."""
+        """Return False if the convolution is exactly the identity."""
         return bool((self.weight != self._identity()).any() if self.absolute else self.weight.any())
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ class MapConvolution(nn.Module):
 
 
 class OutputNorm(nn.Module):
-    """RMS norm of heads' outputs [B, h, R, d] times a constant, and a gate of each from itself, if asked for."""
+    """RMS norm of head outputs [B, h, R, d] times a constant, optionally with a gate computed from each output."""
 
     def __init__(self, head_dim: int, factor: float, *, has_gate: bool) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class OutputNorm(nn.Module):
         self.gate = nn.Parameter(torch.zeros(head_dim + 1)) if has_gate else None
 
     def reset_parameters(self) -> None:
-        """A norm without scale, and a gate that is half open."""
+        """Reset to a norm with scale 1 and a half-open gate."""
         nn.init.ones_(self.weight)
         if self.gate is not None:
             nn.init.zeros_(self.gate)
@@ -93,11 +95,11 @@ class Mta(Processor):
     )
     source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
     advice = (
-        "Finds what several words mark together (the paper, sections 4.1 and 4.4). Its released configurations have "
-        "kernels before and after the softmax in the third of every four layers, mix heads before and after it in all "
-        "layers, and have a gate and no depth_scale; `[talking_heads, talking_heads, mta, talking_heads]` "
-        "with absolute is nearest to that, without their norm and gate in the other layers. c_h is all heads unless "
-        "given. It is slow, because no kernel fuses it."
+        "Finds content that several words identify together (the paper, sections 4.1 and 4.4). Released configurations "
+        "have kernels before and after the softmax in the third of every four layers, mix heads before and after it in "
+        "all layers, and have a gate and no depth_scale; `[talking_heads, talking_heads, mta, talking_heads]` with "
+        "absolute is closest to that, without norm and gate in the other layers. c_h is all heads unless given. It is "
+        "slow, because no kernel fuses it."
     )
     other_names = ("multi-token attention",)
     cost = ProcessorCost(
@@ -143,20 +145,19 @@ class Mta(Processor):
     ) -> None:
         """
         Args:
-            query_kernel_size: rows c_q under the kernels, the row's own and those above it.
-            key_kernel_size: keys c_k under the kernels, odd.
-            head_kernel_size: heads c_h of a group that are mixed after the softmax; all heads if null, none of them at
-                1.
-            weights_query_kernel_size: rows under the kernels of a second convolution, of the weights after the softmax;
-                0 for none.
-            weights_key_kernel_size: keys under these, odd; 0 for none.
-            mixes_scores: mix all heads before the softmax as well, after the convolution.
-            mixes_bias: what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards.
-            group_norm: an RMS norm of each head's output, with a scale for each dimension that heads share.
-            depth_scale: multiply that by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does.
-            gate: multiply that by a number between 0 and 1 for each head and token, made of it.
-            absolute: learn kernels and maps themselves, which weight decay draws to zero, instead of their differences
-                from the identity.
+            query_kernel_size: rows c_q of the kernels: the row itself and those above it.
+            key_kernel_size: keys c_k of the kernels, odd.
+            head_kernel_size: heads c_h per group that are mixed after the softmax; all heads if null, no mixing if 1.
+            weights_query_kernel_size: rows of the kernels of a second convolution, of the weights after the softmax; 0
+                for none.
+            weights_key_kernel_size: keys of these kernels, odd; 0 for none.
+            mixes_scores: also mix all heads before the softmax, after the convolution.
+            mixes_bias: mix or convolve S + B; if false, B is added unchanged afterwards.
+            group_norm: apply an RMS norm to each head's output, with a scale per dimension shared by all heads.
+            depth_scale: multiply the output by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does.
+            gate: multiply the output by a gate between 0 and 1 per head and token, computed from the output.
+            absolute: learn the kernels and maps themselves, which weight decay pulls to zero, instead of their
+                differences from the identity.
         """
         super().__init__(dims, has_bias=has_bias)
         kernels = {"": (query_kernel_size, key_kernel_size)}
@@ -169,7 +170,7 @@ class Mta(Processor):
             kernels["weights_"] = (weights_query_kernel_size, weights_key_kernel_size)
         for prefix, (num_rows, num_columns) in kernels.items():
             if num_rows < 1:
-                least = "0, which is none, or more" if prefix else "at least 1"
+                least = "0 (none) or more" if prefix else "at least 1"
                 raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be {least}")
             if num_columns < 1 or num_columns % 2 == 0:
                 raise OptionError(f"{prefix}key_kernel_size", f"is {num_columns}; it must be odd: 1, 3, 5, 7 …")
@@ -178,7 +179,7 @@ class Mta(Processor):
         if head_kernel_size < 1 or heads % head_kernel_size:
             raise OptionError("head_kernel_size", f"is {head_kernel_size}; it must divide the {heads} heads")
         if gate and not group_norm:
-            raise OptionError("gate", "is true, but it reads what group_norm gives, which is false")
+            raise OptionError("gate", "is true, but it needs group_norm, which is false")
         self.mixes_bias = mixes_bias
         self.rows_above = sum(num_rows - 1 for num_rows, _ in kernels.values())
         self.left_context = sum(num_columns // 2 for _, num_columns in kernels.values())
@@ -203,7 +204,7 @@ class Mta(Processor):
         return self.norm is not None or any(each.has_effect() for each in maps if each is not None)
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        if self.absolute:  # muP would scale an identity that a map starts as
+        if self.absolute:  # muP would scale the identity that a map starts as
             return []
         mixings = [mixing for mixing in (self.score_heads, self.weight_heads) if mixing is not None]
         return [(each.weight, "heads") for each in mixings if each.weight.shape[0] == 1]

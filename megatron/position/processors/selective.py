@@ -1,10 +1,10 @@
-"""Selective attention: a token may mask earlier tokens for all tokens after it.
+"""Selective attention: a token can mask earlier tokens for all later tokens.
 
     logit_ij − F_ij,   F_ij = Σ_{j < l < i} ReLU(S_lj + B_lj)  of head 0,   F_i0 = 0
 
-Row l says by its score in head 0 how much of key j it hides from the rows below it, in all heads; never itself from
-itself, and never the first token of the sequence or document. In a window a row hides only what it sees, which is all
-that a row below it sees of the keys before.
+The score of row l in head 0 determines how much of key j it hides from the rows below it, in all heads. A row never
+hides its own key, and never the first token of the sequence or document. With a window, a row hides only keys it sees,
+which include all earlier keys that later rows see.
 """
 
 import torch

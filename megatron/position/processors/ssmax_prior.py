@@ -1,6 +1,6 @@
 """Scalable softmax over scores and bias: both grow with the logarithm of the number of keys, as in BAM's models.
 
-The temperature `ssmax` multiplies queries, which leaves a bias as it is. This processor multiplies the sum.
+The temperature `ssmax` multiplies queries and does not scale a bias. This processor scales the sum.
 """
 
 import math
@@ -17,7 +17,7 @@ from megatron.position.token_range import ALL_HEADS
 
 class SsmaxPrior(Processor):
     formula = "s·log n · (S + B), n the keys that the row sees"
-    parameters_summary = "s [H], all at the option's value at first, or for good without learned"
+    parameters_summary = "s [H], all start at the option's value, and stay there without learned"
     source = (
         "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), the released code with `ssmax_prior`, which "
         "its training script sets: logits are (q·k/√d + prior)·s·log n. Scalable softmax: Nakanishi 2025 (2501.19399)"
@@ -25,7 +25,7 @@ class SsmaxPrior(Processor):
     advice = (
         "For bam, as its authors train it with scalable softmax (overlays bam and ssmax_prior; the default of the "
         "paper's training script). Without a bias it is the temperature ssmax, which kernels compute too; with one, "
-        "take ssmax unless the bias is to grow with the context as the scores do."
+        "use ssmax unless the bias should grow with the context as the scores do."
     )
     cost = ProcessorCost(
         num_parameters=lambda dims, options, has_bias: dims.num_heads if options["learned"] else 0,
@@ -35,7 +35,7 @@ class SsmaxPrior(Processor):
     def __init__(self, dims: AttentionDims, *, has_bias: bool, s: float = 1.0, learned: bool = True) -> None:
         """
         Args:
-            s: where s starts, or what it is without `learned`.
+            s: start value of s, or its fixed value without `learned`.
             learned: learn s for each head.
         """
         super().__init__(dims, has_bias=has_bias)
@@ -56,7 +56,7 @@ class SsmaxPrior(Processor):
         logits = promote_to_float32(scores[:, heads])
         if bias is not None:
             logits = logits + bias[..., heads, :, :]
-        # A row of padding sees no key, and none of its logits is read.
+        # A row of padding sees no key, and its logits are never used.
         scale = torch.log(visible.sum(-1, keepdim=True).clamp_min(1).to(logits.dtype))
         return logits * (scale * (self.fixed if self.s is None else self.s()[heads, None, None]))
 

@@ -1,8 +1,8 @@
-"""Talking heads: linear maps of the heads to each other, of the logits before the softmax and of the weights after it.
+"""Talking heads: linear maps between the heads, of the logits before the softmax and of the weights after it.
 
     weights = (I + W_w) softmax((I + W_l) (S + B))
 
-Both maps begin as the identity: what is learned, and what weight decay draws to zero, is the difference from it. The
+Both maps start as the identity. The learned parameter, which weight decay pulls to zero, is the difference from it. The
 paper starts with random maps. The published code of Multi-Token Attention, which compares with it, starts with the
 identity and decays the maps themselves to zero (`absolute: true`).
 """
@@ -19,12 +19,12 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class HeadMixing(nn.Module):
-    """A linear map of the heads of each group to each other, entry by entry: identity + weight, which starts as zero.
+    """A linear map between the heads of each group, applied to each entry: identity + weight, which starts at zero.
 
     Args:
         num_heads: H.
         group_size: consecutive heads that are mixed with each other, a divisor of H.
-        absolute: weight is the map itself and starts as the identity.
+        absolute: the weight is the map itself and starts as the identity.
     """
 
     def __init__(self, num_heads: int, group_size: int, *, absolute: bool = False) -> None:
@@ -34,7 +34,7 @@ class HeadMixing(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The identity."""
+        """Reset to the identity."""
         with torch.no_grad():
             self.weight.copy_(self._identity() if self.absolute else torch.zeros_like(self.weight))
 
@@ -42,17 +42,17 @@ class HeadMixing(nn.Module):
         return torch.eye(self.weight.shape[-1], dtype=self.weight.dtype, device=self.weight.device)
 
     def has_effect(self) -> bool:
-        """False while the map is exactly the identity."""
+        """Return False if the map is exactly the identity."""
         return bool((self.weight != self._identity()).any() if self.absolute else self.weight.any())
 
     def forward(self, maps: Tensor, heads: slice = ALL_HEADS) -> Tensor:
-        """float32 maps [B, H, R, C] of all heads to those [B, h, R, C] of some."""
+        """Mix float32 maps [B, H, R, C] of all heads into [B, h, R, C] of the selected ones."""
         num_groups, size, _ = self.weight.shape
         matrices = self.weight.to(maps.dtype)
         if not self.absolute:
             matrices = matrices + torch.eye(size, dtype=maps.dtype, device=maps.device)
         if num_groups == 1:
-            # one product a sequence, whether or not gradients are kept: matmul of a matrix would fold for gradients
+            # one product per sequence with or without gradients: matmul would fold the batch for gradients
             batch = matrices[0, heads].expand(len(maps), -1, -1)
             return torch.bmm(batch, maps.flatten(2)).unflatten(2, maps.shape[2:])
         grouped = maps.unflatten(1, (num_groups, size)).flatten(3)
@@ -66,7 +66,7 @@ class TalkingHeads(Processor):
     source = "Talking-heads attention: Shazeer et al. 2020 (arXiv:2003.02436), section 3"
     advice = (
         "Better than plain attention at the same number of heads in T5 and ALBERT, and the more heads the better "
-        "(the paper, section 5). With mixes_bias: false a learned map cannot turn a bias's decay around."
+        "(the paper, section 5). With mixes_bias: false a learned map cannot reverse the decay of a bias."
     )
     other_names = ("talking heads attention",)
     cost = ProcessorCost(
@@ -94,13 +94,13 @@ class TalkingHeads(Processor):
         Args:
             before_softmax: mix the logits.
             after_softmax: mix the weights.
-            mixes_bias: what is mixed or convolved is S + B; false leaves B as it is and adds it afterwards.
-            absolute: learn the maps themselves, which weight decay draws to zero, instead of their differences from
-                the identity.
+            mixes_bias: mix or convolve S + B; if false, B is added unchanged afterwards.
+            absolute: learn the maps themselves, which weight decay pulls to zero, instead of their differences from the
+                identity.
         """
         super().__init__(dims, has_bias=has_bias)
         if not before_softmax and not after_softmax:
-            raise OptionError("after_softmax", "is false, as is before_softmax: nothing is mixed; set one of them true")
+            raise OptionError("after_softmax", "is false, and so is before_softmax; set one of them to true")
         self.mixes_bias = mixes_bias
         self.absolute = absolute
         self.logits = HeadMixing(dims.num_heads, dims.num_heads, absolute=absolute) if before_softmax else None
@@ -110,7 +110,7 @@ class TalkingHeads(Processor):
         return any(each.has_effect() for each in (self.logits, self.weights) if each is not None)
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
-        # muP would scale an identity that a map starts as
+        # muP would scale the identity that a map starts as
         return [] if self.absolute else [(parameter, "heads") for parameter in self.parameters()]
 
     def forward(

@@ -1,2 +1,2 @@
-"""One attention temperature per file. The file's name is the temperature's name; the file holds one `Temperature`
-subclass."""
+"""Attention temperatures: one per file, with one `Temperature` subclass. The name of the file is the temperature's
+name."""

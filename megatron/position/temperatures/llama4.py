@@ -1,4 +1,4 @@
-"""Llama 4's temperature: scores grow with the logarithm of the position, in steps of thousands of tokens."""
+"""Temperature of Llama 4: scores grow with the logarithm of the position, in steps of thousands of tokens."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ class Llama4(Temperature):
     formula = "1 + attn_scale·log(1 + floor((i + 1) / floor_scale)), i the row's position"
     source = "Llama 4 (Meta 2025), attn_temperature_tuning of its released configuration, as transformers computes it"
     advice = (
-        "In layers without a position encoding of a model that reads very long texts, as in Llama 4; a row before "
-        "floor_scale is left as it is. For a model trained on shorter rows choose a floor_scale that they reach."
+        "For layers without a position encoding in a model that reads very long texts, as in Llama 4; rows before "
+        "floor_scale are unchanged. For a model trained on shorter rows choose a floor_scale within their length."
     )
     other_names = ("attn_temperature_tuning",)
     cost = TemperatureCost()
@@ -20,8 +20,8 @@ class Llama4(Temperature):
     def __init__(self, dims: AttentionDims, *, floor_scale: int = 8192, attn_scale: float = 0.1) -> None:
         """
         Args:
-            floor_scale: tokens after which the factor takes its next step; up to the first it is 1.
-            attn_scale: how much the logarithm of the steps adds.
+            floor_scale: number of tokens between steps of the factor; it is 1 up to the first step.
+            attn_scale: multiplier of the logarithm of the steps.
         """
         super().__init__(dims)
         if floor_scale < 1:

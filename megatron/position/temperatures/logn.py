@@ -13,8 +13,8 @@ class Logn(Temperature):
     formula = "max(1, log n / log T), n the keys that the row sees, T = length"
     source = "Su 2021 (kexue.fm/archives/8823), with the maximum that Qwen's use_logn_attn takes"
     advice = (
-        "At evaluation of a model that was trained without a temperature (`--attention-temperature logn`): up to the "
-        "training length it changes nothing. It keeps the entropy of attention about as it was where a row sees more "
+        "To evaluate a model that was trained without a temperature (`--attention-temperature logn`): up to the "
+        "training length it changes nothing. It keeps the entropy of attention about the same when a row sees more "
         "keys."
     )
     other_names = ("log_n", "logn_attn", "use_logn_attn")
@@ -23,11 +23,11 @@ class Logn(Temperature):
     def __init__(self, dims: AttentionDims, *, length: int | None = None) -> None:
         """
         Args:
-            length: T, the keys up to which the factor is 1; the training length if null.
+            length: T, the number of keys up to which the factor is 1; the training length if null.
         """
         super().__init__(dims)
         self.length = dims.train_length if length is None else length
-        """T; the training length where the option is absent."""
+        """T; the training length if the option is absent."""
         if self.length < 2:
             raise OptionError("length", f"is {self.length}; it must be at least 2")
 

@@ -12,16 +12,16 @@ from megatron.position.temperature import Temperature
 
 class Ssmax(Temperature):
     formula = "s·log n, n the keys that the row sees"
-    parameters_summary = "s [H], all at the option's value at first, or for good without learned"
+    parameters_summary = "s [H], all start at the option's value, and stay there without learned"
     source = (
         "Scalable-Softmax: Nakanishi 2025 (2501.19399), softmax to the base n^s; start value and count of keys as in "
         "BAM's released code"
     )
     advice = (
-        "Against attention that fades as contexts grow: of n keys with bounded scores a softmax gives none more than a "
-        "share that falls as 1/n. To be trained with; its author reports a lower training loss and better retrieval in "
-        "long contexts. A bias stays as it is; the processor ssmax_logits scales both. A row that sees one key has the "
-        "factor 0, which changes nothing: it attends to that key."
+        "Against attention that fades as contexts grow: with n keys and bounded scores, a softmax gives no key more "
+        "than a share that falls as 1/n. Use it in training; its author reports a lower training loss and better "
+        "retrieval in long contexts. It does not scale a bias; the processor ssmax_logits scales both. A row that sees "
+        "one key has the factor 0, which changes nothing: it attends to that key."
     )
     other_names = ("scalable_softmax", "scaled_softmax")
     cost = TemperatureCost(num_parameters=lambda dims, options: dims.num_heads if options["learned"] else 0)
@@ -29,7 +29,7 @@ class Ssmax(Temperature):
     def __init__(self, dims: AttentionDims, *, s: float = 1.0, learned: bool = True) -> None:
         """
         Args:
-            s: where s starts, or what it is without `learned`.
+            s: start value of s, or its fixed value without `learned`.
             learned: learn s for each head.
         """
         super().__init__(dims)

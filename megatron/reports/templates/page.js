@@ -1,8 +1,8 @@
-// What a page can do beyond showing itself: colour scheme, tables that sort, charts that answer, files that are saved.
+// Interactive features of a page: color scheme, sortable tables, interactive charts, downloads.
 "use strict";
 {
 const root = document.documentElement;
-const choices = new Map();  // what a reader chose of a chart, by its id, for when it is drawn anew
+const choices = new Map();  // reader settings by chart id, restored after a redraw
 
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -18,11 +18,11 @@ function save(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// The colour scheme: the system's, until a reader chooses.
+// Color scheme: the system's, until a reader selects one.
 function setUpTheme(button) {
   const isDark = () => root.dataset.theme ? root.dataset.theme === "dark"
     : matchMedia("(prefers-color-scheme: dark)").matches;
-  const show = () => { button.textContent = isDark() ? "Light colours" : "Dark colours"; };
+  const show = () => { button.textContent = isDark() ? "Light colors" : "Dark colors"; };
   try { root.dataset.theme = localStorage.getItem("theme") || ""; } catch { /* a page without storage */ }
   button.addEventListener("click", () => {
     root.dataset.theme = isDark() ? "light" : "dark";
@@ -33,7 +33,7 @@ function setUpTheme(button) {
   button.hidden = false;
 }
 
-// Files are packed; a browser that cannot unpack them saves them as they are.
+// Downloads are compressed; browsers without DecompressionStream save the compressed file.
 function setUpDownload(link) {
   if (!window.DecompressionStream) return;
   link.addEventListener("click", async (event) => {
@@ -44,7 +44,7 @@ function setUpDownload(link) {
   });
 }
 
-// Tables: a press on a head sorts, one more turns round, a third restores. What has no number stays last.
+// Tables: clicks on a header sort, reverse, and restore the rows. Rows without a number stay last.
 function setUpTable(table) {
   const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0], rows = [...body.rows];
   if (rows.length < 2) return;
@@ -76,7 +76,7 @@ function setUpTable(table) {
   });
 }
 
-// Charts: as charts.py draws them, with what a reader has chosen.
+// Charts: same drawing as in charts.py, with reader settings.
 function setUpChart(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const canvas = figure.querySelector(".canvas"), plot = figure.querySelector(".plot");
@@ -265,8 +265,8 @@ function setUpChart(figure) {
     const initial = data.series.map((series) => series.drawn);
     addTool(`All ${data.word}`, () => { drawn.fill(true); drawAll(); });
     addTool("None", () => { drawn.fill(false); drawAll(); });
-    addTool("As at first", () => { initial.forEach((is, index) => { drawn[index] = is; }); drawAll(); });
-    addTool("Others faintly", (button) => {
+    addTool("Reset", () => { initial.forEach((is, index) => { drawn[index] = is; }); drawAll(); });
+    addTool("Show others", (button) => {
       button.setAttribute("aria-pressed", !canvas.classList.toggle("faintless"));
     }, !(chosen?.isFaintless ?? !hasFaint));
   }
@@ -275,7 +275,7 @@ function setUpChart(figure) {
   if (!isPoints) drawAll();
 }
 
-// A chart by itself: in the light scheme, with colours and sizes written out, and with its title and legend.
+// Standalone chart: light scheme, explicit colors and sizes, title, and legend.
 function saveChart(figure, canvas) {
   const width = 760, height = 300, left = 70, top = 60, names = ["fill", "stroke", "stroke-width", "stroke-dasharray",
     "opacity", "font-size", "text-anchor", "visibility", "display"];
@@ -333,7 +333,7 @@ function setUpPart(part) {
   part.querySelectorAll("figure.chart").forEach(setUpChart);
 }
 
-// Another text of a part of the page. What a reader has unfolded stays so.
+// Replace part of the page, and keep expanded details open.
 function replacePart(part, next) {
   const unfolded = new Set([...part.querySelectorAll("details[open] > summary")].map((each) => each.textContent));
   part.replaceWith(next);
@@ -341,7 +341,7 @@ function replacePart(part, next) {
   setUpPart(next);
 }
 
-// A page of a server asks for itself again and again, and takes what has changed. What has the focus stays as it is.
+// A served page polls the server and updates changed parts, unless an element in them has the focus.
 function setUpRefresh(status) {
   const parts = ["h1", "#downloads", "nav", "main", "footer"];
   let shown = null;
@@ -351,14 +351,14 @@ function setUpRefresh(status) {
       const text = await answer.text();
       if (!answer.ok) throw new Error(text);
       const next = new DOMParser().parseFromString(text, "text/html"), word = next.getElementById("refresh").textContent;
-      status.textContent = `${word}, looked at ${new Date().toLocaleTimeString()}, every ${status.dataset.seconds} s`;
+      status.textContent = `${word}, updated ${new Date().toLocaleTimeString()}, every ${status.dataset.seconds} s`;
       if (text === shown || document.querySelector("main :focus, .readout:not([hidden])")) return;
       document.title = next.title;
       for (const part of parts) replacePart(document.querySelector(part), next.querySelector(part));
       shown = text;
     } catch (error) {
-      const reason = error instanceof TypeError ? "The server does not answer" : error.message;
-      status.textContent = `${reason}: this is what it showed last`;
+      const reason = error instanceof TypeError ? "The server does not respond" : error.message;
+      status.textContent = `${reason}; showing the last update`;
     }
   };
   setInterval(look, 1000 * status.dataset.seconds);

@@ -1,1 +1,1 @@
-"""One file for each task; `megatron.tasks.task_config` finds them by name."""
+"""Tasks, one per file; `megatron.tasks.task_config` finds them by name."""

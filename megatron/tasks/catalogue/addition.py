@@ -1,4 +1,4 @@
-"""Addition of two decimal numbers, written as people write it or in the ways that help transformers to carry."""
+"""Addition of two decimal numbers, in standard notation or in formats that help transformers to carry."""
 
 from typing import Literal, Self
 
@@ -16,34 +16,35 @@ FIRST_HINT = 11
 class Addition(AutoregressiveTask):
     """`$ 6 5 3 + 0 4 9 | 0 7 0 2 .`: two numbers of n digits each, and the n + 1 digits of their sum.
 
-    Digits are uniform, those of 653 + 49 with zeros before them to a length of n. What is asked for is written
+    Digits are uniform; the example is 653 + 49, zero-padded to n digits. The sum is written as follows:
 
-        order: plain       from the highest digit on, as people do
-        order: reversed    from the lowest digit on, so that a carry is known when it is needed (the numbers stay)
+        order: plain       highest digit first, the standard notation
+        order: reversed    lowest digit first, so that a carry is known when it is needed; the summands do not change
 
-    `index_hints` puts before every digit, also before those asked for, a symbol that says of which power of ten it is:
-    successive symbols, from a random one on (Zhou et al. 2023). `positions: coupled` tells the model of the same
-    numbers no indices: digits of one power of ten have one position in all three, + and | that behind the lowest one,
-    $ stands at 0; successive positions, from a random one on for each sequence (Cho et al. 2024, 2405.20671). Both know
-    numbers of up to `max_digits` digits. Digits alone count for accuracy, not hints, nor the full stop.
+    `index_hints` inserts before every digit, including those of the sum, a symbol for its power of ten. Symbols are
+    consecutive, from a random one on (Zhou et al. 2023). `positions: coupled` gives the model position ids instead of
+    symbols: digits of one power of ten have the same position in all three numbers, + and | have the position after the
+    lowest digit, and $ has 0. Positions are consecutive, from a random one on for each sequence (Cho et al. 2024,
+    2405.20671). Both support numbers of up to `max_digits` digits. Accuracy counts only digits, not hints or the stop
+    token.
 
-    Vocabulary: ten digits, +, the hints if there are any, and three marks.
+    Vocabulary: ten digits, +, the hints if enabled, and three special tokens.
     """
 
-    title = "the digits of the sum of two numbers of n digits, and a full stop"
+    title = "the digits of the sum of two n-digit numbers, and a stop token"
     paper = "Zhou et al. (2023), What Algorithms can Transformers Learn? A Study in Length Generalization"
 
-    order: Literal["plain", "reversed"] = config_field("plain", "the sum from its highest or from its lowest digit on")
-    index_hints: bool = config_field(False, "a symbol before each digit that says its power of ten")
+    order: Literal["plain", "reversed"] = config_field("plain", "write the sum from its highest or its lowest digit")
+    index_hints: bool = config_field(False, "insert a symbol for the power of ten before each digit")
     positions: Literal["indices", "coupled"] = config_field(
-        "indices", "what the model is told of places: indices, or powers of ten (for encodings that take positions)"
+        "indices", "position ids: token indices, or powers of ten (for encodings that support position ids)"
     )
-    max_digits: int = config_field(200, "digits for which there are hints or coupled positions", ge=1, le=10**5)
+    max_digits: int = config_field(200, "maximum number of digits with hints or coupled positions", ge=1, le=10**5)
 
     @model_validator(mode="after")
     def _check_hints(self) -> Self:
         if self.index_hints and self.positions == "coupled":
-            raise ValueError("index_hints and positions: coupled say the same in two ways; choose one")
+            raise ValueError("index_hints and positions: coupled are redundant; choose one")
         return self
 
     @property
@@ -65,7 +66,7 @@ class Addition(AutoregressiveTask):
     def sample_batch(self, generator: np.random.Generator, count: int, length: int) -> TaskBatch:
         numbers = generator.integers(10, size=(2, count, length))
         total = add_digits(numbers)
-        powers = np.arange(length, -1, -1)  # of ten, of the digits of the sum
+        powers = np.arange(length, -1, -1)  # powers of ten of the digits of the sum
         if self.order == "reversed":
             total, powers = total[:, ::-1], powers[::-1]
         first = generator.integers(self.max_digits + 1 - length, size=(count, 1))
@@ -81,7 +82,7 @@ class Addition(AutoregressiveTask):
         batch = batch._replace(accuracy_mask=is_digit)
         if self.positions == "indices":
             return batch
-        # The place of the digit of 10^k is `units` − k.
+        # The position of the digit of 10^k is `units` − k.
         units = 1 + first + length
         places = [units - np.arange(length - 1, -1, -1), units + 1]
         return batch._replace(
@@ -101,7 +102,7 @@ class Addition(AutoregressiveTask):
 
 
 def add_digits(numbers: Array) -> Array:
-    """The digits of the sums of two numbers, int64 [2, B, n], the highest first: [B, n + 1]."""
+    """Add pairs of numbers, int64 [2, B, n], highest digit first; returns digits [B, n + 1]."""
     sums = numbers.sum(axis=0)
     digits = np.zeros((len(sums), sums.shape[1] + 1), dtype=np.int64)
     carry = np.zeros(len(sums), dtype=np.int64)
@@ -112,5 +113,5 @@ def add_digits(numbers: Array) -> Array:
 
 
 def _interleave(hints: Array, digits: Array) -> Array:
-    """A hint before each digit, [B, 2n]."""
+    """Insert a hint before each digit; returns [B, 2n]."""
     return np.stack(np.broadcast_arrays(hints, digits), axis=2).reshape(len(digits), -1)

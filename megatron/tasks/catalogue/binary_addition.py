@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TERMINATOR_SYMBOL, TransductionTask
 
 
 class BinaryAddition(TransductionTask):
-    """Two numbers with a 2 between them, least significant bit first; their sum, then the terminator, then zeros.
+    """Two binary numbers separated by a 2, lowest bit first; the answer is their sum, the terminator, and zeros.
 
-    For n ≤ 2 the input is a single number, below 2^n − 1 and with n bits, and the output is that without zeros above.
+    For n ≤ 2 the input is a single n-bit number below 2^n − 1, and the output is this number without leading zeros.
     """
 
     title = "the sum of two numbers in binary, least significant bit first"

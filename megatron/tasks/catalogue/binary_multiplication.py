@@ -8,7 +8,7 @@ from megatron.tasks.transduction_task import TERMINATOR_SYMBOL, TransductionTask
 
 
 class BinaryMultiplication(TransductionTask):
-    """Two numbers with a 2 between them, least significant bit first; their product, then the terminator, then zeros.
+    """Two binary numbers separated by a 2, lowest bit first; the answer is their product, terminator, and zeros.
 
     For n ≤ 2 the input is a single number below 2^n − 1, and the output does not depend on it.
     """
@@ -25,7 +25,7 @@ class BinaryMultiplication(TransductionTask):
     def sample_strings(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array]:
         if length > 2:
             inputs, first, second = sample_number_pairs(generator, count, length)
-            # Their convolution, before carrying: whole numbers below n, which Fourier transforms miss by less than ½.
+            # Convolution before carries: whole numbers below n, which the FFT computes with an error of less than ½.
             first, second = (np.fft.rfft(number, 2 * length) for number in (first, second))
             sums = np.rint(np.fft.irfft(first * second, 2 * length)[:, :length]).astype(np.int64)
             return inputs, terminate_bits(propagate_carries(sums), length)

@@ -7,9 +7,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class BucketSort(TransductionTask):
-    """n symbols of 0 to 4; the same, sorted."""
+    """n symbols from 0 to 4; the answer is the sorted string."""
 
-    title = "n symbols of five, sorted"
+    title = "n symbols out of five, sorted"
     chomsky_level = "C"
     permutation_invariant = True
     num_input_symbols = 5

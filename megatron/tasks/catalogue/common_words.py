@@ -1,4 +1,4 @@
-"""Common words: those of a list that come more often than the others."""
+"""Common words: the words that occur most often in a list."""
 
 from typing import Self
 
@@ -12,22 +12,21 @@ from megatron.tasks.task import TaskBatch
 
 
 class CommonWords(RulerTask):
-    """A list of n words in any order: a few come often, all others seldom; the frequent ones are asked for (RULER's
-    cwe).
+    """A shuffled list of n words, a few frequent and all others rare; the answer is the frequent words (RULER's cwe).
 
-    They are asked for in the order in which they first come (RULER takes any), each after the right ones before it. A
-    longer list has more of the seldom words, and the frequent ones no more often. RULER's numbers for short texts are
-    10 common words, 6 times each among words that come once.
+    The words are expected in the order of their first occurrence (RULER accepts any order), each given the correct ones
+    before it. A longer list has more rare words; the frequent ones do not become more frequent. RULER's numbers for
+    short texts are 10 common words with 6 occurrences each, among words that occur once.
 
-    Vocabulary: words, the question mark.
+    Vocabulary: words, question mark.
     """
 
-    title = "the words that come often in a list of n words"
+    title = "the frequent words of a list of n words"
 
-    num_cw: int = config_field(3, "common words", ge=1, le=10**4)
-    freq_cw: int = config_field(6, "times that a common word comes", ge=2, le=10**4)
-    freq_ucw: int = config_field(1, "times that another word comes", ge=1, le=10**4)
-    vocabulary: int = config_field(2048, "different words; a list of n words has about n", ge=2, le=10**6)
+    num_cw: int = config_field(3, "number of common words", ge=1, le=10**4)
+    freq_cw: int = config_field(6, "occurrences of each common word", ge=2, le=10**4)
+    freq_ucw: int = config_field(1, "occurrences of each other word", ge=1, le=10**4)
+    vocabulary: int = config_field(2048, "number of different words; a list of n words has about n", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -50,7 +49,7 @@ class CommonWords(RulerTask):
         if length < common or (length - common) % self.freq_ucw:
             return f"lists have {common} words and a multiple of {self.freq_ucw} more"
         if self.num_cw + (length - common) // self.freq_ucw > self.vocabulary:
-            return f"it needs more words than there are, {self.vocabulary} (task_options.vocabulary)"
+            return f"it needs more than {self.vocabulary} words (task_options.vocabulary)"
         return None
 
     def sequence_length(self, length: int) -> int:
@@ -68,6 +67,7 @@ class CommonWords(RulerTask):
         return build_question_batch(listed, np.concatenate([mark, common], axis=1)[:, None], given=1)
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:
-        # One of the words that are left, each as likely as it is frequent, and right if it is the next.
+        # A random word of the rest of the list; its probability is its frequency, and it is correct if it is the next
+        # answer.
         left = [length - self.freq_cw * done for done in range(self.num_cw)]
         return {"any word of the list": sum(self.freq_cw / rest for rest in left) / self.num_cw}

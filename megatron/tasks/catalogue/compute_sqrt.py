@@ -1,4 +1,4 @@
-"""Compute sqrt: the integer part of a square root, bit by bit."""
+"""Square root: the integer part of a square root, bit by bit."""
 
 import math
 
@@ -10,7 +10,7 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ComputeSqrt(TransductionTask):
-    """n bits of a number that is uniform on 1 … 2^n − 1, most significant first; ⌊√x⌋ in exactly ⌈n/2⌉ bits."""
+    """n bits of a number uniform on 1 … 2^n − 1, most significant first; the answer is ⌊√x⌋ in exactly ⌈n/2⌉ bits."""
 
     title = "the integer part of a square root in binary, most significant bit first"
     chomsky_level = "C"

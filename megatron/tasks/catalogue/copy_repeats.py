@@ -1,13 +1,13 @@
-"""Copying strings that repeat themselves."""
+"""Copying of repetitive strings."""
 
 from megatron.tasks.repetitive_strings import RepetitiveStringTask
 from megatron.tasks.task import Array
 
 
 class CopyRepeats(RepetitiveStringTask):
-    """`$ string | string .`: n letters in pieces that come again and again; the same letters and a full stop."""
+    """`$ string | string .`: n letters in repeated pieces; the answer is the same letters and a stop token."""
 
-    title = "n letters of pieces that repeat, again, and a full stop"
+    title = "n letters in repeated pieces, copied, and a stop token"
 
     def order_answer(self, string: Array) -> Array:
         return string

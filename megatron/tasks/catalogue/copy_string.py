@@ -1,4 +1,4 @@
-"""Copying: a string of letters, and then the same again."""
+"""Copying of a string of letters."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from megatron.tasks.task import TaskBatch
 
 
 class CopyString(StringTask):
-    """`$ string | string .`: n uniform letters; after the bar the same letters and a full stop are asked for."""
+    """`$ string | string .`: n uniform letters; the answer after the bar is the same letters and a stop token."""
 
-    title = "n letters again, and a full stop"
+    title = "n letters, copied, and a stop token"
 
     def sequence_length(self, length: int) -> int:
         return 2 * length + 2

@@ -1,4 +1,4 @@
-"""Cycle navigation: where on a circle of five places do moves end?"""
+"""Cycle navigation: the final position after moves on a cycle of length five."""
 
 import numpy as np
 
@@ -7,9 +7,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class CycleNavigation(TransductionTask):
-    """n moves on a circle of five places, 0 backwards, 1 none and 2 forwards; the place where they end."""
+    """n moves on a cycle of length five (0 backward, 1 none, 2 forward); the answer is the final position."""
 
-    title = "where n steps back, none or forward on a circle of five places end"
+    title = "the final position after n steps (back, none, or forward) on a cycle of length five"
     chomsky_level = "R"
     permutation_invariant = True
     num_input_symbols = 3

@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class DuplicateString(TransductionTask):
-    """n bits; the same twice, so 2n outputs."""
+    """n bits; the answer is the same string twice, with 2n outputs."""
 
-    title = "n bits twice"
+    title = "n bits, twice"
     chomsky_level = "C"
     num_input_symbols = 2
     num_output_symbols = 2

@@ -1,4 +1,4 @@
-"""Even pairs: is the number of neighbours that differ even or odd?"""
+"""Even pairs: the parity of the number of unequal neighbors."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class EvenPairs(TransductionTask):
-    """n bits; the parity of the number of unequal neighbours, which is whether the first and the last differ."""
+    """n bits; the answer is the parity of unequal neighbors, which is 1 if the first and the last bit differ."""
 
-    title = "is the number of unequal neighbours among n bits odd"
+    title = "the parity of the number of unequal neighbors among n bits"
     chomsky_level = "R"
     num_input_symbols = 2
     num_output_symbols = 2

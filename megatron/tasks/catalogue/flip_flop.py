@@ -1,4 +1,4 @@
-"""Flip-flop: the bit that was written last, among bits to be ignored."""
+"""Flip-flop: the most recently written bit, among bits to ignore."""
 
 import numpy as np
 
@@ -9,20 +9,20 @@ WRITE, READ, IGNORE, FIRST_BIT = range(4)
 
 
 class FlipFlop(Task):
-    """Instructions, each followed by a bit: `w 1 i 0 i 1 r 1 w 0 … r 0`; the bit after each `r` is asked for.
+    """Instructions, each followed by a bit: `w 1 i 0 i 1 r 1 w 0 … r 0`; the answer at `r` is the last bit written.
 
-    It is the bit after the last `w`. The first instruction is w, the last r; of the others each is i with probability
-    `ignore`, else w or r equally often. Bits after w and i are uniform. FFL(T, p) of the paper has T tokens and p =
-    `ignore`: it trains at 512 and 0.8, and asks at 0.98, where the last w is far (sparse), and at 0.1 (dense), by
-    `evaluate --task-options ignore=0.98`. The length of the input is that of the sequence, and even.
+    The first instruction is w, the last r. Others are i with probability `ignore`, else w or r with equal probability.
+    Bits after w and i are uniform. FFL(T, p) of the paper has T tokens and p = `ignore`. It trains at 512 and 0.8, and
+    evaluates at 0.98, where the last w is far (sparse), and at 0.1 (dense), with `evaluate --task-options ignore=0.98`.
+    The input length is that of the sequence, and even.
 
     Vocabulary: w, r, i, 0, 1.
     """
 
-    title = "the bit that was written last, at every read"
+    title = "the last bit written, at every read"
     paper = "Liu et al. (2023), Exposing Attention Glitches with Flip-Flop Language Modeling"
 
-    ignore: float = config_field(0.8, "probability that a bit is to be ignored", ge=0, le=1)
+    ignore: float = config_field(0.8, "probability of an ignore instruction", ge=0, le=1)
 
     @property
     def vocab_size(self) -> int:
@@ -33,7 +33,9 @@ class FlipFlop(Task):
         return range(FIRST_BIT, FIRST_BIT + 2)
 
     def unsupported_length_reason(self, length: int) -> str | None:
-        return None if length >= 4 and length % 2 == 0 else "a write and a read need an even length of at least 4"
+        return (
+            None if length >= 4 and length % 2 == 0 else "expected an even length of at least 4 for a write and a read"
+        )
 
     def sequence_length(self, length: int) -> int:
         return length

@@ -1,4 +1,4 @@
-"""Frequent words: the words of a text that come most often, the most frequent first."""
+"""Frequent words: the most frequent words of a text, in order of frequency."""
 
 from typing import Self
 
@@ -12,22 +12,21 @@ from megatron.tasks.task import Array, TaskBatch
 
 
 class FrequentWords(RulerTask):
-    """A text of n words in any order whose frequencies follow a zeta distribution; the most frequent are asked for
-    (RULER's fwe).
+    """A shuffled text of n words with zeta frequencies; the answer is the most frequent words (RULER's fwe).
 
-    The word of rank r = 1, 2, … comes ⌊n·r^(−alpha)/Z⌋ times, Z the sum of r^(−alpha) over all ranks. The first rank,
-    and the rest that is left over, are one word that says nothing, as in RULER. The words of the ranks that follow are
-    asked for, the most frequent first (RULER takes any order), each after the right ones before it. All frequencies
-    grow with the text.
+    The word of rank r = 1, 2, … occurs ⌊n·r^(−alpha)/Z⌋ times, where Z is the sum of r^(−alpha) over all ranks. The
+    first rank and the remaining tokens are a filler word, as in RULER. The words of the next ranks are expected in
+    order of frequency (RULER accepts any order), each given the correct ones before it. All frequencies grow with the
+    text.
 
-    Vocabulary: words, the one that says nothing, the question mark.
+    Vocabulary: words, filler word, question mark.
     """
 
     title = "the most frequent words of a text of n words"
 
-    num_words: int = config_field(3, "words that are asked for", ge=1, le=10**4)
-    alpha: float = config_field(2.0, "frequencies fall with the rank to this power", gt=0, le=10)
-    vocabulary: int = config_field(64, "different words", ge=2, le=10**6)
+    num_words: int = config_field(3, "number of queried words", ge=1, le=10**4)
+    alpha: float = config_field(2.0, "exponent of the decay of frequencies with rank", gt=0, le=10)
+    vocabulary: int = config_field(64, "number of different words", ge=2, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -44,7 +43,7 @@ class FrequentWords(RulerTask):
         return range(self.vocabulary)
 
     def count_words(self, length: int) -> Array:
-        """How often the words of the ranks 2, 3, … come in a text of a length, int64 [vocabulary]."""
+        """Return the number of occurrences of the words of ranks 2, 3, … in a text of a length, int64 [vocabulary]."""
         weights = np.arange(1, self.vocabulary + 2, dtype=np.float64) ** -self.alpha
         return np.floor(length * weights / weights.sum()).astype(np.int64)[1:]
 
@@ -52,7 +51,7 @@ class FrequentWords(RulerTask):
         asked = self.count_words(length)[: self.num_words + 1]
         if (np.diff(asked) < 0).all():
             return None
-        return f"the {self.num_words} most frequent words do not differ in how often they come: it is too short"
+        return f"the {self.num_words} most frequent words do not differ in frequency; the text is too short"
 
     def sequence_length(self, length: int) -> int:
         return length + self.num_words

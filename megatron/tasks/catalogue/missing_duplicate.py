@@ -1,4 +1,4 @@
-"""Missing duplicate: the bit that is left out of a string which is there twice."""
+"""Missing duplicate: the masked bit of a duplicated string."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ HIDDEN, PADDING = 2, 3
 
 
 class MissingDuplicate(TransductionTask):
-    """A string of ⌊n/2⌋ bits twice, one of all places hidden by a 2, and a 3 at the end of an odd n; the hidden bit.
+    """A string of ⌊n/2⌋ bits twice, one bit masked by a 2, and a final 3 if n is odd; the answer is the masked bit.
 
     For n = 1 input and output are 1.
     """
 
-    title = "the bit that is hidden in a string of n/2 bits which is there twice"
+    title = "the masked bit in a string of n/2 bits that occurs twice"
     chomsky_level = "C"
     num_input_symbols = 4
     num_output_symbols = 2

@@ -1,4 +1,4 @@
-"""Modular arithmetic without brackets: the value of digits and operators modulo 5."""
+"""Modular arithmetic without brackets: the value of an expression modulo 5."""
 
 import numpy as np
 
@@ -9,13 +9,13 @@ PLUS, MINUS = 5, 6
 
 
 class ModularArithmetic(TransductionTask):
-    """Digit, operator, digit, …; the value modulo 5, × before + and −. Inputs have an odd length, n − 1 for an even n.
+    """Digit, operator, digit, …; the answer is the value modulo 5, with × before + and −.
 
-    The digits 0 to 4 are their own symbols, then follow +, − and ×. The papers' code has a ninth symbol, a blank that
-    is never drawn; so has this alphabet.
+    Inputs have odd length, n − 1 for even n. Symbols 0 to 4 are digits, followed by +, −, and ×. Like the papers' code,
+    this alphabet has a ninth symbol, a blank that is never drawn.
     """
 
-    title = "the value modulo 5 of digits joined by +, − and ×"
+    title = "the value modulo 5 of digits joined by +, −, and ×"
     chomsky_level = "R"
     num_input_symbols = 9
     num_output_symbols = 5

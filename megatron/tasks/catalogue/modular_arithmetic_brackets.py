@@ -1,4 +1,4 @@
-"""Modular arithmetic in brackets: the value of an expression modulo 5."""
+"""Modular arithmetic with brackets: the value of an expression modulo 5."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ModularArithmeticBrackets(TransductionTask):
-    """An expression of exactly n symbols with +, − and ×, see `megatron.tasks.arithmetic`; its value modulo 5.
+    """Expression of n symbols with +, −, and × (see `megatron.tasks.arithmetic`); the answer is its value modulo 5.
 
-    The papers' code has an eleventh symbol that is never drawn; so has this alphabet.
+    Like the papers' code, this alphabet has an eleventh symbol that is never drawn.
     """
 
-    title = "the value modulo 5 of an expression in brackets"
+    title = "the value modulo 5 of an expression with brackets"
     chomsky_level = "D"
     num_input_symbols = 11
     num_output_symbols = 5

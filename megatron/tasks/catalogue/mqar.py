@@ -1,4 +1,4 @@
-"""Multi-query associative recall: the values that belong to keys which come again."""
+"""Multi-query associative recall: the values of keys that occur again."""
 
 from typing import Self
 
@@ -11,23 +11,23 @@ from megatron.tasks.task import Task, TaskBatch
 
 
 class MQAR(Task):
-    """D different keys, each followed by its value; later each key comes again, and its value is the answer there.
+    """D different keys, each followed by its value; each key occurs again later, and the answer there is its value.
 
         k₁ v₁ k₂ v₂ … k_D v_D   · k₂ · · · k₁ · …        answers: v₂ at k₂, v₁ at k₁
 
-    A query with the gap g = 1, 2, … stands 2·(g − 1) tokens after the end of the pairs. Gaps are drawn without
-    repetition, g with a probability in proportion to g^(a − 1), a being `power`. What stands between the queries is
-    uniform over the whole vocabulary. Keys are the first half of the vocabulary but for 0, values the second half; a
-    value stands nowhere twice among the pairs. The length of the input is that of the sequence.
+    A query with gap g = 1, 2, … is at 2·(g − 1) tokens after the end of the pairs. Gaps are drawn without replacement,
+    with probability proportional to g^(a − 1), where a is `power`. Tokens between queries are uniform over the whole
+    vocabulary. Keys are the first half of the vocabulary except 0, and values the second half. No value occurs twice
+    among the pairs. The input length is that of the sequence.
     """
 
-    title = "the values of keys that come again after all pairs of a key and a value"
+    title = "the values of keys that occur again after all key-value pairs"
     paper = "Arora et al. (2023), Zoology"
 
-    vocabulary: int = config_field(8192, "symbols, half of them keys and half of them values; even", ge=4, le=10**6)
-    pairs: int = config_field(8, "pairs of a key and a value, and queries", ge=1, le=10**6)
+    vocabulary: int = config_field(8192, "number of symbols, half keys and half values; even", ge=4, le=10**6)
+    pairs: int = config_field(8, "number of key-value pairs, and of queries", ge=1, le=10**6)
     power: float = config_field(
-        0.01, "queries stand at gaps of probability g^(power − 1) after the pairs; 1 is uniform", gt=0, le=100
+        0.01, "gaps g between pairs and queries have probability ∝ g^(power − 1); 1 is uniform", gt=0, le=100
     )
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class MQAR(Task):
 
     def unsupported_length_reason(self, length: int) -> str | None:
         if length < 4 * self.pairs or length % 2:
-            return f"{self.pairs} pairs and as many queries need an even length of at least {4 * self.pairs}"
+            return f"{self.pairs} pairs and their queries need an even length of at least {4 * self.pairs}"
         return None
 
     def sequence_length(self, length: int) -> int:
@@ -62,7 +62,7 @@ class MQAR(Task):
         values = half + sample_distinct(generator, count, self.pairs, self.vocabulary - half)
         tokens = generator.integers(self.vocabulary, size=(count, length))
         tokens[:, 0 : 2 * self.pairs : 2], tokens[:, 1 : 2 * self.pairs : 2] = keys, values
-        # The largest of log p plus Gumbel noise are a draw without repetition, in its order.
+        # The largest values of log p plus Gumbel noise are a sample without replacement, in order.
         num_gaps = length // 2 - self.pairs
         log_weights = (self.power - 1) * np.log(np.arange(1, num_gaps + 1))
         gaps = np.argsort(-(log_weights + generator.gumbel(size=(count, num_gaps))), axis=1)[:, : self.pairs]

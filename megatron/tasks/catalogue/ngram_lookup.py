@@ -1,4 +1,4 @@
-"""n-gram lookup: what follows some letters in a string."""
+"""N-gram lookup: the letters after a given n-gram in a string."""
 
 from typing import Literal
 
@@ -9,26 +9,28 @@ from megatron.tasks.autoregressive_task import StringTask
 from megatron.tasks.task import Array, TaskBatch
 
 MAX_STARTS_PER_NGRAM = 4
-"""Letters of the longest string, over the n-grams that there are: of e^4 such strings one has a given n-gram only once.
+"""Maximum number of letters in a string, relative to the number of n-grams.
+
+Of e^4 strings with this length, one contains a given n-gram only once.
 """
 
 
 class NgramLookup(StringTask):
-    """A string of n uniform letters, and `ngram` of them that stand there only once; the `answer` letters after them.
+    """String of n uniform letters, and an n-gram that occurs in it once; the answer is the `answer` letters after it.
 
         query: suffix      $ string | ngram answer .
         query: prefix      $ ngram | string | answer .
 
-    The place is uniform among those that leave room for the answer. The released code may ask for letters that stand in
-    the string several times, and means the first; strings where that would be are drawn again here.
+    The position is uniform among those with room for the answer. In the released code the n-gram may occur several
+    times, and the answer follows the first occurrence. Such strings are redrawn here.
     """
 
-    title = "the letters that follow given ones in a string of n"
+    title = "the letters after a given n-gram in a string of n letters"
 
-    ngram: int = config_field(3, "letters that are given", ge=1, le=100)
-    answer: int = config_field(8, "letters that are asked for", ge=1, le=10**6)
+    ngram: int = config_field(3, "number of given letters", ge=1, le=100)
+    answer: int = config_field(8, "number of queried letters", ge=1, le=10**6)
     query: Literal["suffix", "prefix"] = config_field(
-        "suffix", "where the given letters stand: behind or before the string"
+        "suffix", "position of the given letters: after or before the string"
     )
 
     def unsupported_length_reason(self, length: int) -> str | None:
@@ -36,7 +38,7 @@ class NgramLookup(StringTask):
         if length < min_length:
             return f"{self.ngram} letters and an answer of {self.answer} need a string of at least {min_length}"
         if length > MAX_STARTS_PER_NGRAM * self.letters**self.ngram:
-            return f"{self.ngram} of {self.letters} letters would hardly ever stand in it only once"
+            return f"{self.ngram} of {self.letters} letters rarely occur exactly once in such a string"
         return None
 
     def sequence_length(self, length: int) -> int:
@@ -55,7 +57,7 @@ class NgramLookup(StringTask):
         return self.build_batch(np.concatenate(suffix if self.query == "suffix" else prefix, axis=1), answer)
 
     def _find_repeated(self, string: Array, starts: Array) -> Array:
-        """Do the letters that begin at `starts` stand in the string more than once? bool [B]."""
+        """Return a mask of strings in which the n-gram at `starts` occurs more than once, bool [B]."""
         windows = np.lib.stride_tricks.sliding_window_view(string, self.ngram, axis=1)
         ngrams = windows[np.arange(len(string)), starts]
         return (windows == ngrams[:, None]).all(axis=2).sum(axis=1) > 1

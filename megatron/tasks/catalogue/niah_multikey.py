@@ -1,15 +1,15 @@
-"""Needles in a haystack: the value of one of several keys."""
+"""Needle in a haystack: the value of one of several keys."""
 
 from megatron.options.section import config_field
 from megatron.tasks.needle_task import NeedleTask
 
 
 class NiahMultikey(NeedleTask):
-    """Several keys with a value each, one of them asked for (RULER's niah_multikey).
+    """Several keys with one value each, of which one is queried (RULER's niah_multikey).
 
-    With `haystack: needles` all else are needles too, as in its second form.
+    With `haystack: needles` all other tokens are needles too, as in its second variant.
     """
 
     title = "the value of one of several keys in a haystack of n words"
 
-    num_needle_k: int = config_field(4, "keys that have needles", ge=1, le=10**4)
+    num_needle_k: int = config_field(4, "number of keys with needles", ge=1, le=10**4)

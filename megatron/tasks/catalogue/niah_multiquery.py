@@ -5,9 +5,9 @@ from megatron.tasks.needle_task import NeedleTask
 
 
 class NiahMultiquery(NeedleTask):
-    """Several keys with a value each, all of them asked for (RULER's niah_multiquery)."""
+    """Several keys with one value each, all of which are queried (RULER's niah_multiquery)."""
 
     title = "the values of several keys in a haystack of n words"
 
-    num_needle_k: int = config_field(4, "keys that have needles", ge=1, le=10**4)
-    num_needle_q: int = config_field(4, "keys that are asked for", ge=1, le=10**4)
+    num_needle_k: int = config_field(4, "number of keys with needles", ge=1, le=10**4)
+    num_needle_q: int = config_field(4, "number of queried keys", ge=1, le=10**4)

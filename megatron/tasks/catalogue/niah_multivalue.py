@@ -5,8 +5,8 @@ from megatron.tasks.needle_task import NeedleTask
 
 
 class NiahMultivalue(NeedleTask):
-    """One key with several values, all of them asked for (RULER's niah_multivalue, where their order is free)."""
+    """One key with several values, all of which are expected in order (RULER's niah_multivalue accepts any order)."""
 
-    title = "all values of a key in a haystack of n words, in their order"
+    title = "all values of a key in a haystack of n words, in order"
 
-    num_needle_v: int = config_field(4, "values of each key, a needle for each", ge=1, le=10**4)
+    num_needle_v: int = config_field(4, "number of values per key, with a needle for each", ge=1, le=10**4)

@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class OddsFirst(TransductionTask):
-    """n bits; the 2nd, 4th, … of them, then the 1st, 3rd, …
+    """n bits; the answer is the 2nd, 4th, … bit, then the 1st, 3rd, …
 
-    This is what the papers' code does; its description says the other order.
+    This is the order in the papers' code; their description states the other order.
     """
 
     title = "the 2nd, 4th, … of n bits, then the 1st, 3rd, …"

@@ -1,4 +1,4 @@
-"""Parity: is the number of ones odd?"""
+"""Parity of the number of ones."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ParityCheck(TransductionTask):
-    """n bits; the number of ones modulo 2."""
+    """n bits; the answer is the number of ones modulo 2."""
 
-    title = "is the number of ones among n bits odd"
+    title = "the parity of the number of ones among n bits"
     chomsky_level = "R"
     permutation_invariant = True
     num_input_symbols = 2

@@ -1,13 +1,13 @@
-"""Reversing strings that repeat themselves."""
+"""Reversal of repetitive strings."""
 
 from megatron.tasks.repetitive_strings import RepetitiveStringTask
 from megatron.tasks.task import Array
 
 
 class ReverseRepeats(RepetitiveStringTask):
-    """`$ string | gnirts .`: n letters in pieces that come again and again; the same backwards and a full stop."""
+    """`$ string | gnirts .`: n letters in repeated pieces; the answer is the reversed letters and a stop token."""
 
-    title = "n letters of pieces that repeat, backwards, and a full stop"
+    title = "n letters in repeated pieces, reversed, and a stop token"
 
     def order_answer(self, string: Array) -> Array:
         return string[:, ::-1]

@@ -1,4 +1,4 @@
-"""Reverse string: bits backwards."""
+"""Reverse string: bits in reverse order."""
 
 import numpy as np
 
@@ -8,9 +8,9 @@ from megatron.tasks.transduction_task import TransductionTask
 
 
 class ReverseString(TransductionTask):
-    """n bits; the same from the last to the first."""
+    """n bits; the answer is the bits in reverse order."""
 
-    title = "n bits backwards"
+    title = "n bits in reverse order"
     chomsky_level = "D"
     num_input_symbols = 2
     num_output_symbols = 2

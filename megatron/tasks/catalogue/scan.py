@@ -1,4 +1,4 @@
-"""SCAN: commands in words, and the actions that they mean."""
+"""SCAN: commands in words, and the corresponding actions."""
 
 from functools import cache
 
@@ -14,26 +14,26 @@ WORDS = [PAD, *VERBS, "turn", *SIDES, "opposite", "around", "twice", "thrice", "
 ACTIONS = ["WALK", "LOOK", "RUN", "JUMP", "LTURN", "RTURN"]
 SYMBOLS = [*WORDS, *ACTIONS]
 LONGEST_COMMAND = 9
-"""Words."""
+"""Maximum number of words in a command."""
 
 
 class Scan(AutoregressiveTask):
-    """`$ · · jump twice and turn left | JUMP JUMP LTURN .`: all commands that the grammar has, told apart by how many
-    actions they mean, n.
+    """`$ · · jump twice and turn left | JUMP JUMP LTURN .`: commands of the SCAN grammar, by number of actions, n.
 
-    A command is a sentence, or two of them with `and` or `after` between; a sentence a phrase, once, twice or thrice; a
-    phrase an action, a direction, or one with `opposite` or `around` in it. Of the 20,910 commands, 16,990 mean at most
-    22 actions: `task_length=22` trains on these, each as often, and `--lengths 24,25,26,27,28,30,32,33,36,40,48` asks
-    the 3,920 others, which is the length split of the paper. Commands are filled up to nine words at their front.
+    A command is a sentence, or two sentences joined by `and` or `after`. A sentence is a phrase, optionally followed by
+    `twice` or `thrice`. A phrase is an action, a direction, or an action with a direction, optionally with `opposite`
+    or `around`. Of the 20,910 commands, 16,990 have at most 22 actions. `task_length=22` trains on these, all equally
+    often. `--lengths 24,25,26,27,28,30,32,33,36,40,48` evaluates the other 3,920, which is the length split of the
+    paper. Commands are left-padded to nine words.
 
-    Vocabulary: the words with the one that fills up, the actions, and three marks.
+    Vocabulary: the words and a padding word, the actions, and three special tokens.
     """
 
-    title = "the n actions that a command means, and a full stop"
+    title = "the n actions of a command, and a stop token"
     paper = "Lake and Baroni (2018), Generalization without Systematicity"
     note = (
-        "The model reads the right actions before each; exact_match is what it would write itself. The paper's score "
-        "is over the 3,920 commands: the mean of the lengths' exact_match, weighted by how many commands each has."
+        "The model receives the correct previous actions; exact_match equals the accuracy of greedy decoding. The "
+        "paper's score over the 3,920 commands is the mean exact_match over lengths, weighted by number of commands."
     )
 
     @property
@@ -43,7 +43,7 @@ class Scan(AutoregressiveTask):
     def unsupported_length_reason(self, length: int) -> str | None:
         if length in list_commands():
             return None
-        return f"commands mean {', '.join(map(str, sorted(list_commands())))} actions"
+        return f"commands have {', '.join(map(str, sorted(list_commands())))} actions"
 
     def length_weight(self, length: int) -> float:
         return float(len(list_commands()[length][0]))
@@ -59,11 +59,11 @@ class Scan(AutoregressiveTask):
 
 
 Phrase = tuple[str, str]
-"""Words and actions, each with spaces between."""
+"""Words and actions, each separated by spaces."""
 
 
 def derive_commands() -> list[Phrase]:
-    """All commands of the grammar with their actions."""
+    """Generate all commands of the grammar with their actions."""
     turns = [(side, f"{side[0].upper()}TURN") for side in SIDES]
     verbs = [(verb, verb.upper()) for verb in VERBS]
     phrases = list(verbs)
@@ -86,7 +86,7 @@ def derive_commands() -> list[Phrase]:
 
 @cache
 def list_commands() -> dict[int, tuple[Array, Array]]:
-    """By how many actions they mean: commands, filled up, int64 [commands, 9], and these actions [commands, n]."""
+    """Return padded commands, int64 [commands, 9], and their actions [commands, n], by number of actions n."""
     ids = {symbol: number for number, symbol in enumerate(SYMBOLS)}
     by_length: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
     for command, meaning in derive_commands():

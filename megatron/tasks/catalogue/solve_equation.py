@@ -1,4 +1,4 @@
-"""Solve equation: the digit that x stands for."""
+"""Solve equation: the digit represented by x."""
 
 import numpy as np
 
@@ -7,17 +7,17 @@ from megatron.tasks.task import Array
 from megatron.tasks.transduction_task import TransductionTask
 
 OPEN_SYMBOL, CLOSE_SYMBOL, UNKNOWN, EQUALS = range(7, 11)
-"""The symbols that follow the digits, + and −; there is no ×."""
+"""Symbols after the digits, +, and −; there is no ×."""
 
 
 class SolveEquation(TransductionTask):
-    """An expression with + and − of n − 2 symbols, one of its digits replaced by x, then = and the value modulo 5.
+    """Expression of n − 2 symbols with + and −, one digit replaced by x, followed by = and its value modulo 5.
 
-    Which digit: from a uniform place to the right, from the end on at the beginning, to the first digit. So digits that
-    follow many other symbols are replaced more often. For n < 3 input and output are zeros.
+    The replaced digit is the first one at or after a uniform position, wrapping around at the end. Digits that follow
+    many other symbols are therefore replaced more often. For n < 3 input and output are zeros.
     """
 
-    title = "the digit that x stands for in an equation modulo 5"
+    title = "the digit represented by x in an equation modulo 5"
     chomsky_level = "D"
     num_input_symbols = 11
     num_output_symbols = 5

@@ -1,4 +1,4 @@
-"""Stack manipulation: what is on a stack after some actions."""
+"""Stack manipulation: the contents of a stack after some actions."""
 
 import numpy as np
 
@@ -10,13 +10,13 @@ POP, PUSH = 2, 3
 
 
 class StackManipulation(TransductionTask):
-    """A stack of k bits from the bottom, k uniform on 1 … n − 1, then n − k actions: 2 pops, 3 pushes 0, 4 pushes 1.
+    """Stack of k bits from the bottom, k uniform on 1 … n − 1, then n − k actions: 2 pops, 3 pushes 0, 4 pushes 1.
 
-    The outputs are the final stack from the top, then the terminator, then zeros. A pop of an empty stack does nothing.
-    For n = 1 the input is one bit and no action.
+    The outputs are the final stack from the top, the terminator, and zeros. Popping an empty stack has no effect. For n
+    = 1 the input is one bit without actions.
     """
 
-    title = "what is on a stack, from the top, after n − k actions on k bits"
+    title = "the contents of a stack of k bits, from the top, after n − k actions"
     chomsky_level = "D"
     num_input_symbols = 5
     num_output_symbols = 3

@@ -1,4 +1,4 @@
-"""Variable tracking: all variables that have a value, some of them by way of others."""
+"""Variable tracking: all variables with a given value, directly or through other variables."""
 
 from typing import Self
 
@@ -12,40 +12,43 @@ from megatron.tasks.task import TaskBatch
 
 
 class VariableTracking(RulerTask):
-    """Chains of assignments among noise; the variables of one chain are asked for by its value (RULER's vt).
+    """Chains of assignments among noise; the answer is the variables of the chain with a given value (RULER's vt).
 
         · · x₁ = v · · y₁ = u · x₂ = x₁ · x₃ = x₂ · · y₂ = y₁ …   ? v x₁ x₂ x₃ …
 
-    A chain's assignments stand in their order, those of several chains in any. The variables are asked for in the
-    chain's order (RULER takes any), each after the right ones before it. The haystack has the length of the input.
+    The assignments of a chain are in order, and chains are interleaved randomly. The variables are expected in chain
+    order (RULER accepts any order), each given the correct ones before it. The length of the haystack is the input
+    length.
 
-    Vocabulary: noise words, variables, values, the equals sign, the question mark.
+    Vocabulary: noise words, variables, values, equals sign, question mark.
     """
 
-    title = "the variables that a value reached by assignments, in a haystack of n words"
+    title = "the variables with a given value after assignments, in a haystack of n words"
 
-    num_chains: int = config_field(2, "chains, one of them asked for", ge=1, le=10**4)
-    num_hops: int = config_field(2, "assignments of each chain from one variable to the next", ge=0, le=10**4)
-    noise_words: int = config_field(32, "different words of noise", ge=1, le=10**6)
-    variables: int = config_field(64, "different variables", ge=2, le=10**6)
-    values: int = config_field(64, "different values", ge=1, le=10**6)
+    num_chains: int = config_field(2, "number of chains, one of which is queried", ge=1, le=10**4)
+    num_hops: int = config_field(2, "number of assignments between variables in each chain", ge=0, le=10**4)
+    noise_words: int = config_field(32, "number of different noise words", ge=1, le=10**6)
+    variables: int = config_field(64, "number of different variables", ge=2, le=10**6)
+    values: int = config_field(64, "number of different values", ge=1, le=10**6)
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         if self.num_statements > self.variables:
-            raise ValueError(f"{self.num_statements} assignments need as many variables; there are {self.variables}")
+            raise ValueError(
+                f"{self.num_statements} assignments need that many variables, but there are {self.variables}"
+            )
         if self.num_chains > self.values:
             raise ValueError(f"num_chains is {self.num_chains}, but there are {self.values} values")
         return self
 
     @property
     def num_statements(self) -> int:
-        """Assignments, each of three tokens."""
+        """Number of assignments, of three tokens each."""
         return self.num_chains * (self.num_hops + 1)
 
     @property
     def equals_token(self) -> int:
-        """Stands in each assignment."""
+        """Equals sign of assignments."""
         return self.noise_words + self.variables + self.values
 
     @property
@@ -70,14 +73,14 @@ class VariableTracking(RulerTask):
         values = self.answer_ids.stop + sample_distinct(generator, count, chains, self.values)[:, :, None]
         sources = np.concatenate([values, names[:, :, :-1]], axis=2)
         statements = np.stack([names, np.full_like(names, self.equals_token), sources], axis=3)
-        # Which chain each place belongs to is any order; the first that belongs to a chain is its first assignment.
+        # The chain of each position is random; the first position of a chain is its first assignment.
         owners = generator.permuted(np.tile(np.repeat(np.arange(chains), links), (count, 1)), axis=1)
         placed = np.zeros((count, chains * links, 3), dtype=np.int64)
         order = np.argsort(owners, axis=1, kind="stable")[:, :, None]
         np.put_along_axis(placed, np.broadcast_to(order, placed.shape), statements.reshape(placed.shape), axis=1)
         haystack = hide_statements(generator, placed, length, self.noise_words)
         mark = np.full((count, 1, 1), self.equals_token + 1)
-        # Chains are alike, so that the first may be the one that is asked for.
+        # Chains are interchangeable, so the first one is queried.
         return build_question_batch(haystack, np.concatenate([mark, values[:, :1], names[:, :1]], axis=2))
 
     def baseline_accuracies(self, length: int) -> dict[str, float]:

@@ -1,0 +1,43 @@
+"""Docstrings stand alone: they begin neither with a clause that hangs on the name above nor with a question."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FORBIDDEN = re.compile(r"(Of|What|Where|That|Those|How|Whose|Why|When|Is|Are|Does|Do|Has|Have|May|Can|Must|Should)\b")
+ROOMS = [
+    "farfield",
+    "megatron/analysis",
+    "megatron/attention",
+    "megatron/distributed",
+    "megatron/evaluation",
+    "megatron/generation",
+    "megatron/monitoring",
+    "megatron/position",
+    "megatron/reports",
+    "megatron/tasks",
+    "megatron/utils",
+]
+"""Folders whose docstrings follow the rule."""
+
+
+def list_docstrings(tree: ast.AST) -> list[tuple[int, str]]:
+    """Return line and text of every string that stands as a statement: docstrings, also those of attributes."""
+    return [
+        (node.lineno, node.value.value.strip())
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_stand_alone(room: str) -> None:
+    found = []
+    for path in sorted((ROOT / room).rglob("*.py")):
+        for line, text in list_docstrings(ast.parse(path.read_text(encoding="utf-8"))):
+            if FORBIDDEN.match(text):
+                found.append(f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0][:80]}")
+    assert not found, "\n".join(found)
