@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named(run, monkeypatch):
 
 
 def test_an_exit_code_without_a_word(run):
-    with pytest.raises(RunError, match="rank 0 ended with exit code 3"):
+    with pytest.raises(RunError, match="rank 0 died with exit code 3"):
         run("sys.exit(3) if rank == 0 else None")
 
 
