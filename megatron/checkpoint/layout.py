@@ -189,7 +189,6 @@ def prune_checkpoints(run: str | Path, keep: int | None, spare: Collection[int] 
 
 
 def delete_checkpoints(checkpoints: Iterable[Path]) -> None:
-    """Delete checkpoints."""
     for path in checkpoints:
         # Rename first: a partially deleted folder must not look like a checkpoint.
         hidden = path.with_name(f".{path.name}.old")

@@ -54,7 +54,6 @@ _MASTER, _BUFFER = "master", "buffer"
 
 
 def get_rank_path(checkpoint: Path, kind: str, rank: int) -> Path:
-    """Return the path of a rank's file."""
     return checkpoint / kind / f"rank_{rank:05d}.safetensors"
 
 

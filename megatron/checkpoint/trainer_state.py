@@ -145,7 +145,6 @@ class TrainerState:
 
 
 def _flatten(paths: Any) -> Iterator[str]:
-    """Yield the paths in nested lists."""
     if isinstance(paths, str):
         yield paths
     else:

@@ -116,7 +116,6 @@ class HFConfigReader:
         return float(value)
 
     def get_bool(self, name: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.value_error(name, "must be true or false")

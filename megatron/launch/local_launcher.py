@@ -161,7 +161,6 @@ def _begin_log(log: Path, is_main: bool) -> None:
 
 @contextmanager
 def _set_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -91,7 +91,6 @@ class ErrorReport:
         return ErrorReport(values["kind"], values["message"], values["time"], values.get("key"))
 
     def to_json(self) -> str:
-        """Return the report as one line."""
         return json.dumps(asdict(self))
 
     @property

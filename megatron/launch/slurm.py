@@ -126,7 +126,6 @@ def has_own_python(launch: LaunchOptions) -> bool:
 
 
 def render_batch_script(job: SlurmJob) -> str:
-    """Return the batch script."""
     slurm, launch = job.launch.slurm, job.launch
     gpus = None if launch.device == "cpu" else ":".join(filter(None, [slurm.gpu_type, str(launch.num_gpus or 1)]))
     number = "%A_%a" if job.array is not None else "%j"

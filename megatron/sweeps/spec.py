@@ -125,7 +125,6 @@ class SweepMember:
 
     @cached_property
     def text(self) -> str:
-        """Configuration as YAML."""
         return self.config.to_yaml()
 
     def get_path_beside(self, ending: str) -> Path:
@@ -341,7 +340,6 @@ def find_ablations(sweep: Sweep) -> list[tuple[str, str, str]]:
 
 
 def get_output_folder(options: SweepOptions) -> Path:
-    """Return the output folder of a sweep."""
     return Path(options.output, *([] if options.name is None else [options.name]))
 
 

@@ -54,7 +54,6 @@ class CorpusDocuments:
         return sum(file.size for file in self.files)
 
     def iter_names(self) -> Iterator[str]:
-        """Yield the names of all documents."""
         return _take_items(self._iter_all_names(), self.limit)
 
     def _iter_all_names(self) -> Generator[str, None, None]:
