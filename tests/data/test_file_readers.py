@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         write(path, table())
         for column, message in (
             ("texts", rf"{name}: no column 'texts'; did you mean text\? choose from text, id \(--column\)"),
-            ("id", rf"{name}: column 'id' holds int64, not text"),
+            ("id", rf"{name}: column 'id' has type int64, not text"),
         ):
             with pytest.raises(UserError, match=message):
                 decoded(path, column)
