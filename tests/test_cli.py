@@ -143,7 +143,7 @@ MISTAKES = {
     ("evaluate", "nowhere"): "nowhere: no such folder",
     ("evaluate", "data"): "data: contains no checkpoint; expected a run's folder",
     ("evaluate", "rnu"): "rnu: no such folder; did you mean run? expected a run's folder",
-    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
+    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? expected",
     ("status", "Rum"): "Rum: no such folder; did you mean run?",
     ("import", "dep", "imported"): "dep: no such folder; did you mean deep?",
     (
@@ -431,7 +431,7 @@ def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
         ("status", "."): b"2.5000",
         ("report", "."): b"5.50",
         ("keys", "rotary"): b"rotary",
-        ("train", "--help"): b"Files are merged left to right",
+        ("train", "--help"): b"Files are merged from left to right",
         ("keys", "--markdown"): b"# Configuration",
         ("plan", "125M", "--gpus", "1", "--layouts", "1"): b"GiB",
     }

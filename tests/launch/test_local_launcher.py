@@ -97,7 +97,9 @@ def test_a_folder_that_is_free_again_is_taken(fake_run, tmp_path, monkeypatch):
     fake_run(lambda log: 0)
     held = run_folder.RunLock(tmp_path)
     threading.Timer(0.3, held.release).start()
-    with pytest.warns(FarfieldWarning, match=rf"save: {tmp_path}: a run is starting or ending there; waiting 60 s"):
+    with pytest.warns(
+        FarfieldWarning, match=rf"save: {tmp_path}: another run is starting or ending there; waiting 60 s"
+    ):
         assert local_launcher.train_on_this_machine(settled(f"save={tmp_path}")) == 0
 
 

@@ -81,9 +81,9 @@ def test_a_hostfile_is_deepspeeds(place: Path) -> None:
         ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is invalid; expected NAME slots=8$"),
         ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is invalid"),
         ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is invalid"),  # would be an option of ssh
-        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is there twice"),
-        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 machines$"),
-        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 machines$"),
+        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is listed twice"),
+        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 hosts$"),
+        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 hosts$"),
         ("node1 slots=2\n", ["num_gpus=4"], r"^num_gpus is 4, but node1 has slots=2 in hosts$"),
     ],
 )

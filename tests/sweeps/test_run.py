@@ -131,7 +131,7 @@ def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Tr
     """lr 1e18 for one variant: the others run, the page says why one lacks, and it is not met at every start."""
     trainer.diverges = "rotary"
     with pytest.raises(
-        RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; --re"
+        RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; use --re"
     ):
         run("sweep.seeds=[1234]")
     assert trainer.calls() == ["rotary 1234 None", "alibi 1234 None", "evaluate out/mine/seed_1234"]
@@ -140,7 +140,7 @@ def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Tr
     with pytest.raises(RunError, match="failed at step 3"):
         run()
     assert trainer.calls() == []
-    with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; --retry-failed"):
+    with pytest.raises(RunError, match="rotary, seed 1234: failed at step 3: its loss is nan; use --retry-failed"):
         sweeps.run_sweep(["sweep.yml"], console=quiet(), member=0)
     assert trainer.calls() == []
     trainer.diverges = None
@@ -355,7 +355,7 @@ def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Tra
             "'rotery' is not a variant of this sweep",
         ),
         ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 lengths"),
-        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is no metric"),
+        ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is not a metric"),
     ],
 )
 def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) -> None:
