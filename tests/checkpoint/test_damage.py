@@ -47,7 +47,10 @@ def states(checkpoint: Path) -> Path:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a bit of the weights": (lambda c: flipped(c / "model.safetensors"), "model.safetensors changed since"),
     "a bit of the states": (lambda c: flipped(states(c)), "rank_00000.safetensors changed since"),
-    "another activation": (lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"), "config.yml is"),
+    "another activation": (
+        lambda c: edited(c / "config.yml", "activation: gelu", "activation: relu"),
+        "config.yml changed",
+    ),
     "other samples": (
         lambda c: edited(c / "progress.json", '"consumed_samples": 16', '"consumed_samples": 12'),
         "progress.json changed since",

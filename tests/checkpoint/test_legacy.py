@@ -136,7 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
         "rank_00000.pt: damaged",
     ),
-    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: is missing"),
+    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: not found"),
 }
 
 

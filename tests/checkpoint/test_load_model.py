@@ -93,7 +93,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     more = config.read_text().replace("num_layers: 2", "num_layers: 3").encode()
     broken(config, more, r"lacks decoder\.layers\.2.* missing, 0 unknown")
     fewer = config.read_text().replace("num_layers: 2", "num_layers: 1").encode()
-    broken(config, fewer, r"has decoder\.layers\.1.*, which the model lacks")
+    broken(config, fewer, r"contains decoder\.layers\.1.*, which the model lacks")
     broken(progress, b"{", "progress.json: not a checkpoint's progress")
     without = json.loads(progress.read_text()) | {"vocabulary": None}
     broken(progress, json.dumps(without).encode(), "says nothing of the vocabulary")

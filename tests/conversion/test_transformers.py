@@ -192,7 +192,7 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
     places = torch.arange(8)[None]
     refused: list[tuple[str, dict[str, Any]]] = [
         ("does not support output_attentions", {"output_attentions": True}),
-        ("takes no block_table", {"block_table": torch.zeros(1)}),
+        ("does not support block_table", {"block_table": torch.zeros(1)}),
         ("2D masks", {"attention_mask": torch.ones(1, 1, 8, 8)}),
         ("padding only at the ends", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
         ("position_ids must match", {"position_ids": places + 3}),
