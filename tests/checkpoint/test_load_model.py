@@ -96,7 +96,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     broken(config, fewer, r"contains decoder\.layers\.1.*, which the model lacks")
     broken(progress, b"{", "progress.json: not a checkpoint's progress")
     without = json.loads(progress.read_text()) | {"vocabulary": None}
-    broken(progress, json.dumps(without).encode(), "says nothing of the vocabulary")
+    broken(progress, json.dumps(without).encode(), "has no vocabulary")
     broken(progress, None, "step_0000001: damaged: progress.json is missing")
     load_model(checkpoint)
 

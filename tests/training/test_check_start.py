@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
         ),
         "/nowhere/v.json",
     ),
-    "another tokenizer": (lambda corpus, folder: {"tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit"),
+    "another tokenizer": (lambda corpus, folder: {"tokenizer_type": "bytes"}, "tokenizer_type: bytes does not match"),
     "negative token": (
         lambda corpus, folder: {
             "train_data_paths": [write_other_tokens(folder / "negative", -1)],
