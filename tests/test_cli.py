@@ -141,16 +141,16 @@ MISTAKES = {
     ("evaluate", "run", "--windows", "0"): "--windows is 0; it must be at least 1",
     ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
     ("evaluate", "nowhere"): "nowhere: no such folder",
-    ("evaluate", "data"): "data: no checkpoint in it; give a run's folder",
-    ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
-    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
+    ("evaluate", "data"): "data: contains no checkpoint; expected a run's folder",
+    ("evaluate", "rnu"): "rnu: no such folder; did you mean run? expected a run's folder",
+    ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? expected",
     ("status", "Rum"): "Rum: no such folder; did you mean run?",
     ("import", "dep", "imported"): "dep: no such folder; did you mean deep?",
     (
         "evaluate",
         "several",
-    ): "this folder has no checkpoint, but contains runs that do; name one of them: several/a several/b/c",
-    ("generate", "several/b", "-p", "a"): "but contains runs that do; name one of them: several/b/c",
+    ): "this folder has no checkpoint but contains runs that do; choose one of: several/a several/b/c",
+    ("generate", "several/b", "-p", "a"): "but contains runs that do; choose one of: several/b/c",
     ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3 or kerple_power?",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
@@ -186,7 +186,7 @@ MISTAKES = {
         "tpu",
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
-    ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot is for tasks, and there is no --tasks",
+    ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "--windows is about texts, and tasks have",
     ("analyze",): "no run given; expected a run folder, or a configuration with --config",
     ("analyze", "run", "--only", "kernel"): "--only: unknown analysis 'kernel'; did you mean kernels? choose from",
@@ -221,7 +221,7 @@ MISTAKES = {
     ("rehearse", "125M", "--ranks", "first"): "--ranks is 'first'; it must be roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
-    ("train", "tiny", "save=own"): "save: own holds metrics.jsonl, which no run wrote and a run would replace",
+    ("train", "tiny", "save=own"): "save: own contains metrics.jsonl, which no run wrote and this run would replace",
     ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
     ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
     ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv exists and",
@@ -229,9 +229,13 @@ MISTAKES = {
     ("sweep", "sweep.yml"): "sweep.output: own/results.md exists and is not an earlier result of this command",
     ("sweep", "sweep.yml", "sweep.output=own/runs"): "own/runs/rotary/seed_1234.yml exists and is not an earlier",
     ("import", "deep", "imported"): "deep/config.json: cannot be read as JSON (it is nested too deeply)",
-    ("import", "lost", "imported"): "lost/latest: names 'global_step9', and there is no such folder beside it",
+    ("import", "lost", "imported"): "lost/latest: names 'global_step9', but this folder does not exist",
     ("import", "lost/long", "imported"): "lost/long/latest: names 'xxxxxxxx",
-    ("sweep", "sweep.yml", f"sweep.variants={{{'x' * 300}: {{}}}}"): "names a folder too: use 255 characters at most",
+    (
+        "sweep",
+        "sweep.yml",
+        f"sweep.variants={{{'x' * 300}: {{}}}}",
+    ): "is also a folder name: use at most 255 characters",
     ("train", "x" * 300): f"{'x' * 100}…{'x' * 100}: cannot be used (File name too long)",
     ("train", "tiny", f"save={'x' * 300}"): "cannot be written to (File name too long)",
     ("evaluate", "x" * 300): "cannot be used (File name too long)",
@@ -239,13 +243,13 @@ MISTAKES = {
     ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
     ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
     ("status", "nowhere"): "nowhere: no such folder",
-    ("status", "tiny.yml"): "tiny.yml: is a file; give a run's folder, or a folder of runs",
-    ("evaluate", "tiny.yml"): "tiny.yml: is a file; give a run's folder or one of its checkpoints/step_…",
-    ("prepare", "text/1.txt", "-o", "out", "--column", "foo"): "error: --column: foo: no source has lines of JSON",
+    ("status", "tiny.yml"): "tiny.yml: is a file; expected a run's folder, or a folder of runs",
+    ("evaluate", "tiny.yml"): "tiny.yml: is a file; expected a run's folder or one of its checkpoints/step_…",
+    ("prepare", "text/1.txt", "-o", "out", "--column", "foo"): "error: --column: foo: no source has JSON lines",
     ("train", "tiny", r'save="a\nb"'): r"command line: save is 'a\nb'; the name of a folder cannot hold a line break",
     ("train", "tiny", "valid_data_paths=x"): "valid_data_paths is x; it must be a list, written [x]",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be a whole number",
-    ("status", "data"): "data: no run in it",
+    ("status", "data"): "data: contains no run",
     ("nonsense",): "No such command 'nonsense'",
 }
 
@@ -303,7 +307,7 @@ def test_a_plan_comes_without_torch(corpus):
     found = calls_without(("torch",), [plan, (*plan, "--json")], corpus)
     (shown_code, shown, _), (code, text, notes) = found[plan], found[*plan, "--json"]
     assert (shown_code, code) == (0, 0)
-    assert "50257 tokens are assumed" in notes
+    assert "assuming 50257 tokens" in notes
     made = json.loads(text)
     layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, an output of its own
     assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two numbers per head
@@ -427,7 +431,7 @@ def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
         ("status", "."): b"2.5000",
         ("report", "."): b"5.50",
         ("keys", "rotary"): b"rotary",
-        ("train", "--help"): b"Files are merged left to right",
+        ("train", "--help"): b"Files are merged from left to right",
         ("keys", "--markdown"): b"# Configuration",
         ("plan", "125M", "--gpus", "1", "--layouts", "1"): b"GiB",
     }
@@ -489,7 +493,7 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert wrong.stdout == ""
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' does not start with a dot, as .txt does\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' must start with a dot, for example .txt\n")
 
 
 OPTIONS = {
@@ -562,7 +566,7 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     first, rows, epochs, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
     assert lines
     assert rows.startswith("attention_mask causal: ")
-    assert epochs.startswith("training reads its ")
+    assert epochs.startswith("training text: ")
     assert all(line.startswith("step ") for line in lines), trained.stdout
     assert " parameters on " in first
     assert last == "saved runs/one/checkpoints/step_0000004; next: ./deepy.py evaluate runs/one --data TEXT"
@@ -592,9 +596,8 @@ def test_a_run_keeps_the_file_that_it_was_told_by(corpus, inside):
     done = inside("train", "exp1/config.yml", "save=exp1", cwd=corpus)
     assert done.returncode == 0, done.stderr
     assert own.read_text() == before
-    assert (
-        "exp1/config.yml was not written by a run and stays as it is; the whole configuration is in exp1/config.r"
-        in (done.stdout)
+    assert "exp1/config.yml was not written by a run and is left unchanged; resolved configuration: exp1/config.r" in (
+        done.stdout
     )
     shown = json.loads(inside("status", "exp1", "--json", cwd=corpus).stdout)
     assert [(each["state"], each["train_iters"]) for each in shown] == [("finished", 2)]
@@ -678,7 +681,7 @@ def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(
 )
 def test_an_empty_path_is_not_the_current_folder(tmp_path, inside, words, name):
     done = inside(*words, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"error: {name} is empty; give a value, or leave it out\n")
+    assert (done.returncode, done.stderr) == (2, f"error: {name} is empty; give a value or omit it\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -66,7 +66,7 @@ def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, t
     ("options", "place"), [({}, {}), ({"zero_init": True, "residual_bias": False}, {}), ({"zero_init": False}, {})]
 )
 def test_one_with_an_effect_is_refused(options: dict, place: dict, corpus, trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"trained without one; cdape may be added with .*zero_init: true"):
+    with pytest.raises(UserError, match=r"trained without one; to add cdape, set .*zero_init: true"):
         finetuned(corpus, tmp_path, trained, score_processor="cdape", score_processor_options=options, **place)
     assert not (tmp_path / "checkpoints").exists()
 

@@ -115,7 +115,7 @@ def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: d
     said = tuned(corpus, tmp_path / "off", tmp_path / "on", attention_temperature="logn", **still)
     assert f"fresh: nothing; dropped: {own}" in said
     keys = {"train_iters": 1, "load": str(tmp_path / "on"), **still}
-    with pytest.raises(UserError, match=r"attention_temperature: this run has none.*may be another one if you name it"):
+    with pytest.raises(UserError, match=r"attention_temperature: this run has none.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", finetune=True, **keys), "attention_temperature"))
     with pytest.raises(UserError, match=r"attention_temperature: this run has llama4.*a run cannot change its model"):
         train(tiny_config(corpus, tmp_path / "b", attention_temperature="llama4", **keys))
@@ -130,9 +130,9 @@ def unnamed(config: Config, *keys: str) -> Config:
 
 def test_what_nobody_named_stays_refused(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     keys = {"train_iters": 1, "load": str(trained["rotary"]), "finetune": True}
-    with pytest.raises(UserError, match=r"pos_emb: this run has learned.*it may be another one if you name it"):
+    with pytest.raises(UserError, match=r"pos_emb: this run has learned.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", **keys), "pos_emb"))
-    with pytest.raises(UserError, match=r"pos_emb_options: .*fraction': 0.5.*if you name it"):
+    with pytest.raises(UserError, match=r"pos_emb_options: .*fraction': 0.5.*set it explicitly"):
         train(tiny_config(corpus, tmp_path / "b", pos_emb="rotary", **keys))
     with pytest.raises(UserError, match=r"num_layers: this run has 3.*finetuning cannot change this"):
         train(tiny_config(corpus, tmp_path / "c", pos_emb="alibi", num_layers=3, **keys))

@@ -77,4 +77,4 @@ def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None
 
 
 def test_nothing_changed_nothing_said(trained: Config) -> None:
-    assert [note for note in plan_resume(trained, ALONE).notes if "until here" in note or "no effect" in note] == []
+    assert [note for note in plan_resume(trained, ALONE).notes if ", now " in note or "no effect" in note] == []

@@ -86,8 +86,8 @@ def test_runs_from_before_layers_called_their_encoding_position_go_on(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"precision": "fp32"}, "precision: .* written with bf16, this run has fp32"),
-        ({"zero_optimization": {"stage": 3}}, r"zero_optimization.stage: .* written with 1, this run has 3"),
+        ({"precision": "fp32"}, "precision: .* written with bf16, but this run has fp32"),
+        ({"zero_optimization": {"stage": 3}}, r"zero_optimization.stage: .* written with 1, but this run has 3"),
     ],
 )
 def test_states_that_cannot_be_divided_anew_are_refused(
@@ -100,7 +100,7 @@ def test_states_that_cannot_be_divided_anew_are_refused(
 def test_another_layout_is_refused(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
-    with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, this run has 1"):
+    with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, but this run has 1"):
         train(going_on(corpus, run, TWO, model_parallel_size=1, num_gpus=1))
 
 
@@ -115,28 +115,28 @@ def edited(path: Path, old: str, new: str) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: is damaged, or holds more"),
+    "states cut short": (lambda c: states(c).write_bytes(b"PK\x03\x04"), "model_states.pt: damaged, or contains more"),
     "no states": (
         lambda c: [path.unlink() for path in (c / "deepspeed").iterdir()],
-        "DeepSpeed finds none of its files there",
+        "it contains no DeepSpeed files",
     ),
     "no optimizer states": (
         lambda c: next((c / "deepspeed").glob("*optim_states.pt")).unlink(),
-        "optim_states.pt: is missing; the checkpoint is damaged",
+        "optim_states.pt: not found; the checkpoint is damaged",
     ),
     "states of another step": (
         lambda c: edited(c / "progress.json", '"step": 2', '"step": 1'),
-        "holds the states of step 2, but progress.json is of step 1",
+        "contains the states of step 2, but progress.json is from step 1",
     ),
     "no progress": (
         lambda c: (c / "progress.json").write_text("[]"),
-        "not the progress of a checkpoint (it is no object)",
+        "not a checkpoint's progress (not a JSON object)",
     ),
     "random states cut short": (
         lambda c: (c / "random_states" / "rank_00000.pt").write_bytes(b"no"),
-        "rank_00000.pt: is damaged",
+        "rank_00000.pt: damaged",
     ),
-    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: is missing"),
+    "no random states": (lambda c: shutil.rmtree(c / "random_states"), "rank_00000.pt: not found"),
 }
 
 
@@ -159,7 +159,7 @@ def test_without_checksums_a_whole_one_is_taken_and_told(run: Path, corpus: Path
     (run / "checkpoints" / ONE.name / "manifest.json").unlink()
     stream = io.StringIO()
     train(going_on(corpus, run), Console(file=stream, width=250))
-    assert "step_0000002: carries no checksums (an earlier version wrote it): taken unverified" in stream.getvalue()
+    assert "step_0000002: has no checksums (written by an earlier version); not verified" in stream.getvalue()
     assert (run / "checkpoints" / layout.format_checkpoint_name(3) / "manifest.json").is_file()
 
 
@@ -171,6 +171,6 @@ def test_a_pickle_that_would_run_code_is_not_opened(run: Path, corpus: Path, tmp
     checkpoint = run / "checkpoints" / ONE.name
     (checkpoint / "manifest.json").unlink()
     torch.save({**torch.load(states(checkpoint), weights_only=True), "trap": Trap()}, states(checkpoint))
-    with pytest.raises(RunError, match=r"holds more than tensors, numbers and text: io\.open, and was not opened"):
+    with pytest.raises(RunError, match=r"contains more than tensors, numbers and text: io\.open; not opened"):
         train(going_on(corpus, run))
     assert not (tmp_path / "trapped").exists()

@@ -115,7 +115,7 @@ def test_the_optimizers_options_are_those_of_the_new_configuration(trained: Path
     optimizer = {"params": {"lr": 1e-2, "betas": [0.5, 0.6]}}
     keys = {"train_iters": 6, "lr_decay_iters": 4, "min_lr": 1e-3}
     train(tiny_config(corpus, run, load=str(run), optimizer=optimizer, **keys), Console(file=stream, width=200))
-    assert "optimizer.params.betas: [0.9, 0.95] until here, [0.5, 0.6] from here on" in stream.getvalue()
+    assert "optimizer.params.betas: was [0.9, 0.95], now [0.5, 0.6]" in stream.getvalue()
     other = copied(trained, tmp_path / "other")
     train(tiny_config(corpus, other, load=str(other), **keys))
     assert losses(run)[:5] == losses(other)[:5]
@@ -201,20 +201,22 @@ def test_another_precision_goes_on_from_the_masters_and_says_so(trained: Path, c
 
 
 def test_where_a_run_starts_is_never_a_guess(trained: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"save: {trained} holds checkpoints already .*add load={trained}"):
+    with pytest.raises(UserError, match=f"save: {trained} already contains checkpoints .*add load={trained}"):
         train(tiny_config(corpus, trained))
     with pytest.raises(UserError, match=r"load: .*nowhere: no such folder"):
         train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"load: .*empty: no checkpoint in it"):
+    with pytest.raises(UserError, match=r"load: .*empty: contains no checkpoint"):
         train(tiny_config(corpus, tmp_path / "new", load=str(tmp_path / "empty")))
     old = trained / "checkpoints" / layout.format_checkpoint_name(2)
-    with pytest.raises(UserError, match=r"save: .* checkpoints up to step_0000004, but .* or give up .*rollback=true"):
+    with pytest.raises(
+        UserError, match=r"save: .* checkpoints up to step_0000004, but .* or roll back .*rollback=true"
+    ):
         train(tiny_config(corpus, trained, load=str(old), train_iters=6))
     with pytest.raises(UserError, match=r"this run would start at step 0"):
         train(tiny_config(corpus, trained, load=str(trained), finetune=True))
     elsewhere = copied(trained, tmp_path / "elsewhere") / "checkpoints" / layout.format_checkpoint_name(2)
-    with pytest.raises(UserError, match=r"would go on from .*elsewhere.*step_0000002; choose another folder"):
+    with pytest.raises(UserError, match=r"would start from .*elsewhere.*step_0000002; choose another folder"):
         train(tiny_config(corpus, trained, load=str(elsewhere), rollback=True, train_iters=6))
 
     stream = io.StringIO()

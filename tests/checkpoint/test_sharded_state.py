@@ -87,10 +87,10 @@ def test_any_part_is_found(
 def test_a_hole_is_told(tmp_path: Path, how: ShardSpec | None) -> None:
     files = write(tmp_path, torch.randn(8, 3), how, 2, [5, 9])
     with ShardReader([*files[:1], *files[2:]]) as pieces:
-        with pytest.raises(RunError, match=r"holds no exp_avg of element 5 of weight"):
+        with pytest.raises(RunError, match=r"contains no exp_avg for element 5 of weight"):
             pieces.read_tensor(KIND, "weight")
         pieces.read_range(KIND, "weight", how, Axis(0, 2), 0, 5)  # what is there is found
-        with pytest.raises(RunError, match="holds nothing of bias"):
+        with pytest.raises(RunError, match="contains no data for bias"):
             pieces.read_tensor(KIND, "bias")
         with pytest.raises(RunError, match="exp_avg_sq of weight cannot be read"):
             pieces.read_tensor("exp_avg_sq", "weight")
@@ -101,7 +101,7 @@ def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no")
     for name in ("plain", "text", "missing"):
         with (
-            pytest.raises(RunError, match=f"{name}: does not hold pieces of parameters"),
+            pytest.raises(RunError, match=f"{name}: not a file of parameter shards"),
             ShardReader([tmp_path / name]),
         ):
             pass

@@ -180,10 +180,10 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
     [
         (
             "num_layers: two\n",
-            "config.yml: not the configuration of a checkpoint: num_layers is two; it must",
+            "config.yml: not a checkpoint's configuration: num_layers is two; it must",
         ),
-        ("num_layers: [\n", "config.yml: not the configuration of a checkpoint: config.yml:2: not valid YAML"),
-        (None, "config.yml: is missing; the checkpoint is damaged"),
+        ("num_layers: [\n", "config.yml: not a checkpoint's configuration: config.yml:2: not valid YAML"),
+        (None, "config.yml: not found; the checkpoint is damaged"),
     ],
 )
 def test_what_is_none_is_said_in_one_line(text: str | None, said: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_later_version_is_told_from_damage(tmp_path: Path) -> None:
     shutil.copytree(ONE, checkpoint)
     content = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": manifest.FORMAT + 1}))
-    said = f"a later version of this program wrote it \\(format {manifest.FORMAT + 1}\\); this one reads up to"
+    said = f"written by a later version of this program \\(format {manifest.FORMAT + 1}\\); this version reads up to"
     with pytest.raises(RunError, match=said):
         load_checkpoint_config(checkpoint)
     with pytest.raises(RunError, match=said):

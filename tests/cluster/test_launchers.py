@@ -34,7 +34,7 @@ WAYS = {
 }
 """What is typed on the first node, and on the second."""
 DEATHS = {
-    "ssh": r"error: the process of rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt",
+    "ssh": r"error: the process of rank 1 was killed by SIGKILL \(out of memory\?\); see .*log\.txt",
     "mpirun": rf"process rank 1 with PID \d+ on node {NAMES[1]} exited on signal 9|error: .*Connection",
     "torchrun": r"error: .*Connection",
 }

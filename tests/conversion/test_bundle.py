@@ -100,7 +100,7 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "head", "message"),
     [
-        ("mine", "import megatron.position.facts", "mine.py:1: import megatron.position.facts: an export carries"),
+        ("mine", "import megatron.position.facts", "mine.py:1: import megatron.position.facts: an export can include"),
         ("mine", "from megatron.position import registry", "mine.py:1: from megatron.position import registry: an"),
         ("mine", "from megatron.utils.errors import UserError", "mine.py:1: from megatron.utils.errors import"),
         ("mine", "if True:\n    from megatron.position.facts import HOOKS", "mine.py:2: from megatron.position.facts"),
@@ -109,7 +109,7 @@ def test_methods_of_ones_own_travel(own_methods: Path) -> None:
             "from  megatron.position.facts import HOOKS",
             "mine.py:1: from megatron.position.facts",
         ),
-        ("facts", "", r"facts.py: an export has all files in one folder, and megatron.position.facts.py has the same"),
+        ("facts", "", r"facts.py: an export has all files in one folder, but megatron.position.facts.py has the same"),
     ],
 )
 def test_methods_that_cannot_travel_are_refused(own_methods: Path, name: str, head: str, message: str) -> None:

@@ -108,7 +108,7 @@ def test_each_cache_of_transformers_is_right_or_refused(models: dict[str, Any], 
 def test_a_cache_that_rounds_is_refused_where_numbers_must_be_exact(models: dict[str, Any], name: str) -> None:
     model, cache = models[name], RoundingCache()
     if name in KEEPS_EXACT_NUMBERS:
-        with pytest.raises(ValueError, match="RoundingCache does not return what it was given"):
+        with pytest.raises(ValueError, match="RoundingCache does not return exactly what was stored"):
             model(PROMPT, past_key_values=cache)
     else:
         found = model(PROMPT, past_key_values=cache).logits
@@ -129,7 +129,7 @@ def test_keys_that_something_else_trained_are_read_or_refused(models: dict[str, 
         assert prefix.grad is not None
         assert prefix.grad.any()
         mask[0, 4:6] = 0
-        with pytest.raises(ValueError, match="whose tokens come before the padding, pad on the right to train"):
+        with pytest.raises(ValueError, match="whose tokens precede the padding, pad on the right for training"):
             model(PROMPT, attention_mask=mask[:, : PROMPT.shape[1]])
     else:
         with pytest.raises(ValueError, match="peft's prefix tuning"):
@@ -140,7 +140,7 @@ def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
     """Twice, because transformers keeps a static cache for the next call."""
     model = models["cdape"]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* choose 'dynamic'"):
+        with pytest.raises(ValueError, match=r"cache_implementation is 'static': .* use 'dynamic'"):
             generate(model, cache_implementation="static")
     cache = transformers.StaticCache(config=model.config, max_cache_len=30)
     for call in (model, lambda tokens, **choices: model.generate(tokens, max_new_tokens=2, **choices)):
@@ -158,7 +158,7 @@ def test_the_cache_is_known_by_its_type_whatever_its_name(models: dict[str, Any]
         model(PROMPT[:, :6], **{name: cache})
         assert cache.get_seq_length() == 6
         assert_close_in_rounding(model(PROMPT[:, 6:], **{name: cache}).logits, expected[:, 6:], TERMS, SUMS)
-    with pytest.raises(ValueError, match="give one cache"):
+    with pytest.raises(ValueError, match="pass only one cache"):
         model(PROMPT, past_key_values=DynamicCache(), cache=DynamicCache())
 
 
@@ -173,5 +173,5 @@ def test_stop_strings_end_the_text(models: dict[str, Any]) -> None:
 
 
 def test_arguments_that_ask_for_another_result_are_refused(models: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="this model takes no output_attentions"):
+    with pytest.raises(ValueError, match="this model does not support output_attentions"):
         models["cdape"](PROMPT, output_attentions=True)

@@ -106,22 +106,22 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
         ("gpt2", {"gpt_j_residual": True}, "gpt_j_residual is true; GPT2LMHeadModel has false"),
         ("gpt2", {"use_bias_in_mlp": False}, "use_bias_in_mlp is false"),
         ("opt", {"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06; OPTForCausalLM has 1e-05"),
-        ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family turns whole heads"),
+        ("llama", {"pos_emb_options": {"fraction": 0.5}}, "this family rotates whole heads"),
         ("llama", {"norm": "layernorm"}, "norm is layernorm; LlamaForCausalLM has rmsnorm"),
         (
             "smollm3",
             {"pos_emb": ["rotary", "alibi"]},
             "pos_emb is .rotary, alibi.; SmolLM3ForCausalLM has rotary or none",
         ),
-        ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family has one size"),
+        ("smollm3", {"attention_window": [3, 5]}, "attention_window is 3, 5; this family supports one size"),
         (
             "cohere2",
             {"attention_window": [9, 5]},
-            "its layers have pos_emb rotary and a window, or pos_emb none and no",
+            "layers must have pos_emb rotary with a window, or pos_emb none without",
         ),
         ("cohere", {"layernorm_bias": True}, "layernorm_bias is true; CohereForCausalLM has false"),
         ("llama", {"logit_scale": 0.5}, r"multiplies by 0.5 \(logits\); LlamaForCausalLM cannot"),
-        ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases in queries, keys and values, and nowhere"),
+        ("qwen2", {"use_bias_in_mlp": True}, "Qwen2ForCausalLM has biases only in queries, keys and values"),
     ],
 )
 def test_what_a_family_cannot_express_is_said(name: str, keys: dict[str, object], reason: str) -> None:

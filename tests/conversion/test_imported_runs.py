@@ -75,7 +75,7 @@ def test_it_is_finetuned_and_begins_as_what_it_was(processor: str, run: Path, co
 
 
 def test_there_is_no_training_to_go_on_with(run: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds weights alone \(it was imported\).*finetune=true"):
+    with pytest.raises(UserError, match=r"contains only weights \(an imported model\).*finetune=true"):
         train(config_of(run, corpus, tmp_path / "tuned", finetune=False))
 
 

@@ -129,7 +129,7 @@ def test_a_checkpoint_and_its_run_mean_the_same_and_a_configuration_can_be_named
     source = CASES["kerple_log"].fill().write(tmp_path / "source")
     checkpoint = source / "global_step10"
     (checkpoint / "configs/model.yml").rename(tmp_path / "model.yml")
-    with pytest.raises(UserError, match=r"holds no configs/\*.yml; name the model's configuration with --config"):
+    with pytest.raises(UserError, match=r"contains no configs/\*.yml; specify the model's configuration with --config"):
         imported(checkpoint)
     made, _ = import_model(
         checkpoint, tmp_path / "named", configs=[tmp_path / "model.yml"], tokenizer="HFTokenizer",
@@ -149,16 +149,16 @@ class Boom:
 
 
 BAD = {
-    "a rank is missing": "holds parts of the ranks|a file is missing",
-    "a layer is missing": "a file is missing|holds no 3",
+    "a rank is missing": "contains shards of the ranks|a file is missing",
+    "a layer is missing": "a file is missing|contains no 3",
     "cut short": "is damaged|cannot be read",
-    "code": r"holds more than tensors, numbers and text: builtins\.exec",
-    "a tensor too many": "holds 2.attention.wonder.weight.*would be dropped",
-    "another width": "do not fit|comes out as",
-    "layers differ": "is another than layer 2's, although its configuration says pos_emb_per_layer: false",
+    "code": r"contains more than tensors, numbers and text: builtins\.exec",
+    "a tensor too many": "contains 2.attention.wonder.weight.*would be dropped",
+    "another width": "do not match|has shape",
+    "layers differ": "differs from that of layer 2, but its configuration has pos_emb_per_layer: false",
     "sparse": "sparse_attention",
     "normed queries": "use_qk_layernorm",
-    "no module": "holds no `module` of GPT-NeoX's",
+    "no module": "contains no GPT-NeoX `module`",
 }
 
 

@@ -100,14 +100,14 @@ def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
     assert torch.equal(compute_logits(folder), expected)
     text = "\n".join(map(str, lines))
     assert "config.json: set pos_emb_options, softmax_type" in text
-    assert f"instead of {len(old_files)} files of code ({old_files[0][-12:-3]})" in text
+    assert f"instead of {len(old_files)} code files ({old_files[0][-12:-3]})" in text
     assert "if it was, add document_end_token_id: 256" in text
     lines.clear()
     change_config(folder, document_end_token_id=None)
     before = read_files(folder)
     refresh_export.refresh_export(folder, log=lines.append)
     assert read_files(folder) == before
-    assert lines == [f"{folder}: its code is that of this version"]
+    assert lines == [f"{folder}: already has the code of this version"]
 
 
 def test_code_that_was_edited_is_not_replaced_unasked(tmp_path: Path) -> None:
@@ -117,13 +117,15 @@ def test_code_that_was_edited_is_not_replaced_unasked(tmp_path: Path) -> None:
     modeling = next(folder.glob("modeling_farfield_*.py"))
     modeling.write_text(modeling.read_text() + "# mine\n")
     before = read_files(folder)
-    with pytest.raises(UserError, match=r"export: \w+\.py and \d+ more may have been edited .*; --overwrite runs the"):
+    with pytest.raises(
+        UserError, match=r"export: \w+\.py and \d+ more may have been edited .*; use --overwrite to run the"
+    ):
         refresh_export.refresh_export(folder)
     assert read_files(folder) == before
     lines: list[Any] = []
     refresh_export.refresh_export(folder, overwrite=True, log=lines.append)
     assert modeling.read_text().endswith("# mine\n")
-    assert any("and are run no longer" in line for line in lines)
+    assert any("but no longer run" in line for line in lines)
     assert torch.equal(compute_logits(folder), expected)
 
 
@@ -180,29 +182,29 @@ def test_the_code_of_a_tokenizer(tmp_path: Path) -> None:
 
 def test_what_cannot_be_renewed_is_refused(tmp_path: Path) -> None:
     folder = write_export(tmp_path, {"pos_emb": "kerple_log"})
-    with pytest.raises(UserError, match="nowhere: no such folder; name an export"):
+    with pytest.raises(UserError, match="nowhere: no such folder; expected an export"):
         refresh_export.refresh_export(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"run: not an export: it has no config\.json"):
+    with pytest.raises(UserError, match=r"run: not an export: config\.json is missing"):
         refresh_export.refresh_export(tmp_path / "run")
     values = change_config(folder, num_hidden_layers=3)
-    with pytest.raises(RunError, match=r"holds no model\.layers\.2\..*, which config.json asks for"):
+    with pytest.raises(RunError, match=r"contains no model\.layers\.2\..*, which config.json requires"):
         refresh_export.refresh_export(folder)
     change_config(folder, num_hidden_layers=2, pos_emb="mine")
     with pytest.raises(UserError, match="mine"):
         refresh_export.refresh_export(folder)
     change_config(folder, pos_emb="kerple_log", model_type="llama")
-    with pytest.raises(UserError, match=r"model_type is 'llama'; --refresh renews the code of an export of this"):
+    with pytest.raises(UserError, match=r"model_type is 'llama'; --refresh updates the code of exports of this"):
         refresh_export.refresh_export(folder)
     change_config(folder, model_type="farfield", auto_map={**values["auto_map"], "AutoModel": "mine.Model"})
     with pytest.raises(UserError, match="auto_map"):
         refresh_export.refresh_export(folder)
     for arguments, message in (
-        ({"folder": tmp_path / "new"}, "--refresh renews one export in its place; leave .*new out"),
+        ({"folder": tmp_path / "new"}, "--refresh updates one export in place; omit .*new"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16, which --refresh does not change"),
         ({"native": True}, "native is True, which --refresh does not change"),
     ):
         options = {"folder": None, "native": False, "dtype": "float32", "shard": "2GB", "license": None}
         with pytest.raises(UserError, match=message):
             export(str(folder), **{**options, "overwrite": False, "refresh": True, **arguments})
-    with pytest.raises(UserError, match="name the folder to make"):
+    with pytest.raises(UserError, match="missing folder"):
         export(str(folder), **options, overwrite=False, refresh=False)

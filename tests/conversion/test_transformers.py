@@ -191,11 +191,11 @@ def test_what_would_be_silently_wrong_is_refused(transformers: Any, model: Any) 
     tokens = torch.tensor([PROMPTS[0]])
     places = torch.arange(8)[None]
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("takes no output_attentions", {"output_attentions": True}),
-        ("takes no block_table", {"block_table": torch.zeros(1)}),
-        ("masks of rows and columns", {"attention_mask": torch.ones(1, 1, 8, 8)}),
-        ("padding at the ends only", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
-        ("position_ids must be those", {"position_ids": places + 3}),
+        ("does not support output_attentions", {"output_attentions": True}),
+        ("does not support block_table", {"block_table": torch.zeros(1)}),
+        ("2D masks", {"attention_mask": torch.ones(1, 1, 8, 8)}),
+        ("padding only at the ends", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]])}),
+        ("position_ids must match", {"position_ids": places + 3}),
         ("must continue the tokens", {"cache_position": torch.arange(8) + 1}),
         ("either input_ids or inputs_embeds", {"inputs_embeds": torch.zeros(1, 8, WIDTH)}),
     ]

@@ -154,7 +154,7 @@ def test_documents_of_a_corpus_begin_with_it(tmp_path: Path, add_bos: bool | Non
     expected = [number for text in TEXTS for number in [*tokenizer.encode_with_bos(text), tokenizer.eod]]
     assert sorted(found) == sorted(expected)
     assert read_vocabulary(DataOptions(train_data_paths=[str(prefix)])).bos == tokenizer.bos
-    with pytest.raises(UserError, match="made differently"):
+    with pytest.raises(UserError, match="made with other settings"):
         prepared(tmp_path, corpus, add_bos=add_bos is not None)
 
 
@@ -162,14 +162,16 @@ def test_corpora_that_begin_differently_do_not_mix(tmp_path: Path) -> None:
     write_style("Llama 3", tmp_path)
     one, other = (prepared(tmp_path, tmp_path / str(add), add_bos=add) for add in (True, False))
     paths = [str(next(corpus.glob("*.bin")).with_suffix("")) for corpus in (one, other)]
-    with pytest.raises(UserError, match=r"its documents begin with no token.*and those of .* with token 0; prepare bo"):
+    with pytest.raises(
+        UserError, match=r"its documents begin without a special token, but those of .* with token 0; prepare bo"
+    ):
         read_vocabulary(DataOptions(train_data_paths=paths))
 
 
 def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|endoftext|>"], None)
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no token that begins a text"):
+    with pytest.raises(UserError, match=r"add_bos: tokenizer HFTokenizer-\w+ has no beginning-of-text token"):
         tokenizer_from_files("HFTokenizer", path, bos=True)
     content = json.loads(path.read_text())
     first = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
@@ -179,7 +181,7 @@ def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }  # fmt: skip
     path.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="puts 2 tokens before a text, and at most one is offered; false puts none"):
+    with pytest.raises(UserError, match="adds 2 tokens before a text, but at most one is supported; use false"):
         tokenizer_from_files("HFTokenizer", path)
     assert tokenizer_from_files("HFTokenizer", path, bos=False).bos is None
 
@@ -187,7 +189,7 @@ def test_what_cannot_stand_before_a_text_is_named(tmp_path: Path) -> None:
 def test_an_end_of_an_unusual_name_is_named(tmp_path: Path) -> None:
     byte_level(tmp_path, ["<|fin|>"], None)
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(UserError, match=r"no token ends a document; looked for .*; name it with end_token"):
+    with pytest.raises(UserError, match=r"no end-of-document token found; looked for .*; set it with end_token"):
         tokenizer_from_files("HFTokenizer", path)
     with pytest.raises(UserError, match=r"end_token: .* has no token '<\|fim\|>'; did you mean <\|fin\|>"):
         tokenizer_from_files("HFTokenizer", path, end_token="<|fim|>")

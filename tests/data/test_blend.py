@@ -193,16 +193,19 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
         (tmp_path / "saved" / name).write_text(json.dumps({"_data_files": []}))
     folder, weighed = str(tmp_path / "shards"), {"weight_by_num_documents": True}
     for keys, message in [
-        ({"train_data_paths": [path, folder]}, "train_0 is named more than once, maybe by its folder"),
+        ({"train_data_paths": [path, folder]}, "train_0 is listed more than once, possibly through its folder"),
         ({"train_data_paths": [[path], path]}, "names .*train_0 more than once; give it a greater weight"),
         ({"train_data_paths": [[]]}, r"train_data_paths has an empty entry, \[\]; name a dataset, a folder, or a list"),
         ({"data_path": []}, "data_path has an empty entry"),
-        ({"train_data_paths": [str(tmp_path / "bare")]}, "the folder .*bare holds no dataset"),
-        ({"train_data_paths": [str(tmp_path / "saved")]}, "reads tokens, which `./deepy.py prepare .*saved --output"),
+        ({"train_data_paths": [str(tmp_path / "bare")]}, "the folder .*bare contains no dataset"),
+        (
+            {"train_data_paths": [str(tmp_path / "saved")]},
+            "reads tokens; convert it once with `./deepy.py prepare .*saved --output",
+        ),
         ({"data_path": str(corpus.folder)}, "divided into splits; it has data for train_data_paths, valid_data_paths,"),
         (
             {"train_data_paths": [str(tmp_path / "mixed")]},
-            "mixed holds .*pile_val, by its name for another split; list",
+            "mixed contains .*pile_val, named for another split; list",
         ),
         (
             {"train_data_paths": ["s3://bucket/a"]},
@@ -213,7 +216,7 @@ def test_what_names_no_corpus_is_refused(dataset: Dataset, texts: Path, tmp_path
         ({"train_data_paths": [path], "train_data_weights": [1.0], **weighed}, "exclude each other"),
         (
             {"train_data_paths": [path, dataset("many", documents(30, 2))], "weighted_sampler_alpha": 5e3, **weighed},
-            "weighted_sampler_alpha: 5000 leaves nothing of .*train_0",
+            "weighted_sampler_alpha: 5000 gives .*train_0 a weight of 0",
         ),
     ]:
         with pytest.raises(UserError, match=message) as error:

@@ -208,12 +208,15 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
     for options, message in [
         ({"train_data_paths": [prefix, learned]}, r"bpe/text_document: made by tokenizer HFTok.*, but .* by bytes"),
         ({"train_data_paths": [prefix], "valid_data_paths": [learned]}, "made by tokenizer"),
-        ({"data_path": foreign}, r"tokenizer_type: the data have no corpus\.json beside them"),
-        ({"data_path": prefix, **words}, "tokenizer_type: HFTokenizer-.* does not fit the data: .* was made by bytes"),
-        ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not fit the data"),
-        ({"data_path": learned, **words}, "does not fit the data"),
+        ({"data_path": foreign}, r"tokenizer_type: the data have no corpus\.json"),
+        (
+            {"data_path": prefix, **words},
+            "tokenizer_type: HFTokenizer-.* does not match the data: .* was made by bytes",
+        ),
+        ({"data_path": learned, "tokenizer_type": "bytes"}, "tokenizer_type: bytes does not match the data"),
+        ({"data_path": learned, **words}, "does not match the data"),
         ({"data_path": prefix, "vocab_file": "x"}, "vocab_file is given without tokenizer_type"),
-        ({}, "data_path: no data are named"),
+        ({}, "data_path: no data configured"),
         ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
     ]:
@@ -232,7 +235,7 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ({"train_data_paths": [short]}, "short has 8 tokens; one sample of seq_length 8 needs 9"),
         (
             {"train_data_paths": [large]},
-            r"large has token 2000, but tokenizer HFTok.* has only 2000 tokens: a tokenizer",
+            r"large has token 2000, but tokenizer HFTok.* has only 2000 tokens: the tokenizer",
         ),
         ({"train_data_paths": [empty]}, "train_data_paths: .*empty has no tokens"),
         ({"train_data_paths": [str(tmp_path / "half")]}, r"train_data_paths: .*half\.idx is missing"),
@@ -324,7 +327,7 @@ def test_the_index_is_cached_and_made_anew_for_other_data(dataset, words, tmp_pa
 def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
     data = DataOptions(train_data_paths=[dataset("d", numbered(LENGTHS))], **words)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file/train-\w+: the sample index cannot be written: "):
+    with pytest.raises(RunError, match=r"file/train-\w+: cannot write the sample index: "):
         build(data, train=60, cache=tmp_path / "file")
 
 
@@ -333,7 +336,9 @@ def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch):
         train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
     )
     monkeypatch.setattr("megatron.data.datasets.get_machine_memory", lambda: 16 << 30)
-    with pytest.raises(UserError, match=r"^train_iters: 4,000,000,000 train samples need an index of 45 GiB") as error:
+    with pytest.raises(
+        UserError, match=r"^train_iters: 4,000,000,000 training samples need an index of 45 GiB"
+    ) as error:
         build(data, train=4_000_000_000, valid=10)
     assert error.value.key == "train_iters"
 
@@ -344,7 +349,7 @@ def test_a_full_disk_is_named_when_an_index_is_written(dataset, words, tmp_path,
     cache = tmp_path / "cache" if cached else None
     with full_disk(30_000):
         place = rf"{cache}/train-\w+" if cached else re.escape(tempfile.gettempdir())
-        with pytest.raises(RunError, match=rf"^{place}: the sample index .* written: (the disk is full|File too)"):
+        with pytest.raises(RunError, match=rf"^{place}: cannot write the sample index: (the disk is full|File too)"):
             build(data, train=20_000, cache=cache)
 
 
@@ -471,4 +476,4 @@ def test_two_processes_read_the_same_and_fail_together(dataset, words, tmp_path)
     assert json.loads((tmp_path / "notes1").read_text()) == []
     problems = (tmp_path / "problems0").read_text()
     assert problems == (tmp_path / "problems1").read_text()
-    assert ": the sample index cannot be written" in problems
+    assert ": cannot write the sample index" in problems

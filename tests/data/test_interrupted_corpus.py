@@ -105,11 +105,11 @@ def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_pa
     whole = contents(prepare([str(path)], tmp_path / "whole").folder)
     path.write_text("\n".join("{" if i in (201, 350) else line for i, line in enumerate(lines)))
     first = r"bad\.jsonl:202: not JSON: "
-    with pytest.raises(UserError, match=first + r".*; --skip-bad N leaves up to N .*; the work before it is kept"):
+    with pytest.raises(UserError, match=first + r".*; --skip-bad N skips up to N .*; work so far is kept"):
         prepare([str(path)], tmp_path / "out", workers=workers)
     seen = Interrupting()
     with pytest.raises(
-        UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; the"
+        UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; work"
     ):
         prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=1, progress=seen)
     assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # of 16, the first 8 were kept
@@ -117,7 +117,7 @@ def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_pa
     found = contents(tmp_path / "out")
     assert all(found[name] == whole[name] for name in whole if name != "corpus.json")
     assert json.loads(found["corpus.json"])["bad_documents"] == 2
-    assert corpus.notes[0].startswith(f"2 documents left out, as they cannot be decoded: {path}:202: not JSON")
+    assert corpus.notes[0].startswith(f"2 documents skipped because they cannot be decoded: {path}:202: not JSON")
     assert not list(tmp_path.glob(".out.*"))
 
 
@@ -204,7 +204,9 @@ def test_a_dataset_is_fetched_once_and_goes_on_where_the_network_ended(
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
     whole = reader(prepare([source], tmp_path / "whole", split=None).prefix("all"))
     stream.reach = 120
-    with pytest.raises(UnfinishedError, match=r"hf:some/name:en: ended after 120 documents: ConnectionError: the netw"):
+    with pytest.raises(
+        UnfinishedError, match=r"hf:some/name:en: stopped after 120 documents: ConnectionError: the netw"
+    ):
         prepare(["hf:some/name:en"], tmp_path / "out")
     stream.reach = 10**9
     corpus = prepare(["hf:some/name:en"], tmp_path / "out")
@@ -214,7 +216,7 @@ def test_a_dataset_is_fetched_once_and_goes_on_where_the_network_ended(
     assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, the empty ones left out
     assert names(tmp_path) == ["many.jsonl", "out", "whole"]
     assert prepare(["hf:some/name:en"], tmp_path / "out").reused
-    with pytest.raises(UserError, match=r"holds a corpus of .*sources"):
+    with pytest.raises(UserError, match=r"contains a corpus made from .*sources"):
         prepare(["hf:some/name:en"], tmp_path / "out", hf_split="validation")
 
 
@@ -232,7 +234,7 @@ def test_a_limit_fetches_no_more(
 def test_rows_that_are_no_text_are_named(tmp_path: Path, stream: Stream) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
     stream.rows[30] = 5
-    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' holds int, not text \(--column\)"):
+    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' has type int, not text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out")
     with pytest.raises(UserError, match=r"hf:a, row 1: no column 'body'; choose from text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out", column="body")
@@ -274,9 +276,9 @@ def test_an_error_says_that_all_text_was_left_out(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"x": 1}\n' * 3)
     with pytest.raises(
-        UserError, match=r"no text in it; 3 documents left out, as they cannot be decoded: .*:1: no key"
+        UserError, match=r"no text found; 3 documents skipped because they cannot be decoded: .*:1: no key"
     ):
         prepare([str(path)], tmp_path / "out", skip_bad=3, split=None)
     path.write_text('{"text": "a"}\n{"x": 1}\n{"text": ""}\n')
-    with pytest.raises(UserError, match=r"only 1 document is not empty; .*; 1 document left out, as it cannot"):
+    with pytest.raises(UserError, match=r"only 1 document is not empty; .*; 1 document skipped because it cannot"):
         prepare([str(path)], tmp_path / "out", skip_bad=3)

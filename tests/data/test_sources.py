@@ -107,9 +107,9 @@ def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, z
     ("line", "message"),
     [
         ('{"text": "x"', r"data\.jsonl:2: not JSON"),
-        ('{"test": "x", "id": 3}', r"data\.jsonl:2: no key 'text'; it has 'test', 'id'"),
-        ("{}", r"data\.jsonl:2: no key 'text'; it has no keys"),
-        ('["x"]', r"data\.jsonl:2: a list in JSON, not an object"),
+        ('{"test": "x", "id": 3}', r"data\.jsonl:2: no key 'text'; available: 'test', 'id'"),
+        ("{}", r"data\.jsonl:2: no key 'text'; available: none"),
+        ('["x"]', r"data\.jsonl:2: JSON value is a list, not an object"),
         ('{"text": 3}', r"data\.jsonl:2: 'text' is a number, not text"),
         ('{"text": null}', r"data\.jsonl:2: 'text' is null, not text"),
         ('{"text": "\\ud800"}', r"data\.jsonl:2: .*lone surrogate at character 0"),
@@ -215,7 +215,7 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     documents = sources.iter_raw_documents(sources.describe_source_file(tmp_path / name))
     next(documents)
-    with pytest.raises(UserError, match=rf"{name}:2: a line of more than 1,048,576 bytes"):
+    with pytest.raises(UserError, match=rf"{name}:2: line is longer than 1,048,576 bytes"):
         next(documents)
 
 
@@ -225,7 +225,7 @@ def test_a_tokenizer_that_gives_other_tokens_than_its_own_is_refused(tmp_path, m
     (tmp_path / "a.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "a.txt")))
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: [[1, token]])
-    with pytest.raises(UserError, match=f"gives token {token}, but its vocabulary has 257 tokens"):
+    with pytest.raises(UserError, match=f"produces token {token}, but its vocabulary has 257 tokens"):
         ChunkEncoder(ByteTokenizer(), np.uint16, "text")(Chunk(documents, [0], 4))
 
 
@@ -238,5 +238,5 @@ def test_a_document_beyond_memory_is_named(tmp_path, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: fill(texts))
-    with pytest.raises(RunError, match=r"large.txt: a document of 4 bytes does not fit into memory; divide it"):
+    with pytest.raises(RunError, match=r"large.txt: a document of 4 bytes does not fit in memory; split it"):
         encoder(Chunk(documents, [0], 4))

@@ -433,7 +433,7 @@ def test_what_cannot_be_compared_is_refused_before_any_work(place: Path, monkeyp
     for runs, options, message in (
         ([], {}, "no run given"),
         (["runs/none"], {}, "runs/none: no such folder"),
-        (["corpus"], {}, "corpus: no checkpoint in it"),
+        (["corpus"], {}, "corpus: contains no checkpoint"),
         (["runs/a", "./runs/a"], {}, "the same checkpoint is given twice: runs/a, ./runs/a"),
         (["runs/a", "runs/learned"], {"lengths": [16]}, "runs/learned: pos_emb learned supports 8 positions (max_posi"),
         (["runs/drawn"], {"lengths": [32]}, "runs/drawn: pos_emb rotary supports 16 positions (randomized_positions)"),
@@ -531,7 +531,7 @@ def test_devices() -> None:
 
 def test_a_directory_that_is_no_text_is_damage(place: Path) -> None:
     run = make_run("runs/a", directory=5)  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"progress.json: not the progress of a checkpoint \(its directory is not text"):
+    with pytest.raises(RunError, match=r"progress.json: not a checkpoint's progress \(its directory is not a string"):
         evaluated([run], [8])
 
 
@@ -539,7 +539,7 @@ def test_progress_without_a_vocabulary_is_damage(place: Path) -> None:
     run = make_run("runs/a")
     checkpoint = run / "checkpoints" / "step_0000005"
     replace(TrainerState.read(checkpoint), vocabulary=None).write(checkpoint)
-    with pytest.raises(Exception, match="says nothing of the vocabulary"):
+    with pytest.raises(Exception, match="has no vocabulary"):
         evaluated([run], [8])
 
 

@@ -148,7 +148,7 @@ def test_a_changed_method_is_told_and_not_resumed(tmp_path: Path, own_methods: P
     assert model.bias_table(3)[0, 0].tolist() == [0, -0.25, -0.5], "the file as it is now"
     stored = read_config(run / "config.yml")
     member = SimpleNamespace(folder=run, config=stored, resolved_config=stored)
-    with pytest.raises(farfield.UserError, match=r"was trained with other code of encodings/eighths\.py"):
+    with pytest.raises(farfield.UserError, match=r"was trained with different code of encodings/eighths\.py"):
         find_finished_step(member)
     (own_methods / "half.py").write_text("class Half(")
     assert farfield.load(run, device="cpu").position == "eighths", "another file that is broken is in nobody's way"

@@ -85,7 +85,7 @@ def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, mon
         (tmp_path / "heartbeat.json").write_text(json.dumps(beat))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is writing there"):
+        with pytest.raises(UserError, match=rf"^save: {tmp_path}: another run is using this folder"):
             local_launcher.train_on_this_machine(settled(f"save={tmp_path}"))
     held.release()
     assert bool(told) == is_waited_for
@@ -97,7 +97,9 @@ def test_a_folder_that_is_free_again_is_taken(fake_run, tmp_path, monkeypatch):
     fake_run(lambda log: 0)
     held = run_folder.RunLock(tmp_path)
     threading.Timer(0.3, held.release).start()
-    with pytest.warns(FarfieldWarning, match=rf"save: {tmp_path}: a run is starting or ending there; waiting 60 s"):
+    with pytest.warns(
+        FarfieldWarning, match=rf"save: {tmp_path}: another run is starting or ending there; waiting 60 s"
+    ):
         assert local_launcher.train_on_this_machine(settled(f"save={tmp_path}")) == 0
 
 

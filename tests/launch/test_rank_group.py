@@ -132,7 +132,7 @@ def test_the_cause_is_told_not_its_consequences(run, monkeypatch):
 
 def test_a_killed_rank_is_named(run, monkeypatch):
     monkeypatch.setattr(rank_group, "STOP_TIMEOUT", 60.0)
-    with pytest.raises(RunError, match=r"rank 1 was ended by SIGKILL \(out of memory\?\); see .*log\.txt"):
+    with pytest.raises(RunError, match=r"rank 1 was killed by SIGKILL \(out of memory\?\); see .*log\.txt"):
         run(
             """
             if rank == 1:
@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named(run, monkeypatch):
 
 
 def test_an_exit_code_without_a_word(run):
-    with pytest.raises(RunError, match="rank 0 ended with exit code 3"):
+    with pytest.raises(RunError, match="rank 0 died with exit code 3"):
         run("sys.exit(3) if rank == 0 else None")
 
 

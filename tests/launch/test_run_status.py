@@ -224,5 +224,5 @@ def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
 
 
 def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run in it"):
+    with pytest.raises(UserError, match="contains no run"):
         find_runs([tmp_path])

@@ -133,7 +133,7 @@ def test_what_the_job_would_refuse_is_refused_before_the_queue(tmp_path: Path, m
     with pytest.raises(UserError, match="b: no such folder"):
         check_run_folder(job_config("save=a", "load=b"))
     (tmp_path / "a/checkpoints/step_0000004").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"a holds checkpoints already \(the last is step_0000004\); add load=a"):
+    with pytest.raises(UserError, match=r"a already contains checkpoints \(newest: step_0000004\); add load=a"):
         check_run_folder(job_config("save=a"))
     check_run_folder(job_config("save=a", "load=a"))
 
@@ -180,7 +180,7 @@ def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str)
     own = tmp_path / "runs/a" / name
     own.parent.mkdir(parents=True)
     own.write_text("# my own")
-    with pytest.raises(UserError, match=f"save: runs/a/{name} is there, and no earlier submission wrote it"):
+    with pytest.raises(UserError, match=f"save: runs/a/{name} exists and was not written by an earlier submission"):
         slurm.submit_job(job("save=runs/a"))
     assert (own.read_text(), [path.name for path in own.parent.iterdir()]) == ("# my own", [name])
     own.unlink()
@@ -190,9 +190,9 @@ def test_a_script_of_somebody_is_not_written_over(commands, tmp_path, name: str)
 def test_without_sbatch_or_a_folder_there_is_no_job(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="launcher slurm: there is no sbatch here; submit on a login node"):
+    with pytest.raises(UserError, match="launcher slurm: sbatch not found; submit on a login node"):
         slurm.submit_job(job("save=a"))
-    with pytest.raises(UserError, match="launcher slurm needs save, the run's folder"):
+    with pytest.raises(UserError, match="launcher slurm requires save, the run's folder"):
         job()
     assert list(tmp_path.iterdir()) == []
 

@@ -78,12 +78,12 @@ def test_a_hostfile_is_deepspeeds(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "keys", "message"),
     [
-        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is no machine; write NAME slots=8$"),
-        ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is no machine"),
-        ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is no machine"),  # would be an option of ssh
-        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is there twice"),
-        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 machines$"),
-        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 machines$"),
+        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is invalid; expected NAME slots=8$"),
+        ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is invalid"),
+        ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is invalid"),  # would be an option of ssh
+        ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is listed twice"),
+        ("# nobody\n", [], r"^nodes is 1, but hosts has 0 hosts$"),
+        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 hosts$"),
         ("node1 slots=2\n", ["num_gpus=4"], r"^num_gpus is 4, but node1 has slots=2 in hosts$"),
     ],
 )
@@ -119,7 +119,7 @@ def test_a_machine_that_cannot_be_reached_is_named(place: Path) -> None:
     config = load_config([], [*SMALL, "save=run"]).config
     with pytest.raises(RunError, match=r"^nowhere cannot be reached, .*Could not resolve .*; try: ssh nowhere true$"):
         ssh_launcher.train_over_ssh(config, hosts("nowhere slots=1\n"))
-    with pytest.raises(UserError, match="a run over several machines needs save"):
+    with pytest.raises(UserError, match="a run on several hosts requires save"):
         ssh_launcher.train_over_ssh(config.replace(save=None), hosts("nowhere slots=1\n"))
 
 

@@ -173,7 +173,7 @@ def test_what_fails_is_shown_and_served_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_without_runs_is_refused_before_a_port_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run in it"):
+    with pytest.raises(UserError, match="contains no run"):
         serve_report([tmp_path], 0, print, ReportOptions())
 
 

@@ -64,7 +64,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
         sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
     found, said = run(*KEYS)
     assert len(found) == 8
-    assert "nothing to do: 4 of 4 runs are done" in said
+    assert "nothing to do: 4 of 4 runs are complete" in said
     assert Path("out/report.html").exists()
 
 
@@ -73,7 +73,7 @@ def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None
 
     write(TRUNK)
     _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "2 runs branch from checkpoints that are not there yet; the same command submits them once they are" in said
+    assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in said
     assert "1 of 3 runs submitted" in said
     trunk, *_ = read_sweep(["sweep.yml"]).members
     (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # states, for what looks
@@ -87,7 +87,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pyte
     sweeps.run_sweep(["sweep.yml"], KEYS, dry=True)
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(place.rglob("*")) == before
-    with pytest.raises(UserError, match="--dry-run shows the batch script of a sweep: it needs launcher=slurm"):
+    with pytest.raises(UserError, match="--dry-run prints the batch script of a sweep and requires launcher=slurm"):
         sweeps.run_sweep(["sweep.yml"], dry=True)
 
 
@@ -104,12 +104,12 @@ def test_what_a_task_would_refuse_is_refused_before_the_queue(sbatch: None, trai
 
 
 def test_what_cannot_be_an_array_is_refused(place: Path) -> None:
-    with pytest.raises(UserError, match="nodes is 2, but each run of a sweep has one node"):
+    with pytest.raises(UserError, match="nodes is 2, but each run of a sweep uses one node"):
         run(*KEYS, "nodes=2")
-    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members; the first is 0"):
+    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members, starting at 0"):
         sweeps.run_sweep(["sweep.yml"], KEYS, member=4)
     write(BASE.replace("{pos_emb: rotary}", "{pos_emb: rotary, slurm: {partition: big}}"))
-    with pytest.raises(UserError, match="all variants of a sweep need the same processes, devices and slurm keys"):
+    with pytest.raises(UserError, match="all variants of a sweep must have the same processes, devices and slurm keys"):
         run(*KEYS)
     assert not Path("out").exists()
 

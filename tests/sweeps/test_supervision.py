@@ -58,7 +58,7 @@ def test_its_last_words_are_told(place: Path) -> None:
     assert "noise" in Path("run.txt").read_text()
     with pytest.raises(UserError, match=r"^no such key$"):
         train("import sys; print('error: no such key', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(RunError, match=r"training ended with exit code 9; its output is in run.txt"):
+    with pytest.raises(RunError, match=r"training failed with exit code 9; output: run.txt"):
         train("import sys; sys.exit(9)")
 
 

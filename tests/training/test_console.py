@@ -171,7 +171,7 @@ def test_a_run_begins_with_what_it_is_and_ends_with_where_it_is(
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
     result = train(config, Console(file=stream, width=300))
     first, _, epochs, _, last = stream.getvalue().splitlines()
-    assert epochs.startswith("training reads its ")
+    assert epochs.startswith("training text: ")
     threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (
         f"{format_count(model.num_parameters())} parameters on CPU ({threads}) "

@@ -100,7 +100,10 @@ def test_losses_are_those_of_each_document_alone(corpus: Path, tmp_path: Path, m
     assert "attention crosses documents, unlike in training" in out.getvalue()
     assert len(read_records(tmp_path / "results.json")) == 4, "neither replaces the other"
     share = data.crossing_share
-    assert f"attention_mask document: {share:.0%} of rows hold several documents; each is read alone" in out.getvalue()
+    assert (
+        f"attention_mask document: {share:.0%} of rows contain several documents; each attends only to itself"
+        in out.getvalue()
+    )
 
 
 def test_a_run_with_documents_apart_resumes_and_the_mask_of_an_evaluation_is_free(corpus: Path, tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_what_is_compared_can_differ(runs: Path, tmp_path: Path, wrong: str, mon
 
 def test_what_is_not_right_is_refused(runs: Path, tmp_path: Path) -> None:
     corpus = runs / "corpus" / "corpus"
-    with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* holds the moments of Muon"):
+    with pytest.raises(UserError, match=r"optimizer\.type: this run has Adam, but .* contains the moments of Muon"):
         train(tiny_config(corpus, tmp_path, load=str(runs / "unbroken"), train_iters=8, **GROUPED))
     for zero, reason in (
         ({"stage": 3}, "zero_optimization.stage 3: Muon orthogonalises whole matrices"),

@@ -139,4 +139,4 @@ def test_a_folder_that_another_run_has_ends_all_ranks_at_once(tmp_path: Path) ->
     finally:
         held.release()
     assert error is not None
-    assert "another run is writing there" in error
+    assert "another run is using this folder" in error

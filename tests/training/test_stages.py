@@ -261,7 +261,7 @@ def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path
         said = [line for line in lines if line.startswith("branches from")]
         assert len(said) == 1
         assert said[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
-        assert not [line for line in lines if "until here" in line]
+        assert not [line for line in lines if ", now " in line]
         train(trunk.replace(save=str(tmp_path / f"one_{name}"), extra_save_iters=[], **keys))
         assert losses(tmp_path / name) == losses(tmp_path / f"one_{name}")[4:]
         assert same_weights(tmp_path / name, tmp_path / f"one_{name}")
@@ -269,7 +269,7 @@ def test_a_branch_is_the_run_whose_schedule_decayed_there(corpus: Path, tmp_path
         assert names == [layout.format_checkpoint_name(keys["train_iters"])]
     with pytest.raises(UserError, match=r"^weight_decay: this run has 0\.3, but .* was trained with 0\.1; a branch"):
         train(trunk.replace(save=str(tmp_path / "c"), load=str(start), weight_decay=0.3))
-    with pytest.raises(UserError, match=r"^seed: .*a branch changes the schedule alone: take the weights"):
+    with pytest.raises(UserError, match=r"^seed: .*a branch can change only the schedule: load only the weights"):
         train(trunk.replace(save=str(tmp_path / "c"), load=str(start), seed=3))
     # What is no schedule is said as a stage: other data for the decay, or a longer context.
     stages = [{"until": 4}, {"weight_decay": 0.3}]

@@ -81,7 +81,7 @@ def test_a_run_whose_output_is_on_a_full_disk_says_so(ranks: int, tmp_path: Path
         child.kill()
     told = [line for line in errors.read_text().splitlines() if not line.startswith("note: ")]
     assert (code, len(told)) == (1, 1), told
-    assert re.fullmatch(r"error: standard output: No space left on device; ended at step \d+, .* saved", told[0])
+    assert re.fullmatch(r"error: standard output: No space left on device; stopped at step \d+, .*saved", told[0])
 
 
 def test_a_run_whose_output_nobody_reads_saves_and_ends(tmp_path: Path) -> None:
