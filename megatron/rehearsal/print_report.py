@@ -1,4 +1,4 @@
-"""A rehearsal's report in a terminal."""
+"""Terminal output of a rehearsal's report."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +19,7 @@ STYLES = {"fits": "green", "tight": "yellow", "out of memory": "red", "failed": 
 
 
 def print_report(report: RehearsalReport, console: Console) -> None:
-    """Print everything: memory, ledger, kernels, disk, time, coverage."""
+    """Print the whole report: memory, ledger, kernels, disk, time and coverage."""
     rehearsal = report.rehearsal
     run, card = rehearsal.run, rehearsal.card
     parameters = next((t.result.parameters for t in rehearsal.train_traces.values() if t.result.parameters), None)

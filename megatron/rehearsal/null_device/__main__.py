@@ -1,5 +1,9 @@
-"""Runs a Python program on the null device: `python -m megatron.rehearsal.null_device [--gpu CARD] [--devices N]
-[--ledger FOLDER] PROGRAM ARGUMENT…`, a program being a file, or `-m` and a module."""
+"""Run a Python program on the null device.
+
+    python -m megatron.rehearsal.null_device [--gpu CARD] [--devices N] [--ledger FOLDER] PROGRAM ARGUMENT…
+
+PROGRAM is a file, or `-m` and a module.
+"""
 
 import argparse
 import os
@@ -11,11 +15,11 @@ from megatron.rehearsal.null_device.environment import VOID_RESULTS, build_envir
 from megatron.utils.errors import FarfieldError
 
 MAX_DEVICES = 64
-"""As `native/memory.c` has it."""
+"""Maximum number of devices; same value as in `native/memory.c`."""
 
 
 def main() -> int:
-    """Become the program, on the null device; 2 if it cannot be had here."""
+    """Replace this process with the program on the null device. Return 2 if the null device is unavailable."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron.rehearsal.null_device",
         description=__doc__,
@@ -25,7 +29,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=1, help=f"devices of the node, 1 to {MAX_DEVICES} (1)")
     parser.add_argument("--ledger", type=Path, help="a folder for what each rank did")
     parser.add_argument("program", nargs="*", help="a Python file, or -m and a module, and arguments")
-    # What follows is the program's own, whatever it looks like.
+    # Everything after these options belongs to the program.
     arguments, own = sys.argv[1:], 0
     while own < len(arguments) and arguments[own].startswith("--"):
         own += 1 if "=" in arguments[own] or arguments[own] == "--help" else 2
