@@ -148,7 +148,8 @@ def read_ledger(path: Path, rank: int) -> Ledger:
 
 
 def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:
-    """Parse entries written by `null_device/recorder.py`: definitions of named groups, and operations on those groups."""
+    """Parse entries written by `null_device/recorder.py`: definitions of named groups, and operations on those
+    groups."""
     entries = list(entries)
     named = [(entry["group"], tuple(sorted(entry["ranks"]))) for entry in entries if "op" not in entry]
     by_ranks: dict[tuple[int, ...], list[str]] = {}

@@ -30,8 +30,8 @@ from megatron.utils.formatting import format_bytes
 STEPS = 3
 """Optimizer steps. The first creates the optimizer states, so the second is the first complete one."""
 MAX_MICRO_BATCHES = 2
-"""Micro-batches per step without a pipeline. A pipeline uses its number of stages plus one if that many are in flight.
-"""
+"""Micro-batches per step without a pipeline. A pipeline uses its number of stages plus one if that many are in
+flight."""
 DEVICES_PER_NODE = 8
 GPT2_VOCAB_SIZE = 50257
 

@@ -126,9 +126,7 @@ class RehearsalReport:
         """Return the bytes that `plan` estimates for a rank's pipeline stage, or None if its method is unknown."""
         run = self.rehearsal.run
         stage = run.sizes.coordinates(rank)["pipeline"]
-        backend = self.rehearsal.train_traces[
-            rank
-        ].result.attention_backend  # passed the null device's self-check
+        backend = self.rehearsal.train_traces[rank].result.attention_backend  # passed its self-check
         try:
             return estimate_memory(
                 run.config,
@@ -155,7 +153,8 @@ class RehearsalReport:
         return STEP_TIME_BAND[0] * total, STEP_TIME_BAND[1] * total
 
     def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
-        """Summarize a rank's NCCL calls in training by group, operation and type, sorted by bytes in descending order."""
+        """Summarize a rank's NCCL calls in training by group, operation and type, sorted by bytes in descending
+        order."""
         sizes = self.rehearsal.run.sizes
         counts: dict[tuple[str, int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         for call in self.rehearsal.train_traces[rank].ledger.calls:
@@ -203,7 +202,8 @@ class RehearsalReport:
 
     @cached_property
     def disk(self) -> dict[str, Any] | None:
-        """Bytes of a checkpoint, of all checkpoints kept by the run and of the one being written, and free disk space."""
+        """Bytes of a checkpoint, of all checkpoints kept by the run and of the one being written, and free disk
+        space."""
         if (checkpoint := self.rehearsal.checkpoint) is None:
             return None
         config = self.rehearsal.run.config

@@ -27,7 +27,8 @@ class Role:
     """All ranks of the group, in order."""
 
     def describe_coordinates(self, sizes: ParallelSizes) -> str:
-        """Describe the coordinates of the running rank along dimensions larger than one: `stage 1, tensor 0, data 3`."""
+        """Describe the coordinates of the running rank along dimensions larger than one: `stage 1, tensor 0, data
+        3`."""
         coordinates = sizes.coordinates(self.rank)
         names = {"pipeline": "stage"}
         parts = [

@@ -27,9 +27,7 @@ def without_weight_values() -> Iterator[None]:
     contents."""
     from megatron.model.megatron_core import ColumnParallelLinear
 
-    layers = sys.modules[
-        ColumnParallelLinear.__module__
-    ]  # megatron-core initializes sharded layers here
+    layers = sys.modules[ColumnParallelLinear.__module__]  # which initializes sharded layers
 
     def mark_divided(
         weight: Tensor, output_size: int, input_size: int, per_partition_size: int, partition_dim: int,

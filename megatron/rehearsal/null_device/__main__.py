@@ -1,9 +1,4 @@
-"""Run a Python program on the null device.
-
-    python -m megatron.rehearsal.null_device [--gpu CARD] [--devices N] [--ledger FOLDER] PROGRAM ARGUMENT…
-
-PROGRAM is a file, or `-m` and a module.
-"""
+"""Run a Python program on the null device. PROGRAM is a file, or `-m` and a module."""
 
 import argparse
 import os

@@ -185,7 +185,8 @@ def _change_attention_trials(trials: Any) -> None:
 
 
 def _change_attention_registry(registry: Any) -> None:
-    """Patch the registry: FlexAttention runs on request but is not checked, because it takes half a minute to compile."""
+    """Patch the registry: FlexAttention runs on request but is not checked, because it takes half a minute to
+    compile."""
     registry.CHECKED_BACKENDS = tuple(name for name in registry.CHECKED_BACKENDS if name != "flex")
 
 

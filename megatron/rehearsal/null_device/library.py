@@ -33,7 +33,8 @@ class Counters:
 
     @property
     def all_launches(self) -> int:
-        """Total operations that a GPU would run: kernels, matrix products, convolutions, copies, fills and collectives."""
+        """Total operations that a GPU would run: kernels, matrix products, convolutions, copies, fills and
+        collectives."""
         return self.launches + self.triton + self.gemm + self.convolutions + self.copies + self.fills + self.collectives
 
 
@@ -52,9 +53,9 @@ class LoadedKernel:
 
 
 Listener = Callable[[str, str, int, int, int, int, int, int, int, int], None]
-"""Listener of collectives. Its arguments are the operation, the communicator and its size, this rank's index in it, the
-number of elements and their type, the peer or root, the reduction, and the addresses of the send and receive buffers.
-"""
+"""Listener of collectives. Its arguments are the operation, the communicator and its size, this rank's index in it,
+the number of elements and their type, the peer or root, the reduction, and the addresses of the send and receive
+buffers."""
 
 _LISTENER = ctypes.CFUNCTYPE(
     None,
