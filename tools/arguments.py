@@ -1,4 +1,5 @@
-"""Command lines of the tools: what is wrong with one is one line on standard error and exit code 2, before any work."""
+"""Command-line parsing for the tools. An invalid command line prints one line to stderr and exits with 2 before any
+work."""
 
 import argparse
 import os
@@ -10,14 +11,14 @@ from typing import NoReturn
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Errors without the usage: one line."""
+    """Parser that prints an error as one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
 
 def int_at_least(least: int) -> Callable[[str], int]:
-    """The type of a whole number with a lower bound."""
+    """Return an argument type for integers with a lower bound."""
 
     def number(text: str) -> int:
         try:
@@ -32,7 +33,7 @@ def int_at_least(least: int) -> Callable[[str], int]:
 
 
 def comma_separated(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """The type of names with commas between them."""
+    """Return an argument type for comma-separated names."""
 
     def names(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in choices]:
@@ -43,7 +44,7 @@ def comma_separated(choices: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def parse_device(text: str) -> str:
-    """The type of a device: cpu, or cuda where there is a GPU."""
+    """Parse a device: cpu, or cuda if a GPU is available."""
     import torch
 
     if text not in ("cpu", "cuda"):
@@ -54,7 +55,7 @@ def parse_device(text: str) -> str:
 
 
 def parse_output_path(text: str) -> Path:
-    """The type of a file to write: a long run should not find out at its end that it cannot."""
+    """Parse the path of an output file. Reports an unwritable path before a long run starts."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
@@ -64,7 +65,7 @@ def parse_output_path(text: str) -> Path:
 
 
 def parse_record_path(text: str) -> Path:
-    """The type of a record's file, beside which a page of the same name goes (`records.write_record`)."""
+    """Parse the path of a record; `records.write_record` writes a page with the same stem beside it."""
     path = parse_output_path(text)
     if path.suffix == ".md":
         raise argparse.ArgumentTypeError(f"{text} is where the page goes; choose another ending, such as .json")
@@ -72,9 +73,9 @@ def parse_record_path(text: str) -> Path:
 
 
 def print_interrupts_in_one_line() -> None:
-    """From here on Ctrl-C ends this process with one line instead of a traceback; call it before slow imports.
+    """Make Ctrl-C print one line instead of a traceback from now on. Call it before slow imports.
 
-    Python then ends by the signal itself, so that a shell or a caller sees what happened.
+    Python then ends with the signal itself, so that the shell or the caller sees it.
     """
     otherwise = sys.excepthook
 

@@ -1,9 +1,9 @@
-"""What a rank keeps between forward and backward when several share a sequence: bytes at C = 1, 2, 4.
+"""Count the bytes a rank keeps between forward and backward when C = 1, 2 or 4 ranks share a sequence.
 
     python tools/bench/context_memory.py --json docs/results/context_memory.json
 
-Counted, not measured: every tensor that autograd saves for the backward pass, once per storage, without parameters.
-It is the same on every machine and for every device.
+The tool counts every tensor that autograd saves for the backward pass, once per storage, without parameters. Nothing is
+measured, so the result is equal on all machines and devices.
 """
 
 import sys
@@ -37,7 +37,7 @@ MODEL = {
 
 
 def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> list[int]:
-    """What this rank keeps of one sequence, of each method, with and without recomputed layers."""
+    """Return the bytes this rank saves for one sequence, for each method, with and without recomputation."""
     import torch
 
     from megatron.distributed.mesh import ParallelSizes
@@ -71,7 +71,7 @@ def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> l
 
 
 def main() -> None:
-    """Count, and write a record."""
+    """Count the bytes and write a record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--length", type=int_at_least(8), default=4096, help="tokens of the sequence")
     parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def render_table(record: dict[str, Any]) -> str:
-    """MiB of the rank that keeps most, and the share of what one rank keeps."""
+    """Render a table with the MiB of the rank that saves most, and its ratio to a single rank."""
     lines = ["| method | layers recomputed | C = 1 | C = 2 | C = 4 |", "|---|---|---|---|---|"]
     for row in record["rows"]:
         alone = row["bytes"]["1"]
@@ -107,7 +107,7 @@ def render_table(record: dict[str, Any]) -> str:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record for people."""
+    """Render the record as a page."""
     model = record["model"]
     return f"""# What context parallelism saves
 

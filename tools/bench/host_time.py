@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What a training step costs the host: its time and its launches against a GPT in plain PyTorch, on the null device.
+"""Measure the host cost of a training step: time and launches, compared with a plain PyTorch GPT, on the null device.
 
     python tools/bench/host_time.py --json docs/results/host_time.json
 
-Kernels cost nothing on the null device (megatron/rehearsal/null_device), so the time of a step is the host's. Each case
-is a process of its own, in which steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
-over two ranks) and of Farfield's loop alternate, so that a busy machine disturbs both alike. Of two ranks the process
-is the first, over NCCL's real process groups. Time is the process's on the CPU, all threads together; launches are what
-the CUDA runtime, the driver, cuBLAS and NCCL were asked for, counted by the null device's library, and exact.
+Kernels take no time on the null device (megatron/rehearsal/null_device), so the time of a step is host time. Each case
+is a separate process. In it, steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
+over two ranks) and of Farfield's loop alternate, so that a busy machine affects both alike. With two ranks, the process
+is the first of them, with real NCCL process groups. Time is CPU time of the process over all threads. Launches are
+exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library.
 
 The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
 """
@@ -40,9 +40,9 @@ METHODS: dict[str, tuple[str, str]] = {
     "kerple_log": ("kerple_log", "triton"),
     "cdape": ("cdape_kerple_log", "triton"),
 }
-"""The overlay of each, and the backend that a GPU is meant to take for it."""
+"""Overlay of each method, and the backend intended for it on a GPU."""
 SHAPES = {"125M": (12, 768, 12), "350M": (24, 1024, 16)}
-"""Layers, width, heads of the plain GPT, as configs/model has them."""
+"""Layers, hidden size and heads of the plain GPT, as in configs/model."""
 LENGTH, BATCH, VOCABULARY = 512, 32, 50304
 WARMUP_STEPS = 5
 FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
@@ -57,10 +57,10 @@ GOALS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures."""
+    """Case measured by one process."""
 
     corpus: str
-    """A dataset of synthetic tokens, without ending."""
+    """Dataset of synthetic tokens, without file extension."""
     size: str
     ranks: int
     methods: list[str]
@@ -72,7 +72,7 @@ class Case:
 
 
 def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> Any:
-    """Farfield's loop, ready to step: the configuration that `./deepy.py train` would run."""
+    """Build Farfield's trainer with the configuration that `./deepy.py train` would run."""
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware
     from megatron.distributed.launcher_environment import RankInfo
@@ -91,7 +91,7 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
 
 
 class PlainTrainer:
-    """The loop that one writes by hand, in bfloat16 by autocast."""
+    """Plain hand-written training loop in bfloat16 with autocast."""
 
     def __init__(self, size: str, ranks: int) -> None:
         import torch
@@ -120,7 +120,7 @@ class PlainTrainer:
 
 
 class StepMeter:
-    """Host time and launches of single steps."""
+    """Meter of host time and launches of single steps."""
 
     def __init__(self) -> None:
         self.cpu: list[float] = []
@@ -138,7 +138,7 @@ class StepMeter:
         self.counts.append({**asdict(done), "all_launches": done.all_launches})
 
     def summarize(self) -> dict[str, Any]:
-        """Medians; milliseconds."""
+        """Return medians, times in milliseconds."""
         counts = {name: statistics.median_low([c[name] for c in self.counts]) for name in self.counts[0]}
         return {
             "cpu_ms": round(statistics.median(self.cpu), 2),
@@ -149,7 +149,7 @@ class StepMeter:
 
 
 def measure_case(case: Case) -> list[dict[str, Any]]:
-    """A record per method, each with the plain GPT's steps between its own."""
+    """Return a record per method; steps of the plain GPT alternate with each method's steps."""
     import gc
 
     from megatron.utils.signals import GracefulStop
@@ -188,7 +188,7 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
 
 
 def measure_flagship(case: Case) -> list[dict[str, Any]]:
-    """The record of the flagship's first rank: what a micro-batch, and what the optimizer's step costs."""
+    """Measure the flagship's first rank: cost of a micro-batch and of the optimizer step."""
     from megatron.rehearsal.unset_weights import without_weight_values
     from megatron.utils.signals import GracefulStop
 
@@ -228,7 +228,7 @@ def measure_flagship(case: Case) -> list[dict[str, Any]]:
 
 
 def run_case(file: Path) -> None:
-    """Measure the case of a file; the records stand beside it."""
+    """Measure the case described by a file; write the records beside it."""
     import logging
 
     warnings.filterwarnings("ignore")
@@ -237,17 +237,17 @@ def run_case(file: Path) -> None:
     records = measure_flagship(case) if case.flagship else measure_case(case)
     file.with_suffix(".records").write_text(json.dumps(records))
     sys.stdout.flush()
-    os._exit(0)  # groups of ranks that do not run are not waited for
+    os._exit(0)  # skips waiting for groups whose other ranks do not run
 
 
 # ------------------------------------------------------------------------------------------------ in the tool's process
 
 
 def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
-    """The records of a case, measured on the null device in a process of its own.
+    """Measure a case on the null device in a separate process, and return its records.
 
     Raises:
-        SystemExit: it failed, with the end of what it printed.
+        SystemExit: if the process fails, with the end of its output.
     """
     from megatron.distributed.launcher_environment import RankInfo
     from megatron.rehearsal.null_device.cards import get_card
@@ -270,7 +270,7 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
 
 
 def format_page(result: dict[str, Any]) -> str:
-    """The record as a page."""
+    """Format the record as a page."""
     lines = [
         "# Host time of a training step",
         "",
@@ -328,7 +328,7 @@ def main() -> None:
 
 
 def measure_all(arguments: Any) -> None:
-    """Every case in turn; the record is written after each."""
+    """Measure every case in turn; write the record after each."""
     from megatron.rehearsal.synthetic_corpus import write_synthetic_corpus
     from megatron.utils.errors import FarfieldError
 

@@ -1,8 +1,8 @@
-"""docs/positions.md: every position encoding, score processor and attention temperature, made from the registry.
+"""Generate docs/positions.md: every position encoding, score processor and attention temperature in the registry.
 
-What a method says of itself (formula, source, advice) is printed; numbers of parameters are counted, and traits read
-off its code; what options mean is read from the constructor's docstring. A new file in `megatron/position/` has its
-section and its picture without an edit here.
+The page prints each method's own description (formula, source, advice), counts its parameters, and derives its traits
+from the code. The constructor's docstring describes the options. A new file in `megatron/position/` gets its section
+and picture without changes to this file.
 """
 
 import inspect
@@ -52,7 +52,7 @@ WRAPPER = TextWrapper(120, subsequent_indent="  ", break_long_words=False, break
 NESTED_WRAPPER = TextWrapper(
     120, initial_indent="    ", subsequent_indent="      ", break_long_words=False, break_on_hyphens=False
 )
-"""Four blanks: with fewer, the site's Markdown does not nest."""
+"""Four spaces of indentation; the site's Markdown does not nest with fewer."""
 HOOKS = {
     "embed": "adds to the embeddings",
     "rotate": "turns queries and keys",
@@ -215,7 +215,7 @@ parameters.
 
 
 def _list_tables(module: ModuleType) -> list[str]:
-    """The tables of a module's docstring."""
+    """Return the tables in a module's docstring."""
     lines = groupby(read_docstring(module).splitlines(), key=lambda line: line.startswith("|"))
     return ["\n".join(group) for is_table, group in lines if is_table]
 
@@ -342,7 +342,7 @@ the same along every diagonal of the score map, since it depends on n = i − j 
 
 
 def render_page() -> str:
-    """The whole page."""
+    """Render the whole page."""
     records, _ = registry.describe_methods(
         [*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()]
     )
@@ -543,7 +543,7 @@ cell says that the name leaves the key to the file and its default.
 
 
 def _read_summary(method: type[Any]) -> str:
-    """The first paragraph of the file's docstring."""
+    """Return the first paragraph of the docstring of a method's file."""
     text = inspect.getdoc(sys.modules[method.__module__]) or ""
     return " ".join(text.split("\n\n")[0].split())
 
@@ -583,7 +583,7 @@ def _describe_traits(encoding: Encoding) -> str:
 
 
 def _render_facts(facts: dict[str, str | list[str]]) -> str:
-    """A list of facts; one that is a list itself has its entries below its name."""
+    """Render a list of facts; a fact that is a list has its entries below its name."""
     lines = []
     for name, text in facts.items():
         if isinstance(text, list):
@@ -599,14 +599,14 @@ def _describe_other_names(name: str) -> str:
 
 
 def read_option_meanings(method: type[PositionModule]) -> dict[str, str]:
-    """Options and what the constructor's docstring says of them under `Args:`."""
+    """Return the options that the constructor's docstring describes under `Args:`."""
     _, _, arguments = (inspect.getdoc(method.__init__) or "").partition("Args:\n")
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", arguments, re.MULTILINE)
     return {name: " ".join(meaning.split()).removesuffix(".") for name, meaning in entries}
 
 
 def _describe_options(method: type[PositionModule], defaults: dict[str, Any]) -> str | list[str]:
-    """Each option with its default, its type and its meaning."""
+    """Describe each option with its default, type and meaning."""
     if not defaults:
         return "none"
     found, meanings = method.options(), read_option_meanings(method)
@@ -618,7 +618,7 @@ def _describe_options(method: type[PositionModule], defaults: dict[str, Any]) ->
 
 
 def _describe_encoding_cost(encoding: Encoding) -> str:
-    """Products per score and per query, beside those that every attention has."""
+    """Describe the extra products per score and per query, compared with plain attention."""
     plain = 4 * SHAPE.num_heads * SHAPE.head_dim
     cost = 2 * SHAPE.num_heads * (encoding.qk_head_dim + SHAPE.head_dim)
     text = f"{cost:,} FLOPs forward per query, key and layer for the products with k and v"
@@ -631,7 +631,7 @@ def _describe_encoding_cost(encoding: Encoding) -> str:
 
 
 def _render_picture(name: str, titles: list[str], note: str) -> str:
-    # Relative to the page's folder.
+    # relative to the page's folder
     paths = [get_picture_path(name, number).relative_to(PAGE.parent) for number in range(1, len(titles) + 1)]
     images = [f"![{name}: {title}]({path.as_posix()})\n" for title, path in zip(titles, paths, strict=True)]
     return f"{''.join(images)}\n{note}\n" if note else "".join(images)
@@ -687,7 +687,7 @@ def _render_processor(record: dict[str, Any]) -> str:
 
 
 def _describe_processor_traits(name: str, processor: Processor) -> str:
-    """What it mixes before the softmax, and where else it acts."""
+    """Describe the dimensions that a processor mixes before the softmax, and its other effects."""
     reach, mixes_heads = measure_reach(build_drawn_processor(name, has_bias=False)[0])
     traits = [f"mixes {'the heads of a row, and ' * mixes_heads}keys up to {reach} apart"]
     if not reach:

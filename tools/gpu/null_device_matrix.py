@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Everything that Farfield does on a CUDA device, run on the null device, and a record of what went wrong.
+"""Run every CUDA feature of Farfield on the null device, and record the faults.
 
     python tools/gpu/null_device_matrix.py --page docs/results/cuda_matrix.md
 
-needs the CUDA build of torch and no GPU. tests/cuda runs a sample of the same cases (`make test-cuda`); this runs all:
-every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries, head
-dimension and length; ZeRO × offload × precision; layouts of eight ranks, as the first rank and the last. Each part is
-one process, which shares imports and compiled kernels. Beside the page a JSON file has every case.
+requires the CUDA build of torch and no GPU. tests/cuda runs a sample of the cases (`make test-cuda`). This tool runs
+all: every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries,
+head dimension and length; ZeRO × offload × precision; and layouts of eight ranks, as the first and the last rank. Each
+part is one process, which shares imports and compiled kernels. A JSON file beside the page contains every case.
 """
 
 import argparse
@@ -55,7 +55,7 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Cases that one process runs, or each of the ranks that are run."""
+    """Cases that one process runs, or that each of several ranks runs."""
 
     name: str
     title: str
@@ -65,7 +65,7 @@ class MatrixPart:
 
 
 def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
-    """All of the matrix, or of the methods some features."""
+    """List the parts of the whole matrix, or of some features of the methods."""
     ends = (0, RANKS - 1)
     layouts = list_layout_cases(REPRESENTATIVES)
     return [
@@ -79,7 +79,7 @@ def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
 
 
 def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str, Any]:
-    """Run a part's processes, one after the other; a case whose process died has that as its fault."""
+    """Run a part's processes in order. If a process dies, its case gets a fault."""
     begun, results = time.perf_counter(), []
     for rank in part.ranks:
         job, output = folder / f"{part.name}.json", folder / f"{part.name}-{rank}.jsonl"
@@ -109,7 +109,7 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """The record as a page."""
+    """Render the record as a page."""
     parts = {part.name: part for part in list_parts()}
     lines = [
         "# What runs on CUDA",
@@ -156,7 +156,7 @@ def render_page(record: dict[str, Any]) -> str:
 
 
 def _list_left_out(record: dict[str, Any]) -> list[str]:
-    """What the command of this record did not run."""
+    """List the parts that this record's command did not run."""
     features = [name for name in FEATURES if name not in record["features"]]
     parts = [part.title for part in list_parts() if part.name not in record["parts"]]
     left = [*features, *parts]
@@ -164,7 +164,7 @@ def _list_left_out(record: dict[str, Any]) -> list[str]:
 
 
 def _normalize(fault: str) -> str:
-    """A fault without what differs from case to case."""
+    """Remove the details that vary between cases from a fault."""
     return re.sub(r"\[W\d+ \S+ |\d{4,}", "…", fault.splitlines()[0])[:200]
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Rehearses every shipped cluster configuration with every model, and keeps the record.
+"""Rehearse every shipped cluster configuration with every model, and record the reports.
 
-    python tools/gpu/rehearse_all.py                                   # what the record lacks
+    python tools/gpu/rehearse_all.py                                   # rehearse missing combinations
     python tools/gpu/rehearse_all.py --overlays a100_8k --models 2-7B --gpus 64 --again
 
-It runs `./deepy.py rehearse` for each pair of configs/cluster and configs/model, on as many A100s of 80 GB as the
-planner finds necessary (parallel.md), and writes docs/results/rehearsals.json and .md after each. It needs the CUDA
-build of torch, as `rehearse` does. Large models at long lengths take minutes each.
+The tool runs `./deepy.py rehearse` for each pair of configs/cluster and configs/model. The number of 80 GB A100s is the
+minimum that the planner finds (parallel.md). docs/results/rehearsals.json and .md are written after each pair. Like
+`rehearse`, the tool needs the CUDA build of torch. Large models at long lengths take minutes each.
 """
 
 import argparse
@@ -33,12 +33,12 @@ GIB = 2**30
 
 
 def find_num_gpus(model: str, overlay: str) -> int:
-    """The fewest GPUs that the planner gives a model with an overlay."""
+    """Return the fewest GPUs that the planner finds for a model with an overlay."""
     return next(gpus for gpus, estimate in list_estimates(model, overlay) if estimate.fits(GPUS["80 GB"]))
 
 
 def rehearse_pair(model: str, overlay: str, method: str, gpus: int, ranks: str, extra: list[str]) -> dict[str, Any]:
-    """One rehearsal: its report, and the command; `error` instead if it did not come to one."""
+    """Run one rehearsal; return its report and command, or `error` if there is no report."""
     command = ["deepy.py", "rehearse", model, method, overlay, *extra, "--gpus", str(gpus), "--gpu", CARD]
     command += ["--ranks", ranks, "--json"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -49,14 +49,14 @@ def rehearse_pair(model: str, overlay: str, method: str, gpus: int, ranks: str, 
     except ValueError:
         lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         return entry | {"error": lines[-1].removeprefix("error: ") if lines else f"exit code {done.returncode}"}
-    for role in report["roles"]:  # what the page does not show and nobody reads
+    for role in report["roles"]:  # not shown on the page
         role.pop("stub_calls", None)
         role["collectives"] = role.get("collectives", [])[:4]
     return entry | {"report": report}
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """A table with a line for each rehearsal, and the kernels."""
+    """Render a table with one row per rehearsal, and the kernels."""
     lines = [
         "# Rehearsals of the shipped configurations",
         "",
@@ -109,7 +109,7 @@ def render_page(record: dict[str, Any]) -> str:
 
 
 def _describe_verdict(report: dict[str, Any]) -> str:
-    """The verdict; of a training that fits, and whose resume this machine could not hold, that."""
+    """Describe the verdict, or that training fits but this machine lacked memory for the resume."""
     errors = [error for role in report["roles"] for error in role.get("errors", ())]
     lacks_memory = all(error["action"] == "resume" and error["kind"] == "host memory" for error in errors)
     return "fits; no resume" if errors and lacks_memory else str(report["verdict"])

@@ -1,9 +1,9 @@
-"""Every layout against one process: losses and gradient norms of five steps.
+"""Compare every layout with a single process: losses and gradient norms of five steps.
 
     python tools/parity/compare.py --ranks 2,4 --json docs/results/parity.json      as recorded
     python tools/parity/compare.py --ranks 8 --methods kerple_log,…                 by hand
 
-Writes a record and, beside it, a table in Markdown. The exit code is 1 if anything differs by more than rounding.
+Writes a record and, beside it, a Markdown table. The exit code is 1 if any difference exceeds rounding errors.
 """
 
 import math
@@ -30,8 +30,10 @@ RANK_SCRIPT = ROOT / "tools/parity/rank.py"
 
 
 def compute_excess(found: CaseResult, alone: CaseResult, precision: str) -> dict[str, float]:
-    """By how much a case differs from one process: losses and norms relative to themselves, in units of what rounding
-    allows. More than 1 is wrong, and infinite what should be equal to the last digit."""
+    """Return the relative differences of losses and norms from a single process, divided by the allowed rounding error.
+
+    A value above 1 is an error. It is infinite for values that must be identical and are not.
+    """
     allowed = compute_layout_tolerance(precision)
     of = {"losses": (*found["losses"], found["valid"]), "norms": tuple(found["norms"])}
     by = {"losses": (*alone["losses"], alone["valid"]), "norms": tuple(alone["norms"])}
@@ -48,18 +50,19 @@ def _relative_difference(a: float, b: float) -> float:
 
 
 def train_cases(cases: Sequence[ParityCase], world_size: int, folder: Path) -> dict[ParityCase, CaseResult]:
-    """What the first rank found of each case."""
+    """Return the first rank's results of each case."""
     first, *_ = run_ranks(RANK_SCRIPT, folder, world_size, [case.as_json() for case in cases])
     return dict(zip(cases, first, strict=True))
 
 
 def select_every_nth(methods: Sequence[str], every: int, turn: int) -> list[str]:
-    """Every nth method, beginning with another one at each turn, so that every method meets every kind of layout."""
+    """Return every nth method, starting at a different one each turn, so that every method meets every kind of
+    layout."""
     return [method for number, method in enumerate(methods) if (number + turn) % every == 0]
 
 
 def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The largest excess of each layout, over methods."""
+    """Render the largest excess of each layout over all methods."""
     by_layout: dict[tuple[int, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         by_layout.setdefault((row["ranks"], row["layout"], row["precision"]), []).append(row)
@@ -74,7 +77,7 @@ def render_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _describe_selection(record: Mapping[str, Any]) -> str:
-    """Which methods a row stands for, in words."""
+    """Describe the methods that a row represents."""
     every = record["every"]
     if every == 1:
         return "A row is the worst of all methods with which its layout is possible."
@@ -82,7 +85,7 @@ def _describe_selection(record: Mapping[str, Any]) -> str:
 
 
 def render_page(record: Mapping[str, Any]) -> str:
-    """The record for people."""
+    """Render the record as a page."""
     rows = record["rows"]
     worst = max(max(row["losses"], row["norms"]) for row in rows)
     return f"""# Every layout against one process
@@ -105,7 +108,7 @@ Methods: {"; ".join(record["methods"])}.
 
 
 def main() -> None:
-    """Train, compare, write."""
+    """Train and compare the cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks, with commas between them")
     parser.add_argument(

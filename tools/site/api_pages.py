@@ -1,4 +1,4 @@
-"""Pages of the Python reference: which modules are public, for mkdocstrings to show what their docstrings say."""
+"""Pages of the Python API reference: the public modules, whose docstrings mkdocstrings renders."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,12 +7,12 @@ FOLDER = "api"
 
 
 class ApiPage(NamedTuple):
-    """A page of the reference.
+    """Page of the API reference.
 
     Attributes:
-        title: its heading.
-        introduction: what it is for, in a sentence or two.
-        modules: what it shows, in order.
+        title: heading of the page.
+        introduction: purpose of the modules in one or two sentences.
+        modules: modules to show, in order.
     """
 
     title: str
@@ -93,18 +93,18 @@ API_PAGES: dict[str, ApiPage] = {
         ),
     ),
 }
-"""The pages by the stems of their files."""
+"""Pages by the stems of their files."""
 
 
 def list_api_pages(root: Path) -> dict[str, ApiPage]:
-    """The pages of what is there, farfield/ first."""
+    """Return the pages of all existing modules, farfield/ first."""
     modules = tuple(f"farfield.{path.stem}" for path in sorted((root / "farfield").glob("*.py")) if path.stem[0] != "_")
     page = ApiPage("farfield", "What scripts and notebooks need.", ("farfield", *modules))
     return {**({"farfield": page} if (root / "farfield" / "__init__.py").is_file() else {}), **API_PAGES}
 
 
 def write_api_pages(root: Path) -> dict[str, str]:
-    """The pages by their paths in the site's docs/, the list of all first."""
+    """Return the pages by path in the site's docs/, starting with the index."""
     pages = list_api_pages(root)
     entries = [f"[{page.title}]({stem}.md)\n:   {page.introduction}" for stem, page in pages.items()]
     introduction = (

@@ -1,4 +1,4 @@
-"""BAM's repository: its prior, and scalable softmax beside that, beside rotary positions and beside none."""
+"""BAM's repository: its prior and scalable softmax, with rotary positions and without positions."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ BAM's training script learns a location of the prior from 0, as `bam` does with 
 
 
 def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
-    """Of its models with scalable softmax."""
+    """Yield comparisons of its models with scalable softmax."""
     sizes = {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "vocab_size": VOCABULARY, "norm_eps": 1e-5}
     for encoding, stem, name in (("none", "nope_ssmax", "NoPESSMax"), ("rotary", "rotary_ssmax", "RotarySSMax")):
         module = load_module(clone / "models" / f"{stem}.py")
@@ -54,7 +54,7 @@ def list_comparisons(clone: Path) -> Iterator[ModelComparison]:
         )
         share_weights(ours, theirs, "bam")
         with torch.no_grad():
-            # Exponents of either sign, and scales that leave far tokens visible.
+            # exponents of both signs, and scales that keep distant tokens visible
             theirs.prior.loc.copy_(torch.linspace(-1.0, 1.0, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.shape.copy_(torch.linspace(-0.5, 1.5, HEADS).view(1, HEADS, 1, 1))
             theirs.prior.scale.copy_(torch.linspace(-4.0, -1.0, HEADS).view(1, HEADS, 1, 1))

@@ -1,4 +1,4 @@
-"""CABLE's repository: its attention, which is FoX's without 1/√d."""
+"""CABLE's repository: its attention, which equals FoX's without 1/√d."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ It divides queries and keys by √(C/n_embd) = 1, where its paper has 1/√d: `q
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its attention layer, whose mask is made for one length."""
+    """Yield comparisons of its attention layer, whose mask is built for one length."""
     stem = "Cable"
     module = load_module(clone / "src" / f"{stem}.py")
     theirs = module.CausalSelfAttention(SimpleNamespace(n_embd=WIDTH, n_head=HEADS, block_size=1)).eval()

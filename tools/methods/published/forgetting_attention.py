@@ -1,4 +1,4 @@
-"""flash-linear-attention: its plain forgetting attention, whole and in a window."""
+"""flash-linear-attention: its plain forgetting attention, with and without a window."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ It adds up gates in float32, `fox` in float64.
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its layer, with projections of ours around its operator."""
+    """Yield comparisons of its attention operator with our projections."""
     stem = "naive"
     naive = load_module(clone / "fla" / "ops" / "forgetting_attn" / f"{stem}.py")
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""GRAPE's repository: its additive biases with gates, and its attention around them."""
+"""GRAPE's repository: its additive biases with gates, and its attention with them."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ Its comment on the bias has neither √d nor ALiBi's slopes; its code has both, 
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its attention with the bias that the key decides, and with that of query and key."""
+    """Yield comparisons of its attention with the bias from the key, and with the bias from query and key."""
     package = sys.modules["published_grape"] = ModuleType("published_grape")
     package.__path__ = [str(clone / "model")]
     config = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The reference of stick-breaking attention in its authors' repository, with a layer's projections around it."""
+"""Reference implementation of stick-breaking attention from its authors' repository, with a layer's projections."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ It lets a row attend to its own token only where it is asked to (`attend_current
 def build_attention(
     attend: Callable[..., tuple[Tensor, Tensor]], projections: list[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Their attention with projections [D, D] of queries, keys, values and the output."""
+    """Build its attention with projections [D, D] of queries, keys, values and the output."""
     *inputs, output = projections
 
     def call(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def build_attention(
 
 
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """Of its reference in plain PyTorch."""
+    """Yield comparisons of its reference in plain PyTorch."""
     stem = "sb_ref"
     module = load_module(clone / "stickbreaking_attention" / f"{stem}.py")
     generator = torch.Generator().manual_seed(3)

@@ -20,7 +20,7 @@ Its selective attention is compared without a cache: with one it gives other res
 
 @torch.no_grad()
 def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
-    """One layer's attention."""
+    """Yield comparisons of one attention layer."""
     stem = "attend"
     module = load_module(clone / "x_transformers" / f"{stem}.py")
     q, k, v, output = projections = draw_projections()
@@ -47,7 +47,7 @@ def list_comparisons(clone: Path) -> Iterator[AttentionComparison]:
 
 
 def build_attention(attend: nn.Module, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Its attention with projections [D, D]."""
+    """Build its attention with projections [D, D]."""
 
     def call(x: Tensor) -> Tensor:
         heads = [(x @ weight.T).unflatten(2, (HEADS, -1)).transpose(1, 2) for weight in (q, k, v)]
