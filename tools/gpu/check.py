@@ -67,9 +67,7 @@ def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: f
 def _run_command(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | str, str]:
     """Return the exit code (or a note on the interruption) and the output. The part's child processes end with it."""
     with tempfile.TemporaryFile("w+", errors="replace") as written:
-        with (
-            _defer_interrupts() as came
-        ):  # an interrupt would leave the new process running
+        with _defer_interrupts() as came:  # an interrupt would leave the new process running
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
             )
