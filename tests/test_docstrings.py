@@ -1,4 +1,4 @@
-"""Docstrings stand alone: they begin neither with a clause that hangs on the name above nor with a question."""
+"""Docstrings stand alone: they start neither with a clause that continues the name above nor with a question."""
 
 import ast
 import re
@@ -9,11 +9,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FORBIDDEN = re.compile(r"(Of|What|Where|That|Those|How|Whose|Why|When|Is|Are|Does|Do|Has|Have|May|Can|Must|Should)\b")
 ROOMS: list[str] = []
-"""Folders whose docstrings follow the rule."""
+"""Folders whose docstrings must follow the rule."""
 
 
 def list_docstrings(tree: ast.AST) -> list[tuple[int, str]]:
-    """Return line and text of every string that stands as a statement: docstrings, also those of attributes."""
+    """List line and text of every string statement: docstrings, including those of attributes."""
     return [
         (node.lineno, node.value.value.strip())
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""The yardstick of numeric tests: large enough for honest rounding in any order, too small for anything else."""
+"""Tolerances of numeric tests: large enough for rounding in any order, too small for other errors."""
 
 import math
 
@@ -25,13 +25,13 @@ def _terms(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _products(dtype: torch.dtype) -> Results:
-    """Row sums and the products of all rows, exact for numbers rounded to the type."""
+    """Return row sums and products of all rows, exact for numbers rounded to the type."""
     a, b = (x.double() for x in _terms(dtype))
     return {"sum": a.sum(1), "products": a @ b.T}
 
 
 def _in_order(dtype: torch.dtype, order: Tensor) -> Results:
-    """The same in the type, a term after the other in some order: the worst that a library may do."""
+    """Return the same results in the type, summed in the given order: the worst case for a library."""
     a, b = (x[:, order] for x in _terms(dtype))
     total, products = torch.zeros(40), torch.zeros(40, 40)
     for term in range(TERMS):
@@ -69,7 +69,7 @@ def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
     kinds = dict.fromkeys(truth, torch.float64)
     sizes = estimate_rounding_sizes(kinds, truth, lambda: _products(torch.float32), torch.float32)
     found = {name: exact.clone() for name, exact in truth.items()}
-    found["products"][3, 4] += scale * sizes["products"].min()  # of norm and maximum the smaller size: the maximum's
+    found["products"][3, 4] += scale * sizes["products"].min()  # the smaller of norm and maximum: the maximum
     ratio = compute_excess(found, lambda: _products(torch.float32), torch.float32)["products"]
     assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 

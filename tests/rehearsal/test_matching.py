@@ -1,4 +1,4 @@
-"""Faults that are put into a rank's calls are found, with the rank, the group, the operation and the line."""
+"""Faults planted in a rank's calls are found, with rank, group, operation and line."""
 
 import random
 from dataclasses import replace
@@ -12,11 +12,11 @@ from tests.support.collective_programs import LINE, write_ledgers
 
 SIZES = ParallelSizes(tensor=2, context=4, data=2, pipeline=2)
 FAULTY = 5
-"""The rank whose calls are changed."""
+"""Rank whose calls are modified."""
 
 
 def find_call(ledger, operation, ranks=None):
-    """The index of the second call of an operation (of a group)."""
+    """Return the index of the second call of an operation (in a group)."""
     indices = [
         index
         for index, call in enumerate(ledger.calls)
@@ -26,7 +26,7 @@ def find_call(ledger, operation, ranks=None):
 
 
 def with_fault(ledgers, change):
-    """The ledgers, one rank's calls changed: a list that may be changed in place."""
+    """Return the ledgers with the calls of one rank modified in place by `change`."""
     calls = list(ledgers[FAULTY].calls)
     change(calls)
     return {**ledgers, FAULTY: Ledger(FAULTY, tuple(calls))}

@@ -1,4 +1,4 @@
-"""What the null device refuses before it is there, and its files; what it does is tested on it (tests/cuda)."""
+"""Errors of the null device before it is active, and its files; tests/cuda tests its behavior."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_cannot_be_switched_on_without_its_library() -> None:
-    """A process that is told of the device, but runs on another one, ends instead of mixing the two."""
+    """A process with the null device's environment but another CUDA library ends instead of mixing the two."""
     site = ROOT / "megatron/rehearsal/null_device/site"
     environment = {**os.environ, "FARFIELD_NULL_DEVICE": "card;devices=1", "PYTHONPATH": f"{site}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", "print('ran')"], env=environment, capture_output=True, text=True)
@@ -118,7 +118,7 @@ def test_numbers_that_lie_there_by_chance_are_not_believed() -> None:
 
 
 class _FakeC10d:
-    """torch.distributed with a group over the host and one over NCCL."""
+    """Replacement of torch.distributed with one gloo and one NCCL group."""
 
     class Group:
         group_name = "5"
@@ -131,7 +131,7 @@ class _FakeC10d:
 def test_the_ledger_names_group_members_peers_and_what_is_issued_together(tmp_path: Path) -> None:
     ledger = recorder.CollectiveRecorder(str(tmp_path), _FakeC10d)
 
-    def _new_process_group_helper() -> None:  # torch's function, which makes a communicator of NCCL's
+    def _new_process_group_helper() -> None:  # torch's function that creates an NCCL communicator
         global_ranks_in_group, group_name, group_size = [1, 3], "7", 2
         assert (len(global_ranks_in_group), group_name) == (group_size, "7")
         ledger.record_device_call("init", "abc", 2, 0, 0, -1, -1, -1, 0, 0)

@@ -1,4 +1,4 @@
-"""What is rehearsed of a run: everything that decides what a rank does, and nothing of the user's."""
+"""Configuration of a rehearsal: everything that determines a rank's work, and none of the user's files."""
 
 import pytest
 

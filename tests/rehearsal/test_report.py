@@ -1,4 +1,4 @@
-"""Verdicts, and what a report says of disk, time and jobs, of rehearsals that nobody ran."""
+"""Verdicts and reports of disk, time and jobs, for handmade rehearsals."""
 
 import io
 import json
@@ -26,7 +26,7 @@ KERNEL = {"name": "_fwd_kernel", "registers": 255, "stack": 16, "shared": 65536,
 
 
 def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
-    """A rehearsal in which each rank took as much memory."""
+    """Build a rehearsal in which each rank uses the same memory."""
     run = plan_rehearsal(load_config(["125M", "kerple_log", overlay], keys).config, gpus, None, None)
     rehearsal = Rehearsal(run, get_card("a100-40"), choose_roles(run.sizes), distinct_sequences=1, seconds=7.0)
     ledgers = write_ledgers(run.sizes)
@@ -68,7 +68,7 @@ def test_no_room_for_what_is_not_modelled_is_tight():
     rehearsal = make_rehearsal(gib=33.0)
     assert judge(rehearsal).verdict == "fits"
     assert judge(rehearsal).count_communicators(0) == 3
-    rehearsal.card = replace(rehearsal.card, memory=int(36.9 * GIB))  # 90% of it are 33.2
+    rehearsal.card = replace(rehearsal.card, memory=int(36.9 * GIB))  # 90% of it is 33.2
     assert judge(rehearsal).verdict == "fits"
     (call,) = rehearsal.train_traces[0].ledger.calls[:1]
     many = [replace(call, communicator=replace(call.communicator, number=number)) for number in range(20)]

@@ -1,4 +1,4 @@
-"""Which ranks are run, and what becomes of their calls for the others."""
+"""Ranks to run, and translation of their calls to the ranks they represent."""
 
 import itertools
 import json

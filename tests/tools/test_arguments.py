@@ -1,4 +1,4 @@
-"""What tools take on their command lines, and the one line they say otherwise."""
+"""Command-line arguments of the tools, and one-line errors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The one command for a GPU: its parts' command lines are valid, and whatever happens to a part is in the file."""
+"""GPU check: valid command lines of all parts, and a record of every outcome."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_the_tool_takes_a_parts_words(
         assert (ROOT / command[command.index("pytest") + 1]).is_dir()
         return
     if "cpu" in part.command:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # else a CPU has no peer of that name
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # a CPU has no such peer otherwise
     else:
         request.getfixturevalue("gpu")
     words = [word.replace("{output}", str(tmp_path / "a.json")) for word in part.command]
@@ -89,12 +89,12 @@ def test_what_we_most_need_to_know_comes_first_and_has_the_time_it_may_take() ->
         "memory", "long", "long_layer",
     ]  # fmt: skip
     assert sum(part.seconds for part in first[:5]) < gpu_check.MAX_TOTAL_SECONDS - 5 * gpu_check.GRACE_SECONDS
-    assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # what the help and the Makefile promise
+    assert gpu_check.MAX_TOTAL_SECONDS < 8 * 60  # stated in the help and the Makefile
 
 
 @pytest.fixture
 def at_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A file; a part's time is up as soon as the part has made it, however slow this machine is."""
+    """File; a part's time is up as soon as the part has created it, however slow the machine is."""
     busy = tmp_path / "at work"
 
     class Timed(subprocess.Popen):
@@ -143,7 +143,7 @@ def test_a_part_that_does_not_end_is_killed_with_all_it_started(
     hanging = CheckPart("hangs", 2, ("-c", f"import os; os.execlp('sh', 'sh', '-c', {shell!r})"))
     assert gpu_check.run_part(hanging, tmp_path, {})["exit"] == "cut after 2 s, killed"
     child = Path("/proc") / at_work.read_text().strip() / "cmdline"
-    for _ in range(500):  # gone, or dead and not yet buried
+    for _ in range(500):  # ended, or a zombie
         if not child.exists() or not child.read_bytes():
             return
         time.sleep(0.01)
@@ -188,7 +188,7 @@ def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Packages that a bare machine lacks are carried in a folder that PYTHONPATH names."""
+    """PYTHONPATH is kept, because packages missing on a machine are provided in a folder that it names."""
     (tmp_path / "carried_package.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     finding = CheckPart(
@@ -225,7 +225,7 @@ def test_every_kernel_test_that_takes_the_device_is_part_of_the_check() -> None:
     left = {ROOT / "tests/kernels" / name for name in gpu_parts.HOST_TESTS}
     tests = set((ROOT / "tests/kernels").rglob("test_*.py"))
     taking = {path for path in tests if re.search(r"\b(device|DEVICE)\b", path.read_text(encoding="utf-8"))}
-    assert left == tests - taking | {ROOT / "tests/kernels/test_rehearsal.py"}  # which names a device of its own
+    assert left == tests - taking | {ROOT / "tests/kernels/test_rehearsal.py"}  # which uses its own device
 
 
 def test_junit_counts_are_there_when_pytest_is_cut(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A visit to a card: its page compares times with the last record of the same machine."""
+"""GPU visit: its page compares times with the last record of the same machine."""
 
 import json
 from collections.abc import Callable
