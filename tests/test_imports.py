@@ -378,7 +378,7 @@ def test_no_command_trains_otherwise_than_a_run() -> None:
         [sys.executable, "-m", "megatron.rehearsal.rank_process", "job"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: a rank is rehearsed on the null device alone: ")
+    assert done.stderr.startswith("error: a rehearsed rank needs the null device: ")
 
 
 def test_the_mesh_is_arithmetic_alone() -> None:
@@ -403,7 +403,7 @@ def test_no_process_imports_what_its_run_has_not_asked_for(tmp_path: Path) -> No
     null device, and without its variable its `sitecustomize` does nothing.
     """
     code = (
-        "import sys, megatron.training.trainer; names = ('wandb', 'deepspeed')\n"  # a dry run prints this too
+        "import sys, megatron.training.trainer; names = ('wandb', 'deepspeed')\n"  # DeepSpeed prints on import
         "print([m for m in sys.modules if 'rehearsal' in m or m in names])"
     )
     path = f"{ROOT / 'megatron/rehearsal/null_device/site'}:{ROOT}"

@@ -144,7 +144,7 @@ def read_ledger(path: Path, rank: int) -> Ledger:
     try:
         return Ledger(rank, tuple(parse_calls(map(json.loads, lines))))
     except (ValueError, LookupError, TypeError) as error:
-        raise RunError(f"{path}: is not a ledger of NCCL calls ({error})") from None
+        raise RunError(f"{path}: not a ledger of NCCL calls ({error})") from None
 
 
 def parse_calls(entries: Iterable[dict[str, Any]]) -> Iterator[CollectiveCall]:

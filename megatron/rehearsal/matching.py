@@ -94,15 +94,15 @@ def _describe_difference(
     they = f"rank {others[0]}" if len(others) == 1 else f"ranks {format_ranks(others)}"
     if not rest:
         missing = f"{they} issue{'s' if len(others) == 1 else ''} {rest_expected[0].describe()}"
-        what = f"no call more, where {missing} ({len(own)} calls against {len(expected)})"
+        what = f"no more calls, but {missing} ({len(own)} calls against {len(expected)})"
         return Mismatch("skipped", ranks, communicator, index, what)
     if not rest_expected:
-        what = f"{rest[0].describe()}, where {they} issue{'s' if len(others) == 1 else ''} no more calls"
+        what = f"{rest[0].describe()}, but {they} issue{'s' if len(others) == 1 else ''} no more calls"
         return Mismatch("extra", ranks, communicator, index, what)
     (mine, theirs) = (rest[0], rest_expected[0])
     after, after_expected = ([call.signature for call in calls[1:3]] for calls in (rest, rest_expected))
     if after[:1] == [theirs.signature] and after_expected[:1] == [mine.signature]:
-        what = f"{mine.describe()} before {theirs.describe_operation()}, which {they} issue the other way round"
+        what = f"{mine.describe()} before {theirs.describe_operation()}; {they} issue them in reverse order"
         return Mismatch("order", ranks, communicator, index, f"{what} ({theirs.line})")
     if mine.signature in after_expected[:1] and len(rest) < len(rest_expected):
         what = f"skips {theirs.describe()}, which {they} issue{'s' if len(others) == 1 else ''}"
@@ -110,7 +110,7 @@ def _describe_difference(
     if theirs.signature in after[:1] and len(rest) > len(rest_expected):
         what = f"{mine.describe()}, which {they} do{'es' if len(others) == 1 else ''} not issue"
         return Mismatch("extra", ranks, communicator, index, what)
-    what = f"{mine.describe()}, where {they} issue{'s' if len(others) == 1 else ''} {theirs.describe()}"
+    what = f"{mine.describe()}, but {they} issue{'s' if len(others) == 1 else ''} {theirs.describe()}"
     return Mismatch("differs", ranks, communicator, index, what)
 
 
@@ -134,7 +134,7 @@ def _match_point_to_point(
             length,
         )
         if index < length:
-            what = f"{sends[index].describe()}, which rank {target} takes by {receives[index].describe()}"
+            what = f"{sends[index].describe()}, but rank {target} posts {receives[index].describe()}"
             yield Mismatch("differs", (source,), communicator, index, what)
         elif len(sends) > index:
             what = f"{sends[index].describe()}, which rank {target} never receives"
@@ -252,7 +252,7 @@ def _describe_deadlock(
     circle = tuple(path[path.index(rank) :]) if rank in path else tuple(path)
     call, index, _ = find_blocked(circle[0])
     steps = [f"rank {member} waits in {find_blocked(member)[0].describe()}" for member in circle[:4]]
-    what = "; ".join(steps) + ("; …" if len(circle) > 4 else "") + f"; for rank {find_blocked(circle[-1])[2]}"
+    what = "; ".join(steps) + ("; …" if len(circle) > 4 else "") + f"; back to rank {find_blocked(circle[-1])[2]}"
     return Mismatch("deadlock", circle, call.communicator, index, f"ranks wait for each other: {what}")
 
 
@@ -264,7 +264,7 @@ def _merge_repeated(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
         groups[shape].append(mismatch)
     merged = []
     for first, *others in groups.values():
-        more = "" if not others else f" (and {len(others)} more like it, first rank {others[0].ranks[0]})"
+        more = "" if not others else f" (and {len(others)} similar mismatches, the first on rank {others[0].ranks[0]})"
         merged.append(Mismatch(first.kind, first.ranks, first.communicator, first.index, first.message + more))
     return merged
 

@@ -158,7 +158,7 @@ def read_pieces(path: Path) -> dict[str, ShardMetadata]:
         with safe_open(path, "pt") as file:
             entries = json.loads(file.metadata()[_METADATA])
     except Exception as error:  # safetensors raises various types
-        raise RunError(f"{path}: does not hold pieces of parameters ({error})") from None
+        raise RunError(f"{path}: does not contain parameter shards ({error})") from None
     return {name: ShardMetadata(**{**values, "shape": tuple(values["shape"])}) for name, values in entries.items()}
 
 

@@ -183,7 +183,7 @@ def _find_miscompiled_kernels(result: RankResult) -> None:
     try:
         result.miscompiled_kernels = list_miscompiled_kernels()
     except (OSError, subprocess.CalledProcessError) as error:
-        result.warnings.append(f"whether kernels are miscompiled is not known: {error}")
+        result.warnings.append(f"cannot check whether kernels are miscompiled: {error}")
 
 
 def describe_rank_error(error: BaseException, phase: str) -> RankError:
@@ -329,7 +329,7 @@ def main(arguments: list[str]) -> int:
     try:
         load_library()
     except RuntimeError as error:
-        print(f"error: a rank is rehearsed on the null device alone: {error}", file=sys.stderr)
+        print(f"error: a rehearsed rank needs the null device: {error}", file=sys.stderr)
         return 2
     install_exit_handlers()
     end_with_parent()

@@ -125,7 +125,7 @@ def rehearse(
     start = time.monotonic()
     rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
     if rehearsal.roles[0].rank != 0:
-        raise UserError("--ranks: rank 0 must be among them, which orders the data and completes checkpoints")
+        raise UserError("--ranks: rank 0 must be included; it orders the data and completes checkpoints")
     build_environment(card)  # first, to fail or compile before any folder is created
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
@@ -141,11 +141,11 @@ def _temporary_folder() -> Iterator[Path]:
             folder = stack.enter_context(temporary_folder("rehearsal"))
             free = shutil.disk_usage(folder).free
         except OSError as error:
-            raise UserError(f"{tempfile.gettempdir()}: no temporary folder can be made ({error.strerror})") from error
+            raise UserError(f"{tempfile.gettempdir()}: cannot create a temporary folder ({error.strerror})") from error
         if free < MIN_FREE_BYTES:
             raise UserError(
-                f"{folder.parent}: {free / 2**30:.2f} GiB are free, and a rehearsal needs "
-                f"{MIN_FREE_BYTES / 2**30:.0f}; name a folder with more in TMPDIR"
+                f"{folder.parent}: {free / 2**30:.2f} GiB free, but a rehearsal needs "
+                f"{MIN_FREE_BYTES / 2**30:.0f}; set TMPDIR to a folder with more space"
             )
         yield folder
 
@@ -199,7 +199,7 @@ class _Execution:
         for rank in others:
             traces[rank] = self._finish(TRAIN, rank, self._start(TRAIN, rank))
         if 0 not in traces:
-            self._progress("making the checkpoint whole")
+            self._progress("completing the checkpoint")
             self._build_job(TRAIN, 0).released.touch()
             traces[0] = self._finish(TRAIN, 0, first, spent)
 
@@ -282,15 +282,15 @@ class _Execution:
     def _refuse_full_disk(self) -> None:
         """Raise RunError if the disk is full, because then a failure does not concern the run itself."""
         if shutil.disk_usage(self._folder).free < FULL_BYTES:
-            raise RunError(f"{tempfile.gettempdir()} is full; name a folder with more room in TMPDIR")
+            raise RunError(f"{tempfile.gettempdir()} is full; set TMPDIR to a folder with more space")
 
     def _describe_end(self, action: str, rank: int, code: int) -> RankError:
         """Explain why a process left no result."""
         lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ": does this machine's memory suffice?" if name == "SIGKILL" else ""
-            return RankError("host memory" if name == "SIGKILL" else "run", f"its process was ended by {name}{hint}")
+            hint = ": does this machine have enough memory?" if name == "SIGKILL" else ""
+            return RankError("host memory" if name == "SIGKILL" else "run", f"its process was killed by {name}{hint}")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))
 

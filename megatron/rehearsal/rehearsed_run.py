@@ -138,8 +138,7 @@ def plan_rehearsal(
     per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
     if world_size % min(per_node, world_size):
         raise UserError(
-            f"--gpus {world_size}: these are not whole nodes of {per_node} GPUs; give another number, or "
-            "--gpus-per-node"
+            f"--gpus {world_size}: not a multiple of {per_node} GPUs per node; change it, or set --gpus-per-node"
         )
     per_node = min(per_node, world_size)
     check_run_folder(config)
@@ -164,7 +163,7 @@ def plan_rehearsal(
     stages = build_stages(config)
     if len(stages) > 1:
         largest = find_largest_stage(stages, sizes, size)
-        notes.append(f"stage {largest.index + 1} of {len(stages)} is rehearsed, which needs most memory")
+        notes.append(f"rehearsing stage {largest.index + 1} of {len(stages)}, which needs the most memory")
         config = largest.config.replace(stages=[])
     run = RehearsedRun(config, sizes, per_node, size, synthetic_splits, requested=requested)
     _check_host_memory(run, detect_memory())
@@ -176,9 +175,9 @@ def _describe_machines(launch: LaunchOptions, per_node: int, nodes: int) -> list
     notes = []
     for key, asked, taken in (("num_gpus", launch.num_gpus, per_node), ("nodes", launch.nodes, nodes)):
         if asked not in (None, taken):
-            notes.append(f"{key} {asked} of the configuration is {taken} here (--gpus, --gpus-per-node)")
+            notes.append(f"{key}: {asked} in the configuration, {taken} in the rehearsal (--gpus, --gpus-per-node)")
     if launch.device == "cpu":
-        notes.append("device cpu of the configuration is a GPU here")
+        notes.append("device: cpu in the configuration, a GPU in the rehearsal")
     return notes
 
 
@@ -193,9 +192,9 @@ def _check_host_memory(run: RehearsedRun, available: int | None) -> None:
     if needed > available:
         device = run.config.training.zero_optimization.offload_optimizer.device
         raise UserError(
-            f"zero_optimization.offload_optimizer.device is {device}: a rank steps {format_bytes(needed)} of states in "
-            f"the host's memory, and this machine has {format_bytes(available)}; rehearse it with more --gpus, or "
-            f"where there is more memory; {OVERRULE}",
+            f"zero_optimization.offload_optimizer.device is {device}: a rank updates {format_bytes(needed)} of states "
+            f"in host memory, but this machine has {format_bytes(available)}; use more --gpus, or "
+            f"a machine with more memory; {OVERRULE}",
             "zero_optimization",
         )
 
@@ -233,15 +232,15 @@ def _describe_changes(run: RehearsedRun) -> list[str]:
     checkpoint, training = run.config.checkpoint, run.config.training
     notes = []
     if checkpoint.load is not None:
-        notes.append(f"load: {checkpoint.load} is not read: the rehearsal begins with fresh weights")
+        notes.append(f"load: {checkpoint.load} is ignored; the rehearsal starts with new weights")
     if run.config.logging.use_wandb:
         notes.append("use_wandb: nothing is sent to Weights & Biases")
     asked = (run.requested or run.config).logging
     if asked.profile.steps or asked.memory_snapshot is not None:
-        notes.append("profile, memory_snapshot: nothing is recorded of a device that computes nothing")
+        notes.append("profile, memory_snapshot: disabled, because the null device computes nothing")
     if training.gradient_accumulation_steps > run.micro_batches:
         notes.append(
-            f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed: "
-            "the others repeat their operations"
+            f"{run.micro_batches} of the {training.gradient_accumulation_steps} micro-batches of a step are rehearsed; "
+            "the others repeat the same operations"
         )
     return notes

@@ -38,9 +38,9 @@ STEP_TIME_BAND = (0.89, 1.56)
 0.64)."""
 GIB = 2**30
 UNKNOWN = (
-    "numbers: losses, norms, and what kernels compute (make gpu-check, on a card)",
-    "NCCL itself: its version, its buffers, whether machines reach each other",
-    "the speed of card, network and file system",
+    "numerical results: losses, norms, kernel outputs (make gpu-check on a GPU)",
+    "NCCL itself: version, buffers, connections between machines",
+    "speed of GPU, network and file system",
 )
 
 
@@ -274,7 +274,7 @@ class RehearsalReport:
             "not_modelled": {
                 "cuda_context_gib": list(CONTEXT_GIB),
                 "nccl_gib_per_communicator": NCCL_GIB,
-                "source": "literature figures, not measured here",
+                "source": "published figures, not measured",
             },
             "mismatches": [
                 {"action": action, "kind": found.kind, "ranks": list(found.ranks),

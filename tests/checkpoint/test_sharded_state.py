@@ -101,7 +101,7 @@ def test_what_is_no_such_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no")
     for name in ("plain", "text", "missing"):
         with (
-            pytest.raises(RunError, match=f"{name}: does not hold pieces of parameters"),
+            pytest.raises(RunError, match=f"{name}: does not contain parameter shards"),
             ShardReader([tmp_path / name]),
         ):
             pass

@@ -213,7 +213,7 @@ def test_nothing_is_cut_where_there_is_no_terminal(tmp_path: Path) -> None:
 
 
 def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
-    """`--follow` includes a sweep in a subfolder; between two trainings none of its runs is active."""
+    """A sweep in a subfolder counts as alive; between two trainings none of its runs is active."""
     make(tmp_path / "runs" / "sweep" / "a" / "seed_1")
     assert not module.is_alive_below([tmp_path / "runs"])
     lock = RunLock(tmp_path / "runs" / "sweep", name=SWEEP_LOCK, key="sweep.output")

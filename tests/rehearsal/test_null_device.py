@@ -40,9 +40,7 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
             get_card(text)
             refused.remove(text)
     assert planned - refused == {*(card.name for card in CARDS), "a100", "a100-40", "A100_80GB", "H100"}
-    with pytest.raises(
-        UserError, match=r"^--gpu t4 can be planned for but not rehearsed on, .* or 9\.0: a100-40gb, .*"
-    ):
+    with pytest.raises(UserError, match=r"^--gpu t4: supported by plan but not by rehearse, .* or 9\.0: a100-40gb, .*"):
         get_card("t4")
 
 
@@ -71,7 +69,7 @@ def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_
     assert build.INSTALL_CUDA_TORCH in str(refused.value)
     (tmp_path / ".venv-cuda/bin").mkdir(parents=True)
     (tmp_path / ".venv-cuda/bin/python").touch()
-    with pytest.raises(UserError, match=r"run it with .*\.venv-cuda/bin/python, which has it"):
+    with pytest.raises(UserError, match=r"run with .*\.venv-cuda/bin/python, which has it"):
         build.build_null_device()
 
 
@@ -91,11 +89,11 @@ def test_it_cannot_be_switched_on_without_its_library() -> None:
     environment = {**os.environ, "FARFIELD_NULL_DEVICE": "card;devices=1", "PYTHONPATH": f"{site}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", "print('ran')"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: the null device cannot be switched on: its library was not loaded")
+    assert done.stderr.startswith("error: the null device cannot be activated: its library was not loaded first")
 
 
 def test_a_function_that_deepspeed_no_longer_has_is_named() -> None:
-    with pytest.raises(RuntimeError, match="has no has_overflow: the installed DeepSpeed is not known"):
+    with pytest.raises(RuntimeError, match="has no has_overflow: unsupported version of DeepSpeed"):
         host_reads._run_and_answer(host_reads, "has_overflow", lambda: False)
 
 

@@ -122,11 +122,11 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
     found = records(tmp_path / "whole")
     assert list(found) == list(range(1, 9))
     assert [found[step]["tokens"] for step in found] == [128 * step for step in found]
-    # Every checkpoint contains the configuration of its stage, and loading one restores it.
+    # Every checkpoint contains the configuration of its stage; loading the run gives the last one's.
     for step, length in ((2, 8), (3, 8), (4, 16), (5, 16), (6, 32), (8, 32)):
         path = tmp_path / "whole" / "checkpoints" / layout.format_checkpoint_name(step)
         stored = load_checkpoint_config(path)
-        assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # no folder any more
+        assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # folder resolved to paths
         assert TrainerState.read(path).step == step
     assert load_model(tmp_path / "whole").config.model.seq_length == 32
     for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries

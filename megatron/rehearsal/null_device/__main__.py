@@ -20,10 +20,10 @@ def main() -> int:
         description=__doc__,
         usage="%(prog)s [--gpu CARD] [--devices N] [--ledger FOLDER] PROGRAM ARGUMENT…",
     )
-    parser.add_argument("--gpu", default="a100-80gb", help="the card that each device is (a100-80gb)")
-    parser.add_argument("--devices", type=int, default=1, help=f"devices of the node, 1 to {MAX_DEVICES} (1)")
-    parser.add_argument("--ledger", type=Path, help="a folder for what each rank did")
-    parser.add_argument("program", nargs="*", help="a Python file, or -m and a module, and arguments")
+    parser.add_argument("--gpu", default="a100-80gb", help="GPU to emulate (a100-80gb)")
+    parser.add_argument("--devices", type=int, default=1, help=f"number of devices, 1 to {MAX_DEVICES} (1)")
+    parser.add_argument("--ledger", type=Path, help="folder for the ledger and the summary of each rank")
+    parser.add_argument("program", nargs="*", help="Python file, or -m and a module, with its arguments")
     # Everything after these options belongs to the program.
     arguments, own = sys.argv[1:], 0
     while own < len(arguments) and arguments[own].startswith("--"):
@@ -31,9 +31,9 @@ def main() -> int:
     own = max(own, int(arguments[:1] == ["-h"]))
     options, program = parser.parse_args(arguments[:own]), arguments[own:]
     if not program:
-        parser.error("which program?")
+        parser.error("no program given; expected a Python file, or -m and a module")
     if not 1 <= options.devices <= MAX_DEVICES:
-        parser.error(f"--devices {options.devices}: a node has 1 to {MAX_DEVICES}")
+        parser.error(f"--devices {options.devices}: expected 1 to {MAX_DEVICES}")
     try:
         environment = build_environment(get_card(options.gpu), devices=options.devices, ledger=options.ledger)
     except FarfieldError as error:

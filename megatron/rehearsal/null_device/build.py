@@ -71,7 +71,7 @@ def _find_cuda_torch() -> Path:
         raise UserError(f"the null device needs torch: {_describe_remedy()}")
     if not torch_has_cuda():
         raise UserError(
-            f"the null device needs the CUDA build of torch (no GPU and no driver), and the build for CPUs is "
+            f"the null device needs the CUDA build of torch (but no GPU and no driver); the CPU build is "
             f"installed: {_describe_remedy()}"
         )
     return Path(spec.origin).parent.parent
@@ -81,9 +81,9 @@ def _describe_remedy() -> str:
     """Describe how to get the null device: use the environment of `make setup-cuda`, or install into the user's own."""
     python = ROOT / ".venv-cuda" / "bin" / "python"
     if python.is_file():
-        return f"run it with {os.path.relpath(python)}, which has it"
+        return f"run with {os.path.relpath(python)}, which has it"
     return (
-        f"make setup-cuda (once, 5 GB), then run it with {os.path.relpath(python)}; or in an environment of yours, "
+        f"make setup-cuda (once, 5 GB), then run with {os.path.relpath(python)}; or in your own environment, "
         f"{INSTALL_CUDA_TORCH}"
     )
 
@@ -104,7 +104,7 @@ def _build(site_packages: Path) -> NullDevice:
             return NullDevice(folder)
         except OSError as error:
             failed = error
-    raise CompileError(f"what was compiled cannot be kept: {failed}")
+    raise CompileError(f"the compiled library cannot be saved: {failed}")
 
 
 def _find_headers(site_packages: Path) -> list[Path]:
@@ -112,7 +112,7 @@ def _find_headers(site_packages: Path) -> list[Path]:
     runtime = sorted(site_packages.glob("nvidia/cu*/include/cuda_runtime_api.h"))
     triton = site_packages / "triton/backends/nvidia/include"
     if not runtime or not (triton / "crt/host_defines.h").is_file():
-        raise CompileError("CUDA's headers are missing, which the packages of torch's CUDA build and Triton bring")
+        raise CompileError("CUDA headers not found; torch's CUDA build and Triton include them")
     return [runtime[-1].parent, triton]
 
 
@@ -144,7 +144,7 @@ def _list_symbols(library: Path, which: str) -> set[str]:
     """List the symbols that a library defines or imports."""
     tool = shutil.which("nm")
     if tool is None:
-        raise CompileError("nm was not found, which comes with the compiler's binutils")
+        raise CompileError("nm not found; install binutils, which come with the compiler")
     done = subprocess.run([tool, "-D", which, str(library)], capture_output=True, text=True, check=False)
     return {line.split()[-1].split("@")[0] for line in done.stdout.splitlines() if line.strip()}
 

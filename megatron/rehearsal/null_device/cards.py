@@ -76,7 +76,7 @@ def get_card(text: str) -> Card:
         raise UserError(f"--gpu {text} is not known; {format_choices(text.lower(), names)}") from None
     if name not in names:
         raise UserError(
-            f"--gpu {text} can be planned for but not rehearsed on, which takes cards of compute capability 8.0 or "
+            f"--gpu {text}: supported by plan but not by rehearse, which needs compute capability 8.0 or "
             f"9.0: {', '.join(names)}"
         )
     return CARDS[names.index(name)]

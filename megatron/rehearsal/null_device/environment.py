@@ -14,7 +14,7 @@ LEDGER_VARIABLE = "FARFIELD_NULL_DEVICE_LEDGER"
 LONE_RANK_VARIABLE = "FARFIELD_NULL_DEVICE_LONE_RANK"
 """Set if the process is a single rank of a job whose other ranks do not run."""
 
-VOID_RESULTS = "the null device computes nothing: losses, times and files that come of it mean nothing"
+VOID_RESULTS = "the null device computes nothing: its losses, times and output files are meaningless"
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent.parent

@@ -112,7 +112,7 @@ def _run_and_answer(owner: Any, name: str, answer: Callable[..., Any]) -> None:
     """
     real = getattr(owner, name, None)
     if real is None:
-        raise RuntimeError(f"{getattr(owner, '__name__', owner)} has no {name}: the installed DeepSpeed is not known")
+        raise RuntimeError(f"{getattr(owner, '__name__', owner)} has no {name}: unsupported version of DeepSpeed")
 
     @functools.wraps(real)
     def run(*args: Any, **kwargs: Any) -> Any:

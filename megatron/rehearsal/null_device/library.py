@@ -75,7 +75,7 @@ def load_library() -> ctypes.CDLL:
     try:
         library.null_device_listen.restype = None
     except AttributeError:
-        raise RuntimeError("its library was not loaded before the others (LD_PRELOAD)") from None
+        raise RuntimeError("its library was not loaded first (LD_PRELOAD)") from None
     return library
 
 

@@ -9,5 +9,5 @@ if "FARFIELD_NULL_DEVICE" in os.environ:
 
         activate()
     except Exception as error:  # the interpreter would only print the error and continue
-        print(f"error: the null device cannot be switched on: {error}", file=sys.stderr, flush=True)
+        print(f"error: the null device cannot be activated: {error}", file=sys.stderr, flush=True)
         os._exit(1)
