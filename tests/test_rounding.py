@@ -52,7 +52,7 @@ def test_sums_in_any_order_are_rounding(order: str, dtype: torch.dtype) -> None:
 def test_sums_in_a_half_type_are_not_rounding(dtype: torch.dtype) -> None:
     found = _in_order(dtype, torch.arange(TERMS))
     half = {name: x.to(dtype).float() for name, x in found.items()}
-    with pytest.raises(AssertionError, match="times what rounding in torch"):
+    with pytest.raises(AssertionError, match="times the rounding error of torch"):
         assert_within_rounding(half, lambda: _products(dtype), dtype)
 
 
@@ -112,7 +112,7 @@ def test_sums_in_two_orders_are_alike_and_a_term_too_few_is_not(dtype: torch.dty
     terms = torch.rand(40, TERMS, generator=torch.Generator().manual_seed(7), dtype=dtype) / TERMS
     forwards, backwards = (x.cumsum(1)[:, -1] for x in (terms, terms.flip(1)))
     assert_close_in_rounding(forwards, backwards, TERMS)
-    with pytest.raises(AssertionError, match="1000 terms, 1 sums after one another give"):
+    with pytest.raises(AssertionError, match="1000 terms and 1 consecutive sums allow"):
         assert_close_in_rounding(forwards, terms[:, 1:].sum(1), TERMS)
 
 

@@ -26,7 +26,7 @@ def int_at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number, at least {least}, not {text!r}")
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, not {text!r}")
         return value
 
     return number
@@ -48,9 +48,9 @@ def parse_device(text: str) -> str:
     import torch
 
     if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected cpu or cuda, not {text!r}")
     if text == "cuda" and not torch.cuda.is_available():
-        raise argparse.ArgumentTypeError("no CUDA device is here; use cpu")
+        raise argparse.ArgumentTypeError("no CUDA device found; use cpu")
     return text
 
 
@@ -60,7 +60,7 @@ def parse_output_path(text: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: may not be written")
+        raise argparse.ArgumentTypeError(f"{text}: cannot be written")
     return path
 
 
@@ -68,7 +68,7 @@ def parse_record_path(text: str) -> Path:
     """Parse the path of a record; `records.write_record` writes a page with the same stem beside it."""
     path = parse_output_path(text)
     if path.suffix == ".md":
-        raise argparse.ArgumentTypeError(f"{text} is where the page goes; choose another ending, such as .json")
+        raise argparse.ArgumentTypeError(f"{text} is the name of the page; choose another extension, such as .json")
     return path
 
 

@@ -40,7 +40,7 @@ def assert_within_rounding(found: Results, compute: Callable[[], Results], dtype
     """Assert that every result's error is at most SAFETY_FACTOR times the rounding error. Arguments as in
     `compute_excess`."""
     for name, ratio in compute_excess(found, compute, dtype, **model).items():
-        assert ratio <= SAFETY_FACTOR, f"{name}: its error is {ratio:.3g} times what rounding in {dtype} gives"
+        assert ratio <= SAFETY_FACTOR, f"{name}: error is {ratio:.3g} times the rounding error of {dtype}"
 
 
 def compute_tolerance(terms: int, sums: int = 1, dtype: torch.dtype = torch.float32) -> float:
@@ -78,8 +78,10 @@ def assert_close_in_rounding(ours: Tensor, reference: Tensor, terms: int, sums: 
     """
     assert ours.shape == reference.shape
     finite = reference.isfinite()
-    assert torch.equal(ours[~finite], reference[~finite]), "not infinite where the other is"
+    assert torch.equal(ours[~finite], reference[~finite]), "infinities differ"
     if finite.any():
         allowed = compute_tolerance(terms, sums, ours.dtype) * max(reference[finite].abs().max().item(), size)
         error = (ours[finite].double() - reference[finite].double()).abs().max().item()
-        assert error <= allowed, f"{error:.3g} apart; {terms} terms, {sums} sums after one another give {allowed:.3g}"
+        assert error <= allowed, (
+            f"difference {error:.3g}; {terms} terms and {sums} consecutive sums allow {allowed:.3g}"
+        )

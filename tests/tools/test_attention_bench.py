@@ -351,12 +351,12 @@ def test_floors_are_there_in_the_types_that_their_kernels_take() -> None:
     ("words", "says"),
     [
         (("--op", "none"), "--op"),
-        (("--device", "tpu"), "must be cpu or cuda, not 'tpu'"),
-        (("--lengths", "0"), "--lengths: must be a whole number, at least 2, not '0'"),
+        (("--device", "tpu"), "expected cpu or cuda, not 'tpu'"),
+        (("--lengths", "0"), "--lengths: expected an integer of at least 2, not '0'"),
         (("--lengths", "many"), "not 'many'"),
-        (("--rounds", "1"), "--rounds: must be a whole number, at least 2"),
+        (("--rounds", "1"), "--rounds: expected an integer of at least 2"),
         (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
-        (("--peers", "nobody"), "nobody is not here; choose from eager, chunked"),
+        (("--peers", "nobody"), "nobody not available; choose from eager, chunked"),
         (("--kernel-size", "11", "--lengths", "5"), "11 leaves no row to compare at length 5"),
         (("--plot", "a.docx"), "a.docx must end in .png, .svg, .pdf"),
         (("--dtype", "int8"), "--dtype"),
@@ -372,7 +372,7 @@ def test_a_bad_argument_is_one_line(words: tuple[str, ...], says: str, refuses: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_is_one_line(refuses: Callable[..., None]) -> None:
-    refuses(attention_bench, "--device", "cuda", says="no CUDA device is here")
+    refuses(attention_bench, "--device", "cuda", says="no CUDA device found")
 
 
 def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool: Callable[..., Any]) -> None:
@@ -389,5 +389,5 @@ def test_it_starts_on_a_bare_gpu_machine_and_refuses_as_a_user_sees_it(run_tool:
     )
     done = run_tool("-c", code)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: argument --peers: nobody is not here; choose from eager, chunked")
+    assert done.stderr.startswith("error: argument --peers: nobody not available; choose from eager, chunked")
     assert done.stderr.count("\n") == 1

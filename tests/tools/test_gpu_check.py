@@ -173,7 +173,7 @@ def test_a_part_gets_no_more_than_is_left(monkeypatch: pytest.MonkeyPatch, tmp_p
     for left in (float("inf"), 1000.0, grace + 5.0):
         gpu_check.run_part(sleeper, tmp_path, {}, left=left)
     assert given == [60, 60, 5]
-    assert gpu_check.run_part(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time was left"
+    assert gpu_check.run_part(sleeper, tmp_path, {}, left=grace)["exit"] == "not run: no time left"
     assert len(given) == 3
 
 
@@ -184,7 +184,7 @@ def test_the_total_holds_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert gpu_check.get_exit_code(done) == 1
     result = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert result["machine"] == "cuda"
-    assert result["parts"]["good"]["exit"] == "not run: no time was left"
+    assert result["parts"]["good"]["exit"] == "not run: no time left"
 
 
 def test_what_pythonpath_names_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -287,9 +287,9 @@ def test_ctrl_c_while_a_part_starts_does_not_leave_it_running(monkeypatch: pytes
     [
         (("--rehearse", "--parts", "all"), "--parts: invalid choice: 'all'"),
         (("--rehearse", "--json", "no/such/folder/a.json"), "its folder does not exist"),
-        (("--rehearse", "--json", "a.md"), "a.md is where the page goes"),
+        (("--rehearse", "--json", "a.md"), "a.md is the name of the page"),
         pytest.param(
-            (), "no CUDA device is here; --rehearse", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
+            (), "no CUDA device found; --rehearse", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="GPU")
         ),
     ],
 )
@@ -320,5 +320,5 @@ def test_the_self_check_takes_files_of_methods_and_each_kind_of_their_layers(tmp
     assert [found.get("triton", "not there") for found in trials] == [
         *(None, None), "leaves randomized positions to row blocks", "not there",
     ]  # fmt: skip
-    assert trials[3] == {"row blocks": "is the only one that can do it, and not checked"}
+    assert trials[3] == {"row blocks": "is the only supported backend, and not checked"}
     assert (tmp_path / "found.md").read_text(encoding="utf-8").count("irope: none") == 3

@@ -124,7 +124,7 @@ def test_the_page_is_whole_and_readable() -> None:
 def test_nothing_is_met_by_what_did_not_run() -> None:
     for parts in (
         {},
-        {goal.part: part(end="not run: no time was left") for goal in GOALS},
+        {goal.part: part(end="not run: no time left") for goal in GOALS},
         {goal.part: part(end=-11, output="Fatal Python error") for goal in GOALS},
         {goal.part: {"exit": "cut after 5 s, killed", "seconds": 5.0} for goal in GOALS},
     ):

@@ -288,7 +288,7 @@ def test_commands_of_methods_are_of_configurations_that_load(generated: Generate
         assert name in (position.encoding, position.processor, position.temperature)
         chosen[name] = position.encoding
         if name != position.encoding:
-            assert f"It stands on `{position.encoding}`, " in generated.contents[path]
+            assert f"It uses `{position.encoding}`, " in generated.contents[path]
     assert (chosen["cdape"], chosen["dape"], chosen["mta"]) == ("kerple_log", "kerple_log", "rotary")
 
 

@@ -187,16 +187,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", choices=OPS, nargs="+", default=["cdape"])
     parser.add_argument("--lengths", type=int_at_least(2), nargs="+", help="sequence lengths T")
-    parser.add_argument("--batch", type=int_at_least(1), help="B; tokens/T if absent")
-    parser.add_argument("--tokens", type=int_at_least(1), help="B·T where no batch is given")
+    parser.add_argument("--batch", type=int_at_least(1), help="B; by default tokens/T")
+    parser.add_argument("--tokens", type=int_at_least(1), help="B·T if --batch is not given")
     parser.add_argument("--heads", type=int_at_least(1), nargs="+", default=[12])
     parser.add_argument("--dim", type=int_at_least(1), default=64)
     parser.add_argument("--width", type=int_at_least(1), default=32)
     parser.add_argument("--kernel-size", type=int_at_least(1), default=3, help="odd")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+")
-    parser.add_argument("--peers", nargs="+", help="only these")
+    parser.add_argument("--peers", nargs="+", help="run only these peers")
     parser.add_argument("--rounds", type=int_at_least(2), default=9)
-    parser.add_argument("--gate-only", action="store_true", help="errors, no times")
+    parser.add_argument("--gate-only", action="store_true", help="check errors only, without timing")
     parser.add_argument("--json", type=parse_output_path)
     parser.add_argument("--markdown", type=parse_output_path)
     parser.add_argument("--plot", type=parse_output_path)
@@ -216,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("argument --plot: there are no times to draw with --gate-only")
     known = dict.fromkeys(name for problem in list_problems(arguments) for name in build_peers(problem))
     if unknown := set(arguments.peers or ()) - set(known):
-        parser.error(f"argument --peers: {', '.join(sorted(unknown))} is not here; choose from {', '.join(known)}")
+        parser.error(f"argument --peers: {', '.join(sorted(unknown))} not available; choose from {', '.join(known)}")
     return arguments
 
 

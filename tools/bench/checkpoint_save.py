@@ -103,19 +103,19 @@ def render_page(record: dict[str, Any]) -> str:
     at = record["medians"]
     rows = (
         ("a step", at["step"]),
-        ("what a save takes from the step before it: copying", at["stall"]),
-        ("the same for the first save, whose memory is fresh", record["first_stall"]),
+        ("blocking part of a save: copying", at["stall"]),
+        ("blocking part of the first save, with newly allocated memory", record["first_stall"]),
         ("a step while a checkpoint is written", at.get("step_while_writing", at["step"])),
-        ("from the save to the end of the step in which the checkpoint gets its name", at["written"]),
-        ("a save that is waited for", at["waited_for"]),
+        ("from the start of a save to the end of the step that publishes the checkpoint", at["written"]),
+        ("a blocking save", at["waited_for"]),
     )
     lines = "\n".join(f"| {what} | {seconds:.3f} | {seconds / at['step']:.2f} |" for what, seconds in rows)
-    return f"""# What a checkpoint costs
+    return f"""# Cost of a checkpoint
 
 The {record["shape"]} model ({record["parameters"]:,} parameters, float32, one sequence per step), one process on a CPU.
 A checkpoint has {record["bytes"] / record["parameters"]:.1f} bytes per parameter.
-Seconds are medians of {record["rounds"]} rounds, in which steps alone, steps during a save and a save that is waited
-for alternate.
+Seconds are medians of {record["rounds"]} rounds. Steps alone, steps during a save and blocking
+saves alternate.
 
 | what | seconds | in steps |
 |---|---|---|
@@ -130,7 +130,9 @@ def main() -> None:
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="125M")
     parser.add_argument("--rounds", type=int_at_least(1), default=5)
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         found = measure_saves(arguments.shape, arguments.rounds, Path(place))

@@ -73,8 +73,10 @@ def count_saved_bytes(job: dict[str, Any], connect: Callable[[], RankInfo]) -> l
 def main() -> None:
     """Count the bytes and write a record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=int_at_least(8), default=4096, help="tokens of the sequence")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its table goes beside it")
+    parser.add_argument("--length", type=int_at_least(8), default=4096, help="sequence length in tokens")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = {
@@ -109,14 +111,14 @@ def render_table(record: dict[str, Any]) -> str:
 def render_page(record: dict[str, Any]) -> str:
     """Render the record as a page."""
     model = record["model"]
-    return f"""# What context parallelism saves
+    return f"""# Memory saved by context parallelism
 
-What one rank keeps between forward and backward of one sequence of {record["length"]:,} tokens when C ranks share it:
+Memory of one rank between forward and backward pass for one sequence of {record["length"]:,} tokens shared by C ranks:
 {model["num_layers"]} layers, width {model["hidden_size"]}, {model["num_attention_heads"]} heads, float32,
 attention in recomputed row blocks (`attention_backend: chunked`).
-Counted are the bytes that autograd saves, parameters left out; the rank that keeps most is shown.
-The gathered keys and values of all places are among them, which is why kerple_log and cdape stay above a half
-unless layers are recomputed (`checkpoint_activations`).
+The table shows the bytes that autograd saves, without parameters, on the rank that saves most.
+They include the gathered keys and values of all positions, so kerple_log and cdape stay above one half unless layers
+are recomputed (`checkpoint_activations`).
 
 {render_table(record)}
 

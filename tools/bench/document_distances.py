@@ -91,15 +91,15 @@ def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
 def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> str:
     """Format the record's page."""
     lines = [
-        "# Distances that are trained on, with documents kept apart and without",
+        "# Training distances with and without document masking",
         "",
         f"Python's standard library as bytes: {len(lengths):,} documents of "
         f"{int(lengths.sum(dtype=np.int64)):,} tokens,",
         f"half of them shorter than {int(np.median(lengths)):,}.",
-        "Rows are cut from the documents one after another.",
-        "`causal` lets attention cross documents, `document` does not.",
+        "Rows are cut from the concatenated documents.",
+        "Attention crosses documents with `causal`, and does not with `document`.",
         "",
-        "| tokens of a row | rows with several documents | pairs across documents | tokens seen on average, causal | … "
+        "| tokens per row | rows with several documents | pairs across documents | tokens seen on average, causal | … "
         "document | pairs left at T/4 | at T/2 | at 3T/4 | 99% of pairs within, causal | … document |",
         "|" + "---|" * 10,
     ]
@@ -112,8 +112,8 @@ def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> s
         )
     lines += [
         "",
-        "A pair is a query and a key that it sees; T is the length of a row.",
-        "`Pairs left` says how often a distance occurs with documents apart, over how often it does without.",
+        "A pair is a query and a visible key; T is the row length.",
+        "`Pairs left` is the number of pairs at a distance with document masking, relative to the number without.",
         "",
         origin,
         "",
@@ -124,8 +124,10 @@ def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> s
 def main() -> None:
     """Count the distances and write the record."""
     parser = ToolParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("prefix", help="a dataset, without .bin or .idx")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and its page beside it")
+    parser.add_argument("prefix", help="dataset without the extension .bin or .idx")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     lengths = np.asarray(open_indexed(arguments.prefix).lengths)
     rows = [measure_distances(lengths, length) for length in ROW_LENGTHS if length <= lengths.sum(dtype=np.int64)]

@@ -135,12 +135,12 @@ def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str
     """Format the record's page."""
     lengths = [str(int(multiple * ROW_LENGTH)) for multiple in MULTIPLES]
     lines = [
-        "# Perplexity with documents kept apart and across them, in training and in evaluation",
+        "# Perplexity with and without document masking in training and evaluation",
         "",
         f"Models of the quickstart's size, trained on rows of {ROW_LENGTH} bytes of Python's standard library,",
-        f"cut into {shares['documents']:,} documents (functions, methods, heads of classes) in random order,",
-        f"half of them shorter than {shares['median']:,} bytes; {shares['crossing']:.0%} of the rows hold several.",
-        "Perplexity per byte, with its 95% bootstrap interval over the windows; one seed.",
+        f"cut into {shares['documents']:,} documents (functions, methods, class headers) in random order,",
+        f"half of them shorter than {shares['median']:,} bytes; {shares['crossing']:.0%} of the rows contain several.",
+        "Perplexity per byte with its 95% bootstrap interval over windows; one seed.",
         f"Every length and both masks score the same {shares['targets']:,} bytes of a text.",
     ]
     for text, title in TEXTS.items():
@@ -161,12 +161,16 @@ def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str
 def main() -> None:
     """Train and evaluate whatever is missing, and write the record."""
     parser = ToolParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("source", type=Path, help="a corpus folder with the splits train, valid and test")
-    parser.add_argument("folder", type=Path, help="for the corpora and runs")
-    parser.add_argument("--steps", type=int_at_least(1), default=500, help="of training (500)")
-    parser.add_argument("--windows", type=int_at_least(1), default=64, help="of each length (64)")
-    parser.add_argument("--seed", type=int_at_least(0), default=1234, help="of training and of the documents' order")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and its page beside it")
+    parser.add_argument("source", type=Path, help="corpus folder with the splits train, valid and test")
+    parser.add_argument("folder", type=Path, help="folder of the corpora and runs")
+    parser.add_argument("--steps", type=int_at_least(1), default=500, help="training steps (500)")
+    parser.add_argument("--windows", type=int_at_least(1), default=64, help="windows per length (64)")
+    parser.add_argument(
+        "--seed", type=int_at_least(0), default=1234, help="seed of training and of the order of documents"
+    )
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     from megatron.data.document_starts import compute_crossing_share
     from megatron.data.indexed_dataset import open_indexed

@@ -133,9 +133,9 @@ class ErrorGate:
         if all(ratio <= SAFETY_FACTOR for ratio in ratios.values()):  # False for NaN
             return GateVerdict(measured)
         part = next(part for part, ratio in ratios.items() if not ratio <= SAFETY_FACTOR)
-        text = f"errs in {part} by {ratios[part]:.3g} times what rounding in {self.problem.dtype} gives"
+        text = f"errs in {part} by {ratios[part]:.3g} times the rounding error of {self.problem.dtype}"
         is_doubtful = all(ratio <= CERTAIN_EXCESS for ratio in ratios.values())
-        return GateVerdict(measured, f"{text}: no speed is reported", is_doubtful)
+        return GateVerdict(measured, f"{text}; not timed", is_doubtful)
 
     def _excess(self, name: str, found: list[Tensor], part: slice) -> float:
         sizes = self.sizes_of(name, [x.dtype for x in found])

@@ -274,12 +274,12 @@ def format_page(result: dict[str, Any]) -> str:
     lines = [
         "# Host time of a training step",
         "",
-        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device, whose kernels take no time: "
-        "what Python and the launches cost.",
-        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping), stepped in turn "
-        "with each method in the same process.",
-        "Host time is the process's on the CPU (median of the steps; × plain is the median of the pairs' ratios).",
-        "Launches are exact: kernels, matrix products, copies, fills and collectives.",
+        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device. Kernels take no time there, "
+        "so the table shows the cost of Python and of launches.",
+        "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping). Its steps "
+        "alternate with those of each method in the same process.",
+        "Host time is CPU time of the process (median over steps; × plain is the median ratio of step pairs).",
+        "Launches are exact counts of kernels, matrix products, copies, fills and collectives.",
         "",
         "| model | ranks | method | backend | host ms | plain ms | × plain | × none | launches | plain's | × plain | "
         "more than none | Triton's | waits |",
@@ -303,9 +303,9 @@ def format_page(result: dict[str, Any]) -> str:
         micro, step = record["per_micro_batch"], record["optimizer_step"]
         lines += [
             f"`{record['configuration']}` on {record['ranks']} ranks, rank 0, with the kernels: "
-            f"{micro['cpu_ms'] / 1e3:.3f} s of the host and {micro['all_launches']:,.0f} launches a micro-batch "
-            f"({micro['triton']:,.0f} of Triton's), {step['cpu_ms'] / 1e3:.3f} s a step of the optimizer. "
-            "Goal: under 0.25 s a micro-batch.",
+            f"{micro['cpu_ms'] / 1e3:.3f} s of host time and {micro['all_launches']:,.0f} launches per micro-batch "
+            f"({micro['triton']:,.0f} of Triton's), {step['cpu_ms'] / 1e3:.3f} s per optimizer step. "
+            "Goal: under 0.25 s per micro-batch.",
             "",
         ]
     return "\n".join([*lines, format_provenance(result), ""])
@@ -316,11 +316,13 @@ def main() -> None:
     parser.add_argument("--sizes", type=comma_separated(SHAPES), default="125M,350M")
     parser.add_argument("--ranks", type=comma_separated(("1", "2")), default="1,2")
     parser.add_argument("--methods", type=comma_separated(METHODS), default=",".join(METHODS))
-    parser.add_argument("--rounds", type=int_at_least(2), default=15, help="steps of each, after the warm-up (15)")
-    parser.add_argument("--gpu", default="h100", help="the card (h100)")
-    parser.add_argument("--no-flagship", action="store_true", help="leave the flagship out")
-    parser.add_argument("--json", type=parse_output_path, help="write the record here, and a page beside it")
-    parser.add_argument("--case", type=Path, help="for the tool itself: measure what the file says")
+    parser.add_argument("--rounds", type=int_at_least(2), default=15, help="timed steps of each model (15)")
+    parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
+    parser.add_argument("--no-flagship", action="store_true", help="skip the flagship")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--case", type=Path, help="internal: measure the case of this file")
     arguments = parser.parse_args()
     if arguments.case is not None:
         run_case(arguments.case)

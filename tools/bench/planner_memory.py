@@ -210,7 +210,7 @@ def run_rank(run: RehearsedRun, rank: int, folder: Path) -> RankResult:
     if not job.result.is_file():
         lines = (done.stdout + done.stderr).split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "nothing")
-        raise RunError(f"rank {rank} ended with {done.returncode} and left no result; its last line: {last}")
+        raise RunError(f"rank {rank} exited with {done.returncode} without a result; last line: {last}")
     return RankResult.read(job.result)
 
 
@@ -289,31 +289,33 @@ def render_page(record: dict[str, Any]) -> str:
     within, num_cases = sum(error <= TOLERANCE for error in errors), len({identify_row(row)[:-1] for row in rows})
     table = "\n".join(render_row(row) for row in record["rows"])
     commits = " and ".join(sorted({str(row["commit"]) for row in rows}))
-    return f"""# The planner's memory against the allocator's
+    return f"""# Planned memory compared with the allocator's peak
 
 Three steps of one rank of each run, on the null device as an A100 of 80 GB:
-the peak that PyTorch's caching allocator reports, and what `./deepy.py plan` says of that rank, in GiB.
-`auto` is what that takes without a check on the card (row blocks, or PyTorch's fused attention);
-`triton` is the kernels, compiled as they would run.
+the peak of PyTorch's caching allocator and the estimate of `./deepy.py plan` for that rank, in GiB.
+`auto` is its choice without a self-check on the GPU (row blocks, or PyTorch's fused attention);
+`triton` uses the kernels, compiled for the GPU.
 {within} of {len(rows)} in {num_cases} configurations are within {TOLERANCE:.0%};
 the mean error is {sum(errors) / len(errors):.1%} and the largest {max(errors):.1%}.
-What the driver, NCCL and the allocator's own rounding take is in neither number.
+Neither number includes the memory of the driver, of NCCL and of the allocator's rounding.
 
-| run | keys | backend | peak | planned | ratio | the planner's worst moment |
+| run | keys | backend | peak | planned | ratio | planned peak |
 |---|---|---|---|---|---|---|
 {table}
 
-Peaks were measured at {commits}, each in a process of its own. {format_provenance(record["stamp"])}
+Peaks were measured at {commits}, each in a separate process. {format_provenance(record["stamp"])}
 """
 
 
 def main() -> None:
     """Measure the peaks and write a record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help="cases whose line contains this text")
-    parser.add_argument("--measured", type=Path, help="a record whose peaks are taken instead of measuring them again")
-    parser.add_argument("--processes", type=int, default=1, help="ranks that are trained at a time, up to 8 GB each")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument("--only", help="only cases whose line contains this text")
+    parser.add_argument("--measured", type=Path, help="record whose peaks are reused")
+    parser.add_argument("--processes", type=int, default=1, help="number of ranks trained at a time, up to 8 GB each")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     cases = [case for case in CASES if (arguments.only or "") in " ".join((case.name, *case.keys))]
     record = {"stamp": collect_provenance(__file__, "cpu"), "card": CARD, "vocabulary": VOCABULARY}

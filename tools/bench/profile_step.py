@@ -218,11 +218,13 @@ def format_console_lines(record: dict[str, Any]) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", nargs="*", type=parse_shape, default=[], help="MODEL:LENGTH:BATCH …; none: no step")
+    parser.add_argument(
+        "--shapes", nargs="*", type=parse_shape, default=[], help="MODEL:LENGTH:BATCH …; by default no step"
+    )
     parser.add_argument("--methods", nargs="+", choices=PEERS, default=["cdape", "kerple_log", "plain"])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--seconds", type=int_at_least(1), default=240, help="no method begins later than this (240)")
-    parser.add_argument("--json", type=parse_output_path, help="write the records to this file")
+    parser.add_argument("--seconds", type=int_at_least(1), default=240, help="start no method after this time (240)")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     arguments = parser.parse_args()
     if any(batch is None for _, _, batch in arguments.shapes):
         parser.error("argument --shapes: a profile needs MODEL:LENGTH:BATCH")
@@ -245,7 +247,7 @@ def main() -> None:
         problem = StepProblem(model, length, batch, arguments.dtype, arguments.device)
         for name in arguments.methods:
             if time.perf_counter() - begun > arguments.seconds:
-                print(f"no time was left for {model}:{length}:{batch} {name}", flush=True)
+                print(f"no time left for {model}:{length}:{batch} {name}", flush=True)
                 continue
             add(profile_candidate(problem, name, build_candidates(problem, [name])[name]))
             if problem.cuda:

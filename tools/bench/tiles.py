@@ -182,11 +182,11 @@ def main() -> None:
     parser.add_argument("--heads", type=int_at_least(1), default=16)
     parser.add_argument("--dim", type=int_at_least(1), default=64)
     parser.add_argument("--json", type=parse_output_path)
-    parser.add_argument("--worker", type=Path, help="used by the tool itself: the folder that workers share")
-    parser.add_argument("--place", type=int, default=0, help="used by the tool itself")
+    parser.add_argument("--worker", type=Path, help="internal: folder shared by the workers")
+    parser.add_argument("--place", type=int, default=0, help="internal")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("no CUDA device is here")
+        parser.error("no CUDA device found")
     count = max(map(len, CANDIDATES.values()))
     if arguments.worker is not None:
         sizes = (arguments.tokens, arguments.heads, arguments.dim)

@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=comma_separated(SHAPES), default="quickstart,medium")
     parser.add_argument("--methods", type=comma_separated(METHODS), default="rotary,kerple_log,cdape")
     parser.add_argument("--blocks", type=int_at_least(2), default=9)
-    parser.add_argument("--json", type=parse_output_path, help="write the records here")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     arguments = parser.parse_args()
     try:
         compare_speeds(arguments.shapes, arguments.methods, arguments.blocks, arguments.json)

@@ -80,7 +80,7 @@ def render_page(folders: dict[str, list[LoadOutcome]]) -> str:
 def main() -> None:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folders of configuration files")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the page to this file")
     arguments = parser.parse_args()
     if missing := [folder for folder in arguments.folders if not folder.is_dir()]:
         parser.error(f"{missing[0]}: no such folder")

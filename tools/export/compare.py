@@ -141,14 +141,14 @@ def render_page(record: dict[str, Any]) -> str:
         cells = (f"{row['apart'][way]:.1e}" if way in row["apart"] else "refused" for way in columns)
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     worst = max(rows, key=lambda row: max(row["apart"].values()))
-    return f"""# Exports against this project
+    return f"""# Exports compared with this project
 
 Each row is one model with random weights, exported by `./deepy.py export` and loaded with
 `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` in a process that cannot import this project.
 A number is the largest difference of any logit from this project's, relative to the largest logit.
 The training length is {LENGTH} tokens; 1x and 4x are {LENGTH} and {FAR} tokens.
-`cached` reads in three parts; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens, padded on the
-left, each compared with the sequence alone; `packed` is one row of them all, whose `position_ids` begin again.
+`cached` reads in three chunks; `padded` is a batch of sequences of {", ".join(map(str, LENGTHS))} tokens,
+left-padded, each compared with the sequence alone; `packed` is one row of all of them with restarting `position_ids`.
 The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(worst["apart"].values()):.1e}
 ({worst["model"]}); rounding allows {record["allowed"]:.1e}.
 
@@ -161,8 +161,10 @@ The largest of {sum(len(row["apart"]) for row in rows)} differences is {max(wors
 def main() -> None:
     """Export, read and compare all cases, and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that reads the exports")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--python", default=sys.executable, help="Python interpreter that reads the exports")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure_differences(list_cases(), Path(folder), arguments.python)

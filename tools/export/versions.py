@@ -128,10 +128,10 @@ def render_page(record: dict[str, Any]) -> str:
         )
         lines.append(f"| {row['transformers']} | {packages} | {row['exports']} | {row['largest']:.1e} | {tests} |")
     failures = [f"- {row['transformers']}: {name}" for row in record["rows"] for name in list_failures(row)]
-    return f"""# Exports under each version of transformers
+    return f"""# Exports with each version of transformers
 
-Every export of the [matrix](export.md) is read by each version, and the tests of caches, decoding modes, packed
-documents, training and renewed code are run with it.
+Each version reads every export of the [matrix](export.md) and runs the tests of caches, decoding modes, packed
+documents, training and refreshed code.
 The difference is the largest of any logit from this project's, relative to the largest logit; rounding allows
 {record["allowed"]:.1e}.
 
@@ -153,9 +153,11 @@ def list_failures(row: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Install the versions, read the exports, run the tests and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="VERSION", help=f"{', '.join(VERSIONS)}")
-    parser.add_argument("--packages", type=Path, help="folder for the installed versions; a temporary one if absent")
+    parser.add_argument("--packages", type=Path, help="folder for the installed versions; by default temporary")
     arguments = parser.parse_args()
 
     from tools.export.cases import compute_export_tolerance

@@ -50,7 +50,7 @@ def run_part(part: CheckPart, folder: Path, environment: dict[str, str], left: f
         return {"exit": f"not run: needs {', '.join(lacking)}", "seconds": 0.0}
     seconds = min(part.seconds, left - GRACE_SECONDS)
     if seconds <= 0:
-        return {"exit": "not run: no time was left", "seconds": 0.0}
+        return {"exit": "not run: no time left", "seconds": 0.0}
     output = folder / f"{part.name}.{'xml' if 'pytest' in part.command else 'json'}"
     command = [word.replace("{output}", str(output)) for word in part.command]
     result: dict[str, Any] = {"command": " ".join(["python", *part.command]).replace("{output}", output.name)}
@@ -130,18 +130,20 @@ def main() -> None:
     names = [part.name for part in list_parts()]
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_check.json if absent"
+        "--json",
+        type=parse_record_path,
+        help="output file, with the page beside it; by default docs/results/gpu_check.json",
     )
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
-    parser.add_argument("--parts", nargs="+", choices=names, help="only these")
+    parser.add_argument("--rehearse", action="store_true", help="run small versions on a CPU with Triton's interpreter")
+    parser.add_argument("--parts", nargs="+", choices=names, help="run only these parts")
     arguments = parser.parse_args()
     if lacking := list_missing(("torch", "triton")):
-        parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+        parser.error(f"missing packages: {', '.join(lacking)}; pip install {' '.join(lacking)}")
     path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:
-        parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
+        parser.error("no CUDA device found; --rehearse runs the same parts on a CPU")
     chosen = list_rehearsal_parts() if arguments.rehearse else list_parts()
     chosen = [part for part in chosen if not arguments.parts or part.name in arguments.parts]
     sys.exit(report_check(run_parts(chosen, path, rehearsal=arguments.rehearse), path))

@@ -43,7 +43,7 @@ def _select_timed(part: dict[str, Any], **wanted: Any) -> Records:
     found = [record for record in fitting if record.get("ms")]
     if not found:
         refused = next((record["refusal"] for record in fitting if "refusal" in record), None)
-        raise NotMeasured(refused or (_format_end(part) if part["exit"] != 0 else "it has no such record"))
+        raise NotMeasured(refused or (_format_end(part) if part["exit"] != 0 else "no such record"))
     return found
 
 
@@ -51,7 +51,7 @@ def _format_end(part: dict[str, Any]) -> str:
     """Describe the end of a part, as the reason for a missing measurement."""
     if isinstance(part["exit"], str):
         return part["exit"]
-    return f"exit code {part['exit']}" if part["exit"] else "ran whole"
+    return f"exit code {part['exit']}" if part["exit"] else "finished"
 
 
 def _format_cut(record: dict[str, Any]) -> str:
@@ -143,7 +143,7 @@ def _build_inverse_reader(peer: str, *, largest: bool) -> Callable[[dict[str, An
     def read(part: dict[str, Any]) -> tuple[float, str]:
         ratio, told = _build_peer_reader(peer, largest=largest)(part)
         if not ratio:
-            raise NotMeasured("the peer's time is too short to compare")
+            raise NotMeasured("the peer's time is too short for a comparison")
         return 1 / ratio, f"{1 / ratio:.2f} {told[told.index('(') :]}"
 
     return read
@@ -157,7 +157,7 @@ def _build_memory_reader(op: str) -> Callable[[dict[str, Any]], tuple[float, str
         longest = max(used)
         half = longest // 2
         if not used[longest] or not used.get(half):
-            raise NotMeasured(f"no memory was seen at T = {half} or {longest}")
+            raise NotMeasured(f"no memory was measured at T = {half} or {longest}")
         ratio = used[longest] / used[half]
         return ratio, f"{ratio:.2f} ({used[half]:,.0f} → {used[longest]:,.0f} MB; T = {half:,} → {longest:,})"
 
@@ -241,15 +241,15 @@ def render_page(result: dict[str, Any]) -> str:
         "# GPU check",
         format_measured_line(result)
         + f" Commit {result['commit'] or 'unknown'}; {result['seconds']:.0f} s in all."
-        + "\nMade by `make gpu-check`; [gpu.md](../gpu.md) says what it needs and how to read it.",
+        + "\nMade by `make gpu-check`; see [gpu.md](../gpu.md) for its requirements and meaning.",
     ]
     if result["rehearsal"]:
-        told.append("**A rehearsal on a CPU with tiny shapes: no number here says anything about a GPU.**")
+        told.append("**A rehearsal on a CPU with tiny shapes: these numbers do not apply to a GPU.**")
     told += ["## Goals", render_markdown_table(["goal", "measured", "wanted", "met?"], judge_goals(result))]
     ran = [[name, _escape_cell(_format_end(part)), f"{part['seconds']:.0f}"] for name, part in parts.items()]
     told += ["## Parts", render_markdown_table(["part", "end", "seconds"], ran)]
     if failures := [line for name, part in parts.items() for line in _list_failures(name, part)]:
-        told += ["## What failed", "\n".join(failures)]
+        told += ["## Failures", "\n".join(failures)]
     if checked := parts.get("self_check", {}).get("records"):
         cells = [row for record in checked for row in format_self_check_rows(record)]
         told += ["## Self-check", render_markdown_table(SELF_CHECK_HEADERS, cells)]

@@ -366,7 +366,7 @@ def find_faults(case: Case, outcome: Outcome) -> list[str]:
     faults = [f"warned: {line}" for line in outcome.warnings]
     if refusal is not None:
         if refusal not in outcome.error or not outcome.error.startswith("UserError"):
-            faults.append(f"was not refused with {refusal!r}: {outcome.error or 'it trained'}")
+            faults.append(f"was not rejected with {refusal!r}: {outcome.error or 'it trained'}")
         return faults
     if outcome.error:
         return [*faults, outcome.error]
@@ -375,7 +375,7 @@ def find_faults(case: Case, outcome: Outcome) -> list[str]:
     if fallback is None and outcome.fallbacks:
         faults.append(f"fell back: {outcome.fallbacks[0]}")
     if fallback is not None and not any(fallback in line for line in outcome.fallbacks):
-        faults.append(f"did not say that {fallback} is left to PyTorch")
+        faults.append(f"did not report that {fallback} is left to PyTorch")
     if case.backend == "triton" and (outcome.triton == 0) != (fallback is not None):
         faults.append(f"launched {outcome.triton} kernels of Triton, and said {fallback or 'nothing'}")
     return faults

@@ -62,10 +62,10 @@ def render_page(record: dict[str, Any]) -> str:
         "",
         f"`./deepy.py rehearse MODEL {record['method']} OVERLAY --gpu {CARD}` for every overlay of configs/cluster and "
         "every model,",
-        "on as many GPUs as the planner finds necessary, by `tools/gpu/rehearse_all.py`.",
-        "The peak is that of PyTorch's allocator over the ranks that ran (what tensors take, and what it reserves), "
-        "the plan that of the stage with the peak.",
-        'Without a resume are runs whose checkpoint this machine\'s memory could not hold ("What they found").',
+        "on the minimum number of GPUs found by the planner. Written by `tools/gpu/rehearse_all.py`.",
+        "The peak is that of PyTorch's allocator over the ranks that ran (allocated tensors, and reserved memory); "
+        "the plan is the estimate for the stage with the peak.",
+        "“No resume” means that the checkpoint did not fit in the memory of this machine (see “Findings”).",
         "CPU time is the sum over the processes, which compute nothing on the device; the machine did other work too.",
         "Nothing here was measured on a GPU.",
         "",
@@ -100,10 +100,10 @@ def render_page(record: dict[str, Any]) -> str:
         for text in _list_problems(entry["report"])
     ]
     if problems:
-        lines += ["", "## What they found", "", *problems]
+        lines += ["", "## Findings", "", *problems]
     fallbacks = sorted({line for e in record["rehearsals"] if "report" in e for line in e["report"]["fallbacks"]})
     if fallbacks:
-        lines += ["", "PyTorch instead of a kernel:", "", *(f"* {line}" for line in fallbacks)]
+        lines += ["", "Fallbacks to PyTorch:", "", *(f"* {line}" for line in fallbacks)]
     commits = ", ".join(sorted({str(entry["commit"]) for entry in record["rehearsals"]}))
     return "\n".join([*lines, "", format_provenance(record["provenance"]) + f" Rehearsed at {commits}.", ""])
 
@@ -129,12 +129,12 @@ def main() -> int:
     parser = ToolParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=comma_separated(MODELS), default=list(MODELS))
     parser.add_argument("--overlays", type=comma_separated(OVERLAYS), default=list(OVERLAYS))
-    parser.add_argument("--method", default=METHOD, help="an overlay of configs/position")
-    parser.add_argument("--gpus", type=int_at_least(1), help="instead of the planner's number")
-    parser.add_argument("--ranks", default="roles", help="as of ./deepy.py rehearse")
-    parser.add_argument("--again", action="store_true", help="also what the record has")
+    parser.add_argument("--method", default=METHOD, help="overlay of configs/position")
+    parser.add_argument("--gpus", type=int_at_least(1), help="number of GPUs; by default the planner's")
+    parser.add_argument("--ranks", default="roles", help="as for ./deepy.py rehearse")
+    parser.add_argument("--again", action="store_true", help="repeat rehearsals that the record contains")
     parser.add_argument("--json", type=parse_output_path, default=ROOT / "docs/results/rehearsals.json")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="further keys of every run")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="additional keys of every run")
     options = parser.parse_args()
     record: dict[str, Any] = {"provenance": collect_provenance(__file__, "cpu"), "method": options.method}
     record["rehearsals"] = []

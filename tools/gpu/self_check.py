@@ -66,15 +66,17 @@ def parse_arguments() -> argparse.Namespace:
     names = list(dict.fromkeys((*METHODS, *OVERLAYS, "all")))
     parser.add_argument(
         "--methods", nargs="+", choices=names, metavar="METHOD", default=list(METHODS),
-        help=f"{', '.join(METHODS)} if absent; files of configs/position; all",
+        help=f"by default {', '.join(METHODS)}; also files of configs/position; all",
     )  # fmt: skip
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="types of q, k, v")
-    parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="T")
-    parser.add_argument("--batch", type=int_at_least(1), default=8, help="sequences")
-    parser.add_argument("--heads", type=int_at_least(1), default=16, help="heads")
-    parser.add_argument("--dim", type=int_at_least(2), default=64, help="of a head")
-    parser.add_argument("--width", type=int_at_least(1), help="of the processor of cdape; 32 if absent")
-    parser.add_argument("--json", type=parse_record_path, help="where records go; the page goes beside it")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"], help="data types of q, k, v")
+    parser.add_argument("--lengths", nargs="+", type=int_at_least(1), default=[512], help="sequence lengths")
+    parser.add_argument("--batch", type=int_at_least(1), default=8, help="number of sequences")
+    parser.add_argument("--heads", type=int_at_least(1), default=16, help="number of heads")
+    parser.add_argument("--dim", type=int_at_least(2), default=64, help="head dimension")
+    parser.add_argument("--width", type=int_at_least(1), help="width of the cdape processor; by default 32")
+    parser.add_argument(
+        "--json", type=parse_record_path, help="output file of the records; the page is written beside it"
+    )
     arguments = parser.parse_args()
     if arguments.width is not None and not set(arguments.methods) <= set(METHODS):
         parser.error("argument --width: files of configs/position have their own")
@@ -167,7 +169,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     trials = [Trial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
     tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
     if len(candidates) == 1:  # as in a run with no alternatives
-        trials = [Trial(backend, "is the only one that can do it, and not checked") for backend in candidates]
+        trials = [Trial(backend, "is the only supported backend, and not checked") for backend in candidates]
     else:
         trials += try_backends(problem, tried)
     right = sorted((t for t in trials if t.milliseconds is not None), key=lambda t: t.milliseconds or 0.0)
@@ -197,7 +199,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     if not layer.has_kernels:
         return record
     if ours is None:
-        return record | {"peer": "triton", "refusal": "it is not here"}
+        return record | {"peer": "triton", "refusal": "it is not available"}
     return record if ours.refusal is None else record | {"peer": "triton", "refusal": ours.refusal}
 
 
@@ -211,7 +213,7 @@ def format_record(record: dict[str, Any]) -> str:
         for trial in record["trials"]
     ]
     shape = f"{record['method']} {record['dtype']} T = {record['T']} B = {record['B']}"
-    nothing = "nothing is right" if len(record["trials"]) > 1 else "nothing to choose from"
+    nothing = "no backend is correct" if len(record["trials"]) > 1 else "no choice"
     return f"{shape}: {record['taken'] or nothing}; {'; '.join(told)}"
 
 
@@ -220,10 +222,10 @@ def render_page(result: dict[str, Any]) -> str:
     cells = [row for record in result["records"] for row in format_self_check_rows(record)]
     return "\n\n".join([
         "# Backends on a GPU",
-        "Every backend that can compute a method, as `attention_backend: auto` checks it\n"
+        "Self-check of `attention_backend: auto` for every backend that supports a method\n"
         "([how](../gpu.md#the-self-check)).\n"
-        "Time is that of a layer, forward and backward.\n"
-        "The error is the largest of the output and all gradients, over what rounding gives; up to 4 is right.",
+        "Time is the forward and backward pass of one layer.\n"
+        "The error is the largest of the output and all gradients, relative to rounding errors; up to 4 is correct.",
         *result.get("notes", ()),
         render_markdown_table(SELF_CHECK_HEADERS, cells),
         format_provenance(result),

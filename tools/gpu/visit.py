@@ -70,20 +70,24 @@ def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--json", type=parse_record_path, help="the page goes beside it; docs/results/gpu_visit.json if absent"
+        "--json",
+        type=parse_record_path,
+        help="output file, with the page beside it; by default docs/results/gpu_visit.json",
     )
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, tiny, in Triton's interpreter")
+    parser.add_argument("--rehearse", action="store_true", help="run small versions on a CPU with Triton's interpreter")
     parser.add_argument(
-        "--seconds", type=int_at_least(1), default=VISIT_SECONDS, help=f"for all parts ({VISIT_SECONDS})"
+        "--seconds", type=int_at_least(1), default=VISIT_SECONDS, help=f"time limit of all parts ({VISIT_SECONDS})"
     )
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="only these")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="run only these parts"
+    )
     arguments = parser.parse_args()
     if lacking := list_missing(("torch", "triton")):
-        parser.error(f"this needs {', '.join(lacking)}: pip install {' '.join(lacking)}")
+        parser.error(f"missing packages: {', '.join(lacking)}; pip install {' '.join(lacking)}")
     import torch
 
     if not torch.cuda.is_available() and not arguments.rehearse:
-        parser.error("no CUDA device is here; --rehearse runs the same parts on a CPU")
+        parser.error("no CUDA device found; --rehearse runs the same parts on a CPU")
     path = arguments.json or (REHEARSAL_RECORD if arguments.rehearse else RECORD)
     last = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else None
     chosen = list_visit_rehearsal_parts() if arguments.rehearse else list_visit_parts()

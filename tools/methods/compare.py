@@ -75,13 +75,13 @@ def render_page(record: dict[str, Any]) -> str:
         if published.REPOSITORY is not None:
             notes.append(f"`github.com/{published.REPOSITORY}` was at {part['commit']}.")
         notes.append(published.NOTES)
-    return f"""# Methods against published code
+    return f"""# Methods compared with published code
 
-Each row is one model of {LAYERS} layers, {HEADS} heads and width {WIDTH} with random weights, the same in both, or one
-layer's attention where nothing more is published.
+Each row is one model of {LAYERS} layers, {HEADS} heads and width {WIDTH} with the same random weights in both, or one
+layer's attention if only that is published.
 A number is the largest difference of any logit from that of the published code, relative to the largest logit, in
 float32; {record["allowed"]:.0e} is allowed.
-The published code was run from clones and from installed packages; nothing of it is in this project.
+The published code ran from clones and installed packages; this project contains none of it.
 
 {chr(10).join(lines)}
 
@@ -94,9 +94,11 @@ The published code was run from clones and from installed packages; nothing of i
 def main() -> None:
     """Run the comparisons and write the record."""
     parser = ToolParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("clones", type=Path, help="a folder of clones")
-    parser.add_argument("--only", nargs="+", choices=PUBLISHED, help="files of published/; all if absent")
-    parser.add_argument("--json", type=parse_output_path, help="the record; its page goes beside it")
+    parser.add_argument("clones", type=Path, help="folder of clones")
+    parser.add_argument("--only", nargs="+", choices=PUBLISHED, help="files of published/; by default all")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
     arguments = parser.parse_args()
     earlier = {}
     if arguments.only and arguments.json is not None and arguments.json.is_file():

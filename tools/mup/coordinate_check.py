@@ -190,10 +190,10 @@ def render_page(record: dict[str, Any]) -> str:
     lines = [
         f"# Coordinate check over {record['over']}, {record['optimizer']}",
         "",
-        f"What each activation changed by in {record['steps']} steps on one batch at the rate {record['lr']:g}:",
-        f"its mean absolute coordinate, and the mean over {record['seeds']} seeds.",
-        "The exponent is the slope of log(change) over log(size): 0 is flat, 1 is in proportion.",
-        "`tools/mup/coordinate_check.py` says what is measured, [optimizers.md](../optimizers.md) what it means.",
+        f"Change of each activation in {record['steps']} steps on one batch with learning rate {record['lr']:g}:",
+        f"mean absolute coordinate, averaged over {record['seeds']} seeds.",
+        "The exponent is the slope of log(change) over log(size): 0 is constant, 1 is proportional.",
+        "`tools/mup/coordinate_check.py` documents the measurement, and [optimizers.md](../optimizers.md) its meaning.",
     ]
     for entry in record["results"]:
         lines += ["", f"## {entry['method']}, {entry['parametrization']}", ""]
@@ -215,8 +215,10 @@ def parse_arguments() -> Any:
     parser.add_argument("--steps", type=int_at_least(1), default=4)
     parser.add_argument("--seeds", type=int_at_least(1), default=3)
     parser.add_argument("--lr", type=float, default=1e-2)
-    parser.add_argument("--json", type=parse_output_path, help="the record, and beside it the page as .md")
-    parser.add_argument("--png", type=parse_output_path, help="the plot")
+    parser.add_argument(
+        "--json", type=parse_output_path, help="output file of the record; its page is written beside it"
+    )
+    parser.add_argument("--png", type=parse_output_path, help="output file of the plot")
     return parser.parse_args()
 
 

@@ -52,7 +52,7 @@ def run_notebook(path: Path, folder: Path, replacements: Mapping[str, str] | Non
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="all of docs/notebooks/ if none is named")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks to run; by default all of docs/notebooks/")
     for path in parser.parse_args().notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             nbformat.write(run_notebook(path, Path(folder)), path)

@@ -64,9 +64,9 @@ CHROMIUM_OPTIONS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, help="HTML files; pages of made-up records if none is named")
+    parser.add_argument("pages", nargs="*", type=Path, help="HTML files; by default pages of synthetic records")
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder for pages and pictures")
-    parser.add_argument("--width", type=int, action="append", help=f"of the window; {WIDTHS} if not given")
+    parser.add_argument("--width", type=int, action="append", help=f"window width; by default {WIDTHS}")
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     paths = arguments.pages or write_made_up_pages(arguments.output)
@@ -172,7 +172,7 @@ def open_browser() -> Iterator[Browser]:
     """Open a browser with a temporary profile, closed at the end of the block."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
-        raise SystemExit("no Chromium here: apt-get install chromium")
+        raise SystemExit("Chromium not found: apt-get install chromium")
     read_commands, to_browser = os.pipe()
     from_browser, write_answers = os.pipe()
 

@@ -16,8 +16,8 @@ TYPES = {
     "<int range>": "whole number",
     "<float range>": "number",
     "<path>": "path",
-    "<list[str]>": "text, may be given again",
-    "<list[Path]>": "path, may be given again",
+    "<list[str]>": "text, repeatable",
+    "<list[Path]>": "path, repeatable",
 }
 """Names of value types, by typer's notation."""
 
@@ -36,8 +36,8 @@ def write_command_pages() -> dict[str, str]:
         summary = " ".join(docstrings[name].partition("\n\n")[0].split())
         rows.append(f"| [`{name}`]({name}.md) | {escape(summary)} | {page} |")
     index = (
-        "# Commands\n\nEach is `./deepy.py COMMAND`. `./deepy.py COMMAND --help` says in the terminal what its page "
-        "says here.\n\n| command | what it does | more |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
+        "# Commands\n\nEach is `./deepy.py COMMAND`. `./deepy.py COMMAND --help` shows the text of its page in the "
+        "terminal.\n\n| command | description | more |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
     )
     pages = {f"{FOLDER}/index.md": link_docs(index, f"{FOLDER}/index.md")}
     for name, page in list_commands().items():

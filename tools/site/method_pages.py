@@ -85,7 +85,7 @@ def write_method_pages(root: Path) -> dict[str, str | bytes]:
                 _link_entry(entry),
                 "## Train with it",
                 _describe_use(root, kind, name, overlays.get(name, [])),
-                "## What computes it",
+                "## Backends",
                 _describe_backends(kind, name),
                 "## In the leaderboard",
                 results.describe(name, entry if kind == "Encodings" else ""),
@@ -174,7 +174,7 @@ def find_overlays(root: Path) -> dict[str, list[str]]:
 def _describe_use(root: Path, kind: str, name: str, overlays: list[str]) -> str:
     """Return the command that trains with a method, and the encoding it uses if it is not one itself."""
     if not overlays:
-        return "No overlay chooses it; its name is the value of the key."
+        return "No overlay selects it; set the key to its name."
     links = ", ".join(f"[`{overlay}`](../../configs/position/{overlay}.yml)" for overlay in overlays)
     own, sentence = overlays[0], ""
     base = PUBLISHED_ON.get(name)
@@ -182,15 +182,13 @@ def _describe_use(root: Path, kind: str, name: str, overlays: list[str]) -> str:
         model = f"the model's file ([`{MODEL.stem}`](../../{MODEL}))"
         given = parse_yaml(read_text(root / MODEL), str(MODEL)).values[KINDS["Encodings"][1]]
         if base is None:
-            sentence = (
-                f"It stands on `{given}`, which {model} sets; for another encoding, put its overlay before `{own}`."
-            )
+            sentence = f"It uses `{given}`, which {model} sets; for another encoding, put its overlay before `{own}`."
         else:
             both = f"{name}_{base}"
             own = both if both in overlays else f"{base} {own}"
-            sentence = f"It stands on `{base}`, with which it was published; {model} alone would put it on `{given}`."
+            sentence = f"It uses `{base}`, with which it was published; {model} alone would select `{given}`."
     block = f"``` console\n./deepy.py train {MODEL.stem} {own} local_setup\n```"
-    return "\n\n".join(filter(None, [block, sentence, f"Overlays that choose it: {links}."]))
+    return "\n\n".join(filter(None, [block, sentence, f"Overlays that select it: {links}."]))
 
 
 def _describe_backends(kind: str, name: str) -> str:
@@ -217,6 +215,6 @@ def _describe_backends(kind: str, name: str) -> str:
     return "\n".join(lines) + (
         "\n\n`triton` and `flex` need a GPU, `native` is a kernel for CPUs. "
         "`chunked` and `eager`, in plain PyTorch, compute every combination of methods. "
-        "[`auto`](../configuration.md) times those that can do a model on a GPU, and takes the fastest. "
-        "Tensor, context, data and pipeline parallelism divide every method ([parallel](../parallel.md))."
+        "[`auto`](../configuration.md) times the backends that support a model on a GPU, and selects the fastest. "
+        "Tensor, context, data and pipeline parallelism support every method ([parallel](../parallel.md))."
     )

@@ -56,7 +56,7 @@ class LeaderboardResults:
             if name in re.findall(r"\w+", f"{record.position or ''} {record.method}") and not record.is_trivial_baseline
         }
         if not variants:
-            return f"The [leaderboard](../results/{RECORD.stem}.md) has not asked it."
+            return f"The [leaderboard](../results/{RECORD.stem}.md) does not include it."
         parts = [self._describe_budget(), self._compare_with_advice(name, entry)]
         return "\n\n".join(filter(None, [*parts, *(self._render_rows(table, variants) for table in self.tables)]))
 
@@ -66,9 +66,9 @@ class LeaderboardResults:
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
             f"{baseline.step} steps ([`{SWEEP.stem}`](../../{SWEEP})). The [quickstart](../../{QUICKSTART}) trains the "
-            f"same models longer and on another text, so perplexities differ. A perplexity is the mean of "
-            f"{FULL_SEEDS} seeds, or of as many as (n …) says; needles and tasks have one seed each. {BASELINE} stands "
-            f"beside for comparison. How it was measured, and every other method: "
+            f"same models longer and on another text, so perplexities differ. A perplexity is the mean over "
+            f"{FULL_SEEDS} seeds, or over n seeds if marked (n …); needles and tasks have one seed each. {BASELINE} is "
+            f"shown for comparison. For the setup and all other methods, see "
             f"[the leaderboard](../results/{RECORD.stem}.md)."
         )
 
@@ -85,8 +85,8 @@ class LeaderboardResults:
             mean = statistics.fmean(self.values[method])
             found.append(f"{mean:.2f} for `{method}` ({num_seeds} seed{'s' * (num_seeds > 1)})")
         return (
-            f"The advice above is about larger models. Here the perplexity at {self.longest:,} tokens is "
-            f"{', '.join(found[:-1])} and {found[-1]}: a number of one seed does not say how much of it is chance."
+            f"The advice above concerns larger models. Here the perplexity at {self.longest:,} tokens is "
+            f"{', '.join(found[:-1])} and {found[-1]}: a result of one seed may be chance."
         )
 
     def _render_rows(self, table: TextTable, variants: set[str]) -> str:
