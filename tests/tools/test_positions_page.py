@@ -302,7 +302,7 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
         monkeypatch.setattr(registry, f"list_{kind}s", lambda names=(*known, new): list(names))
     page = positions_page.render_page()
     section = page.split("\n### everything\n")[1].split("\n### ")[0]
-    assert "`embed`, adds to the embeddings; `rotate`, turns queries and keys; `dense`" in section
+    assert "`embed`, adds to the embeddings; `rotate`, rotates queries and keys; `dense`" in section
     assert "images/positions/everything_1.svg" in section
     assert "| [`everything`](#everything) | `a \\| b` |" in page
     assert "each key by itself" in page.split("\n### doubled\n")[1]

@@ -103,7 +103,7 @@ def build_drawn_processor(name: str, *, has_bias: bool = True) -> tuple[Processo
     generator = torch.Generator().manual_seed(SEED)
     for parameter in zero:
         parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return processor, "It starts as the identity; it is drawn with parameters from N(0, 0.2²) instead." if zero else ""
+    return processor, "It starts as the identity; the pictures use parameters from N(0, 0.2²) instead." if zero else ""
 
 
 @torch.no_grad()
@@ -239,7 +239,7 @@ def _randomize_zero_terms(encoding: Encoding) -> str:
     generator = torch.Generator().manual_seed(SEED)
     for parameter in encoding.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return "Its term is zero at the start; it is drawn with parameters from N(0, 1) instead."
+    return "Its term is zero at the start; the pictures use parameters from N(0, 1) instead."
 
 
 def _build_contextual_panels(encoding: Encoding) -> list[Panel]:
@@ -285,8 +285,8 @@ def _build_mask_panels(encoding: Encoding) -> list[Panel]:
     }
     square = attention(TokenRange(0, MAP_SIZE), TokenRange(0, MAP_SIZE))
     return [
-        CurvePanel("attention when all scores are equal", lines),
-        MapPanel("attention when all scores are equal", _mask_future(square), "decades"),
+        CurvePanel("attention with equal scores", lines),
+        MapPanel("attention with equal scores", _mask_future(square), "decades"),
     ]
 
 
@@ -313,7 +313,7 @@ def build_processor_panels(name: str) -> tuple[list[Panel], str]:
     }
     panels: list[Panel] = [
         CurvePanel(f"logits of row {PROCESSOR_MAP_SIZE - 1}, random q and k", lines, logarithmic=False),
-        MapPanel(f"what it adds, head {head + 1}", _mask_future(added[head]), "signed"),
+        MapPanel(f"added term, head {head + 1}", _mask_future(added[head]), "signed"),
     ]
     if not processor.overrides("row_terms"):
         panels.append(_measure_response(build_drawn_processor(name, has_bias=False)[0], head))
