@@ -11,8 +11,8 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "axiomlab/Cable"
 NOTES = """\
-CABLE's −softplus(y) is `fox`'s log σ(−y), so its projection has the other sign.
-It divides queries and keys by √(C/n_embd) = 1, where its paper has 1/√d: `query_pre_attn_scalar: 1` does the same.
+CABLE's −softplus(y) equals log σ(−y) of `fox`, so its projection has the opposite sign.
+It divides queries and keys by √(C/n_embd) = 1 instead of the paper's √d, like `query_pre_attn_scalar: 1`.
 """
 
 

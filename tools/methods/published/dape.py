@@ -14,8 +14,8 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "chuanyang-Zheng/DAPE"
 NOTES = """\
-DAPE's modules are given scores, or queries and keys, as its attention gives them.
-Its convolutions see the right edge of their matrix, so its rows of CDAPE read one token more, which is dropped.
+DAPE's modules receive scores, or queries and keys, from its attention.
+Its convolutions see the right edge of their matrix, so the rows of CDAPE use one extra token, which is dropped.
 """
 HEAD_DIM, LENGTH = WIDTH // HEADS, 64
 _CDAPE = {"score_processor": "cdape", "score_processor_options": {"width": 32, "kernel_size": 3}}

@@ -12,8 +12,7 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "OpenNLPLab/fairseq-evo"
 NOTES = """\
-Its biases are numbered; comments beside the numbers say which series they are, and so which names of the paper they
-have.
+Its biases are numbered; comments beside the numbers identify the series and thus their names in the paper.
 The vectors of its Sandwich are twice as long as a head.
 """
 MISSING = (

@@ -11,9 +11,9 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "fla-org/flash-linear-attention"
 NOTES = """\
-flash-linear-attention multiplies the gate's projection in the compute type and takes the logarithm of its sigmoid in
-float32; `fox` multiplies in float32 too, which is the same for the float32 of this table.
-It adds up gates in float32, `fox` in float64.
+flash-linear-attention computes the gate's projection in the compute type and the logarithm of its sigmoid in
+float32. `fox` also computes the projection in float32, which makes no difference in this float32 table.
+It sums gates in float32, `fox` in float64.
 """
 
 

@@ -13,12 +13,12 @@ from tools.methods.published.x_transformers import build_attention, draw_project
 
 REPOSITORY = "TsinghuaC3I/Fourier-Position-Embedding"
 NOTES = """\
-FoPE's coefficients are drawn for each head and layer, `fope`'s for each head from an option; the rows have ours in its
+FoPE draws coefficients for each head and layer, `fope` for each head from an option; the rows use ours in FoPE's
 code.
-It multiplies the pairs that do not turn by [1, −1; 1, 1], since it fills cosines and sines with ones, which doubles
-their products, and gives a fourth of the head's dimension such sums at most: `released: true` does both.
-Without it these pairs are left as they are, as ω = 0 has it; the row has our projections of them times √2, and no more
-than a fourth of the dimension turns.
+It multiplies the pairs without rotation by [1, −1; 1, 1], because it fills cosines and sines with ones, which doubles
+their products. It also limits such sums to a fourth of the head dimension. `released: true` does both.
+Without this option these pairs are unchanged, as for ω = 0. The row scales our projections of them by √2, and at most
+a fourth of the dimension rotates.
 """
 PACKAGE = "published_olmo"
 MISSING = tuple(f"{PACKAGE}.{name}" for name in ("aliases", "beam_search", "config", "exceptions", "torch_util"))

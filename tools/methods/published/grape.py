@@ -12,8 +12,8 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "model-architectures/GRAPE"
 NOTES = """\
-GRAPE's code gives u and v the length 1, which its paper does not: the rows are with `normalize: true`.
-Its comment on the bias has neither √d nor ALiBi's slopes; its code has both, and `grape_a` too.
+GRAPE's code normalizes u and v to length 1, unlike its paper: the rows use `normalize: true`.
+Its comment on the bias omits √d and ALiBi's slopes; its code has both, like `grape_a`.
 """
 
 

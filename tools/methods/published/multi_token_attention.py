@@ -14,9 +14,9 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "facebookresearch/RAM"
 NOTES = """\
-Multi-Token Attention's forward pass places tensors on a GPU by name, so the rows call its functions in its order.
-Its kernels and maps of heads begin as the identity; ours have that added to what is stored, so the rows subtract it,
-except where `absolute` stores the same.
+Multi-Token Attention's forward pass requires a GPU, so the rows call its functions in its order.
+Its kernels and head mixing matrices start as the identity. Ours store the difference from the identity, so the rows
+subtract it, except with `absolute`, which stores the same values.
 """
 MISSING = ("lingua", "lingua.transformer", "xformers", "xformers.ops")
 """Modules that its file imports but its convolutions do not use."""

@@ -10,9 +10,9 @@ from tools.methods.comparison import HEADS, WIDTH, AttentionComparison, build_gp
 
 REPOSITORY = "shawntan/stickbreaking-attention"
 NOTES = """\
-Its tests add to the output what no key took, with the row's own value; the reference returns it apart, as its paper
-leaves it, and so do the rows.
-It lets a row attend to its own token only where it is asked to (`attend_current`), and `stick-breaking` never does.
+Its tests add the unused weight to the output, with the row's own value. The reference returns it separately, as in the
+paper, and the rows follow the reference.
+A row attends to its own token only with `attend_current`; `stick-breaking` never does.
 """
 
 

@@ -22,8 +22,8 @@ from tools.methods.comparison import (
 REPOSITORY = None
 """No repository: the package is installed."""
 NOTES = """\
-`logn` is not in the table: Qwen's `use_logn_attn`, whose code is none of transformers' own, is the formula that
-`tests/position/test_temperatures.py` computes in float64.
+`logn` is not in the table: Qwen's `use_logn_attn` is not part of transformers' own code.
+`tests/position/test_temperatures.py` computes its formula in float64.
 """
 
 

@@ -18,11 +18,11 @@ from tools.methods.comparison import (
 
 REPOSITORY = "lucidrains/x-transformers"
 NOTES = """\
-x-transformers turns neighbouring numbers of a head together; the rows have ours in its order.
-Its xPos takes the middle of the sequence at hand for its factors, and ours that of the sequence's whole length, which
-decoding needs; scores are the same.
-Its polar bias is on keys, and `pope`'s δ on queries with the other sign, which is the same score and holds for grouped
-queries too.
+x-transformers rotates adjacent elements of a head together; the rows use our weights in its order.
+The factors of its xPos are centered on the current sequence, ours on the final sequence length, which decoding
+requires; the scores are equal.
+Its polar bias applies to keys, and δ of `pope` to queries with the opposite sign. The scores are equal, and this also
+works with grouped queries.
 """
 MISSING = (
     "einx", "loguru", "torch_einops_utils", "torch_einops_utils.nn", "x_transformers", "x_transformers.attend",

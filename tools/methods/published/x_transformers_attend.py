@@ -11,10 +11,10 @@ from tools.methods.published.x_transformers import draw_projections
 
 REPOSITORY = "lucidrains/x-transformers"
 NOTES = """\
-x-transformers adds its first map of heads to the logits, as `talking_heads` does; its second takes the place of the
-weights, so the row has the identity subtracted.
-Its selective attention is compared without a cache: with one it gives other results than without
-(it has no memory of what earlier rows masked), and ours the same.
+x-transformers adds its first head mixing to the logits, like `talking_heads`. Its second replaces the weights, so the
+row subtracts the identity.
+Its selective attention is compared without a cache. With a cache its results differ, because it does not remember what
+earlier rows masked; ours are the same.
 """
 
 
