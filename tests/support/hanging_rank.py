@@ -64,7 +64,7 @@ def stopped() -> None:
 
 
 def hurry_when_late(config: Path, is_late: bool) -> None:
-    """Speed up the clock by `HURRY` from the moment the late rank is about to hang and the other about to wait."""
+    """Make a minute take half a second from the moment the late rank is about to hang and the other about to wait."""
     from megatron.training import watchdog
 
     files = [config.with_name(name) for name in ("late", "waits")]

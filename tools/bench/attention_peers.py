@@ -151,8 +151,7 @@ def build_peers(problem: AttentionProblem) -> dict[str, Attention]:
 
 
 def build_exact_attention(problem: AttentionProblem) -> Attention:
-    """Return the formula in blocks of rows in float64, with recomputation in the backward pass as in fused kernels. It
-    is the reference."""
+    """Return the formula in blocks of rows, with the gradient of fused kernels: the reference when run in float64."""
     encoding, processor = problem.methods
     span = TokenRange(0, problem.length)
 
