@@ -1,4 +1,4 @@
-"""The command line from outside: what it prints, where, its exit codes, and what it does not import."""
+"""Command line from outside: output, streams, exit codes, and imports."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def deepy(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 
 @pytest.fixture
 def inside(capfd, monkeypatch):
-    """The command line in this process, where everything is imported already; all but the process is the same."""
+    """Function that runs the command line in this process, where everything is imported already."""
     import deepy as program
 
     def call(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ def inside(capfd, monkeypatch):
                 patch.setenv(name, value)
             capfd.readouterr()
             with contextlib.ExitStack() as stack:
-                # rich remembers sys.stdout, which is another one in every test
+                # rich stores sys.stdout, which is another object in every test
                 stack.callback(lambda: (sys.stdout.flush(), sys.stderr.flush()))
                 code = program.main()
             out, err = capfd.readouterr()
@@ -89,7 +89,7 @@ def inside(capfd, monkeypatch):
 
 
 def calls_without(packages: tuple[str, ...], calls: list[tuple[str, ...]], cwd: Path) -> dict[tuple[str, ...], list]:
-    """Exit code, standard output and error of calls, made one after the other where packages cannot be imported."""
+    """Run several calls without some packages; return exit code, standard output and error of each."""
     code = (
         f"import contextlib, io, json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
         f"sys.modules.update(dict.fromkeys({packages!r}))\n"
@@ -109,7 +109,7 @@ def calls_without(packages: tuple[str, ...], calls: list[tuple[str, ...]], cwd: 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A folder with a small prepared corpus and a configuration that trains on it."""
+    """Folder with a small prepared corpus and a configuration that trains on it."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "text").mkdir()
     for number in range(8):
@@ -217,10 +217,10 @@ MISTAKES = {
         "125M",
         "--gpu",
         "h300",
-    ): "--gpu h300 is not known; did you mean h800? choose from a100-40gb",
-    ("rehearse", "125M", "--ranks", "first"): "--ranks is 'first'; it must be roles, all, or ranks such as 0,5,60-63",
+    ): "--gpu h300: unknown GPU; did you mean h800? choose from a100-40gb",
+    ("rehearse", "125M", "--ranks", "first"): "--ranks 'first': expected roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); 4 or 8 would do",
-    ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: these are not whole nodes of 8 GPUs; give another",
+    ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: not a multiple of 8 GPUs per node; change it",
     ("train", "tiny", "save=own"): "save: own contains metrics.jsonl, which no run wrote and this run would replace",
     ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
     ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
@@ -255,7 +255,7 @@ MISTAKES = {
 
 
 OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs/rotary/seed_1234.yml")
-"""Files of somebody's in the folder `own`, by the names of ours."""
+"""Files of a user in the folder `own` whose names resemble ours."""
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
     load_config([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
     TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
-    (checkpoint / "model.safetensors").touch()  # nobody comes to read it
+    (checkpoint / "model.safetensors").touch()  # nobody reads it
     (corpus / "own" / "data").mkdir(parents=True)
     (corpus / "own" / "runs" / "rotary").mkdir(parents=True)
     for name in OWN:
@@ -309,8 +309,8 @@ def test_a_plan_comes_without_torch(corpus):
     assert (shown_code, code) == (0, 0)
     assert "assuming 50257 tokens" in notes
     made = json.loads(text)
-    layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, an output of its own
-    assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two numbers per head
+    layer, ends = 12 * 768**2 + 13 * 768, 2 * 50304 * 768 + 2 * 768  # GPT-2's vocabulary, separate output layer
+    assert made["parameters"] == 12 * layer + ends + 24  # and KERPLE's two parameters per head
     assert len(made["layouts"]) == 3
     best = made["layouts"][0]
     assert best["memory"]["total"] < 0.9 * made["gpu_gib"] * 2**30
@@ -319,7 +319,7 @@ def test_a_plan_comes_without_torch(corpus):
 
 
 def test_each_command_names_a_page_that_tells_of_it(corpus, mistakes):
-    """The page exists, and says how the command is written."""
+    """Each command names a page that exists and documents the command."""
     calls = [(name, "--help") for name in COMMANDS]
     for (name, _), (_, text, _) in calls_without(("torch",), calls, corpus).items():
         (page,) = re.findall(r"More: (docs/\w+\.md)", text)
@@ -364,7 +364,7 @@ def test_dry_run_prints_what_loads_to_the_same_thing(tmp_path, corpus, inside):
 
 def test_dry_run_says_what_would_be_refused(tmp_path, inside):
     done = inside("train", "162M", "--dry-run", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` leaves nothing that looks right
+    assert (done.returncode, done.stdout) == (2, "")  # `--dry-run > run.yml` writes nothing misleading
     assert done.stderr.startswith("error: no data to train on")
     keys = ("train_data_paths=[text]", "pos_emb=none", "precision=bf16", "device=cpu", "save=null")
     done, trained = (inside("train", "162M", *keys, *flags, cwd=tmp_path) for flags in (["--dry-run"], []))
@@ -420,8 +420,10 @@ SURROUNDINGS = (
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS, ids=str)
 def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
-    """Encodings without our characters, no width, no docstrings: one process for all, as they are settled at its
-    start."""
+    """Commands print on any terminal: encodings without our characters, zero width, no docstrings.
+
+    One process runs all of them, because these settings are fixed at its start.
+    """
     run = tmp_path / "ré–sumé"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": 2.5}\n')
@@ -435,7 +437,7 @@ def test_whatever_the_terminal_is_commands_print(surroundings, tmp_path):
         ("keys", "--markdown"): b"# Configuration",
         ("plan", "125M", "--gpus", "1", "--layouts", "1"): b"GiB",
     }
-    if "LC_ALL" in surroundings:  # they import torch
+    if "LC_ALL" in surroundings:  # these import torch
         expected |= {("positions",): b"kerple_log", ("positions", "--json"): b'"name": "alibi"'}
     calls = list(expected)
     code = (
@@ -471,7 +473,7 @@ def test_keys(tmp_path, inside):
 
 
 def test_keys_are_readable_in_80_columns(tmp_path, inside):
-    """Each key stands alone in its line, and what is said of it has nearly the whole width."""
+    """Keys are readable in 80 columns: each has its own line, and its description has nearly the full width."""
     lines = inside("keys", "zero", COLUMNS="80", cwd=tmp_path).stdout.splitlines()
     found = lookup_keys("zero")
     assert [line for line in lines if line and not line.startswith(" ")] == [row[0] for row in found]
@@ -489,7 +491,7 @@ def test_prepare_takes_the_files_with_the_suffixes(tmp_path, inside):
         (tmp_path / "src" / name).write_text(f"the text of {name}")
     done = inside("prepare", "src", "--suffixes", ".py, .rs", "-o", "code", "--split", "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "\ncorpus code: tokenizing (" in done.stdout  # how far it is, also where there is no terminal
+    assert "\ncorpus code: tokenizing (" in done.stdout  # progress, also without a terminal
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert wrong.stdout == ""
@@ -519,7 +521,7 @@ def test_broken_pipe_is_silent(tmp_path):
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines()[0] == "# Configuration"
-    assert done.stdout.splitlines()[1] in ("0", "141")  # 0: head was slower than the whole page
+    assert done.stdout.splitlines()[1] in ("0", "141")  # 0 if head was slower than the whole page
 
 
 def test_unexpected_error_is_one_line_and_the_traceback_is_in_a_file(tmp_path, monkeypatch, inside):
@@ -555,14 +557,14 @@ def test_what_may_not_be_read_is_said_to_be_forbidden_and_not_missing(corpus, mi
 
 @pytest.fixture(scope="module")
 def trained(corpus) -> subprocess.CompletedProcess[str]:
-    """A run by one process, from another working directory than the project's."""
+    """Run trained by one process, from a working directory outside the project."""
     return deepy("train", "tiny", "save=runs/one", cwd=corpus)
 
 
 def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, inside):
     assert trained.returncode == 0, trained.stderr
     assert trained.stderr == ""
-    waits = (IMPORTING, "building the model")  # told where they take a while
+    waits = (IMPORTING, "building the model")  # reported if slow
     first, rows, epochs, *lines, last = (line for line in trained.stdout.splitlines() if not line.startswith(waits))
     assert lines
     assert rows.startswith("attention_mask causal: ")
@@ -574,8 +576,8 @@ def test_train_evaluate_and_nothing_but_ours_on_the_console(corpus, trained, ins
     assert (run / "checkpoints" / "step_0000004" / "manifest.json").exists()
     log = (run / "log.txt").read_text()
     assert all(line in log for line in (first, *lines, last))
-    assert not re.search("warning|error", log, re.IGNORECASE), log  # it would read as a broken installation
-    # The command that it names, with a text.
+    assert not re.search("warning|error", log, re.IGNORECASE), log  # would look like a broken installation
+    # The command suggested in the output, with a text.
     command = last.split("./deepy.py ")[1].replace("TEXT", "text/1.txt").split()
     evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
@@ -619,9 +621,9 @@ def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(
 
 
 def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
-    """Ctrl-C on a terminal saves and exits with 130; the losses of the steps until then.
+    """Losses of the steps until Ctrl-C on a terminal, which saves and exits with 130.
 
-    The command is a fork, as are the processes of its ranks, which spares their imports.
+    The command and its ranks are forks, which saves the imports.
     """
     main, side = pty.openpty()
     save, errors = f"runs/interrupted{ranks}", corpus / f"errors{ranks}.txt"
@@ -635,7 +637,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
             if select.select([main], [], [], 0.1)[0]:
                 seen += os.read(main, 4096)
         os.close(side)
-        os.killpg(process.pid, signal.SIGINT)  # as the terminal does: to the whole group
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals the whole group
         while time.time() < deadline + 60:
             try:
                 chunk = os.read(main, 4096)
@@ -659,7 +661,7 @@ def interrupted(corpus: Path, ranks: int) -> dict[int, float]:
 
 def test_interrupts_on_a_terminal_and_two_processes_that_give_the_losses_of_one(corpus):
     one, two = interrupted(corpus, 1), interrupted(corpus, 2)
-    common = sorted(one.keys() & two.keys())[:2]  # rounding grows with the steps
+    common = sorted(one.keys() & two.keys())[:2]  # rounding errors grow with the steps
     assert common
     assert [two[step] for step in common] == pytest.approx([one[step] for step in common], rel=1e-4)
 

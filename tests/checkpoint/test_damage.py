@@ -1,4 +1,4 @@
-"""A run goes on from the newest checkpoint that is whole, says so, and never from less than a whole one."""
+"""A run resumes from the newest intact checkpoint, reports this, and never uses a damaged one."""
 
 import io
 import json
@@ -22,7 +22,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def resumed(corpus: Path, run: Path, **keys: object) -> str:
-    """Go on; returns what was printed."""
+    """Resume the run and return the output."""
     stream = io.StringIO()
     train(tiny_config(corpus, run, **{"load": str(run), **keys}), Console(file=stream, width=250))
     return stream.getvalue()
@@ -115,22 +115,22 @@ def test_going_back_is_asked_for_by_name_and_loses_nothing(trained: Path, run: P
         resumed(corpus, run, load=str(old), **rate)
     said = resumed(corpus, run, load=str(old), rollback=True, **rate)
     kept = read_config(run / "config.yml").checkpoint
-    assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file goes on, as any run's does
+    assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file is kept, as for any run
     assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001 with a copy of the metrics" in said
     assert losses(run)[:2] == losses(trained)[:2]
     assert losses(run)[3] != losses(trained)[3]
     aside = run / "checkpoints" / "abandoned" / "0001"
     assert (aside / "step_0000004" / "model.safetensors").read_bytes() == later
-    shutil.copy(trained / "config.yml", aside)  # a folder that `losses` takes for a run
+    shutil.copy(trained / "config.yml", aside)  # a folder that `losses` reads as a run
     assert losses(aside) == losses(trained)
     assert not same_weights(run, trained)
     assert "rollback: true" not in (run / "config.yml").read_text()
-    assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and on, from the newest
+    assert "moved" not in resumed(corpus, run, train_iters=6, **rate)  # and resume again, from the newest
     assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == [2, 4, 6]
 
 
 def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
-    """Killed between the last checkpoint and the end of the test, a run has all its steps and no test loss."""
+    """A run killed between its last checkpoint and the end of its test repeats the test."""
     keys = {"eval_interval": 4, "test_data_paths": [str(corpus / "test_text_document")]}
     train(tiny_config(corpus, tmp_path, **keys))
     before = records(tmp_path, "test")
@@ -138,7 +138,7 @@ def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) ->
     metrics = tmp_path / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["kind"] == "test"
-    metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of its line
+    metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of a line
     assert "nothing to train: step 4 of 4 is reached; its test, which is not on record, follows" in resumed(
         corpus, tmp_path, **keys
     )

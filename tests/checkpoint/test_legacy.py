@@ -1,4 +1,4 @@
-"""Checkpoints with DeepSpeed's own files, as earlier versions wrote them, are resumed or refused in words."""
+"""Checkpoints with DeepSpeed's own files, written by earlier versions, are resumed or rejected with a clear error."""
 
 import io
 import shutil
@@ -25,14 +25,14 @@ TWO = FORMATS / "2" / "step_0000002"
 """Written by commit 0f496fa: two tensor-parallel ranks, ZeRO 1, float32, cdape on kerple_log, swiglu."""
 ONE_PER_LAYER = FORMATS / "1" / "per_layer" / "step_0000002"
 TWO_PER_LAYER = FORMATS / "2" / "per_layer" / "step_0000002"
-"""Written by the same commits: two layers with a kerple_log each, ZeRO 1; bfloat16, and float32."""
+"""Written by the same commits: two layers with their own kerple_log, ZeRO 1; bfloat16, and float32."""
 NEXT_LOSS = {
     ONE: 4.1172075271606445,
     TWO: 4.061580657958984,
     ONE_PER_LAYER: 4.127436637878418,
     TWO_PER_LAYER: 4.127379894256592,
 }
-"""The loss of the step after each, in the run that wrote it."""
+"""Loss of the next step, in the run that wrote each checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that holds a checkpoint of format 1."""
+    """Run with a checkpoint of format 1."""
     shutil.copytree(ONE, tmp_path / "run" / "checkpoints" / ONE.name)
     return tmp_path / "run"
 
@@ -55,7 +55,7 @@ def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Con
 
 def test_a_run_of_format_1_goes_on_and_writes_today_s_format(run: Path, corpus: Path) -> None:
     train(going_on(corpus, run))
-    # bfloat16's rounding: another machine may sum otherwise
+    # bfloat16 rounding: another machine may sum in another order
     assert losses(run) == pytest.approx([NEXT_LOSS[ONE]], rel=2**-7)
     newest = layout.resolve_checkpoint_path(run)
     assert manifest.read_format_version(newest) == manifest.FORMAT
@@ -142,7 +142,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Path, damage: str) -> None:
-    """As the first versions wrote checkpoints: what cannot be read is told in one line of ours."""
+    """Checkpoints of the first versions have no checksums. An unreadable file raises a one-line error."""
     act, words = DAMAGE[damage]
     checkpoint = run / "checkpoints" / ONE.name
     (checkpoint / "manifest.json").unlink()

@@ -1,4 +1,4 @@
-"""`./deepy.py checkpoints`: what is there, what is whole, and what is deleted."""
+"""`./deepy.py checkpoints`: list, verify and delete."""
 
 import json
 import shutil
@@ -94,7 +94,7 @@ def test_nothing_is_deleted_where_a_run_writes_or_nothing_whole_would_stay(
 def test_only_whole_ones_count(
     damaged: tuple[int, ...], keep: int, stay: tuple[int, ...], last: str, run: Path
 ) -> None:
-    """A flipped bit: names and sizes are as they should be."""
+    """A flipped bit is detected although names and sizes are unchanged."""
     there = run / "checkpoints"
     source = layout.list_checkpoints(run)[-1]
     for step in range(1, 6):

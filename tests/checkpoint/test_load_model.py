@@ -1,4 +1,4 @@
-"""The model that a checkpoint gives back is the one that was trained, and nothing but plain files is read."""
+"""A model loaded from a checkpoint equals the trained one, and only plain files are read."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: int, keys: dict[str, object]) -> None:
-    """The validation loss of the last step, computed again from the files alone."""
+    """The validation loss of the last step is reproduced from the files alone."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config = tiny_config(corpus, tmp_path, eval_interval=4, zero_optimization=zero, **keys)
     train(config)
@@ -54,7 +54,7 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
         total, count = total + float(loss.double().sum()), count + loss.numel()
     assert total / count == pytest.approx(
         records(tmp_path, "valid")[4]["loss"], rel=compute_tolerance(count)
-    )  # the same losses, averaged
+    )  # same losses, averaged
 
 
 def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_types_and_devices(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
-    """Of the model's files alone, without checksums: by whatever reads the file."""
+    """Damage in the model's files is reported even without checksums, by the file reader."""
     train(tiny_config(corpus, tmp_path / "run", train_iters=1))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_0000001"
     (checkpoint / "manifest.json").unlink()
@@ -102,7 +102,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path: Path) -> None:
-    """Also where they could be loaded: a bit of a weight, another activation, another number of tokens."""
+    """Modified files are rejected even if they load: a bit of a weight, another activation, another vocabulary size."""
     train(tiny_config(corpus, tmp_path, train_iters=2, checkpoint_factor=1))
     checkpoint = tmp_path / "checkpoints" / "step_0000002"
     assert load_model(tmp_path).verified
@@ -119,7 +119,7 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
         what = f"step_0000002: damaged: {file.name} changed since .* newest undamaged one: step_0000001"
         with pytest.raises(RunError, match=what):
             load_model(tmp_path)
-        if file != weights:  # before anything is asked of the model
+        if file != weights:  # before the model is used
             with pytest.raises(RunError, match=what):
                 open_run(tmp_path)
         file.unlink()
@@ -127,7 +127,7 @@ def test_files_that_are_not_what_was_written_are_refused(corpus: Path, tmp_path:
             open_run(tmp_path)
         file.write_bytes(before)
     load_model(tmp_path)
-    # What is named was looked at too.
+    # The named files were verified too.
     weights.write_bytes(changes[weights])
     (checkpoint.with_name("step_0000001") / "config.yml").write_text("seed: 1")
     with pytest.raises(RunError, match=r"step_0000002: damaged: .*; the run's other checkpoints are damaged too"):

@@ -1,4 +1,4 @@
-"""No file of a checkpoint is believed unseen: whatever happens to one of them is named."""
+"""Every file of a checkpoint is verified, and any damage is reported with the file name."""
 
 import json
 import os
@@ -18,7 +18,7 @@ FILES = (
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A folder like a checkpoint, its files of a few kilobytes; two of them equally long."""
+    """Checkpoint-like folder with small files, two of them with equal lengths."""
     drawn, folder = random.Random(3), tmp_path / "run" / "checkpoints" / "step_0000004"
     for name in FILES:
         path = folder / name
@@ -56,7 +56,7 @@ def test_every_flipped_bit_is_noticed(checkpoint: Path, name: str) -> None:
 
 
 def test_flipped_bits_of_the_manifest_are_noticed(checkpoint: Path) -> None:
-    """All of them, except where a bit only makes white space of white space or another name of no meaning."""
+    """Every bit flip in the manifest is detected, unless it changes whitespace or an unused name."""
     path = checkpoint / "manifest.json"
     before = path.read_bytes()
     for bit in range(0, len(before) * 8, 7):
@@ -138,7 +138,7 @@ def test_processes_share_the_work_and_miss_nothing(checkpoint: Path) -> None:
 
 
 def test_without_a_manifest_the_model_must_be_there(checkpoint: Path) -> None:
-    """As earlier versions wrote it."""
+    """Without a manifest, as in earlier versions, the model file must exist."""
     (checkpoint / "manifest.json").unlink()
     flip(checkpoint / "deepspeed/one.pt", 5)
     assert not manifest.has_checksums(checkpoint)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, no lock outlives its process, and what somebody else put there stays."""
+"""One run at a time per folder; locks end with their process; files of other programs are kept."""
 
 import os
 import signal
@@ -102,5 +102,5 @@ def test_a_folder_with_files_of_others_takes_no_run(tmp_path: Path, name: str) -
     (tmp_path / name).write_text("mine: true\n")
     with pytest.raises(UserError, match=f"save: .* contains {name}, which no run wrote"):
         refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))
-    (tmp_path / LOCK).touch()  # a run that was killed before its first checkpoint
+    (tmp_path / LOCK).touch()  # a run killed before its first checkpoint
     refuse_foreign_run_files(tmp_path, ("metrics.jsonl",))

@@ -1,4 +1,4 @@
-"""What leaves and comes back is the same model, bit for bit; and what leaves natively is transformers' own."""
+"""Import and export round trips are bit for bit identical; a native export equals transformers' own files."""
 
 import json
 from itertools import cycle
@@ -81,7 +81,7 @@ def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
 
 
 def test_weights_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
-    """A flipped bit in a weight is a number like any other, so only a checksum tells."""
+    """A flipped bit in a weight is detected by its checksum."""
     case = next(iter(list_architecture_cases()))
     run = write_run(tmp_path / "run", case.config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "export", max_shard_size="30KB", log=lambda line: None)

@@ -1,4 +1,4 @@
-"""The code that travels with an export: flat, whole, and of torch and transformers only."""
+"""Code bundled with an export: flat, complete, and dependent only on torch and transformers."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ POSITION = Path(next(iter(megatron.position.__path__)))
 ATTENTION = POSITION.with_name("attention")
 PAIRS = [*product(list_encodings(), ["none", "cdape"]), *product(["rotary", "fire"], list_processors())]
 TRANSFORMERS_IMPORT = re.compile(r"^\s*from\s+\.(\S+)\s+import", re.MULTILINE)
-"""By which transformers finds the files of a model (`dynamic_module_utils.py`)."""
+"""Pattern by which transformers finds the files of a model (`dynamic_module_utils.py`)."""
 
 
 @pytest.mark.parametrize(("encoding", "processor"), PAIRS)
@@ -65,7 +65,7 @@ def test_only_imports_differ_from_the_project() -> None:
 
 def test_other_methods_stay_at_home() -> None:
     assert {"cdape.py", "alibi.py", "ssmax.py"}.isdisjoint(bundle_modeling_code(["rotary"], ["none"]))
-    assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own code
+    assert "numerics.py" in bundle_modeling_code(["rotary"], ["none"])  # the scores' own module
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One table, read in both directions: nothing is lost on the way there and back."""
+"""One table defines import and export; a round trip loses nothing."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron.conversion.registry import HF_FAMILIES, find_exact_family, get_fam
 
 
 def read(name: str) -> tuple[ModelFamily, Config, dict[str, torch.Tensor]]:
-    """A model's family, its configuration as ours, and its tensors by their names."""
+    """Return a model's family, its configuration in our format, and its tensors by name."""
     model = model_of(name)
     values = json.loads(model.config.to_json_string(use_diff=False))
     family = get_family(values["model_type"], name)
@@ -38,7 +38,7 @@ def test_there_and_back_bit_for_bit(name: str) -> None:
         for before, after in zip(theirs, back, strict=True):
             assert after.is_contiguous()
             skipped = POSITION_OFFSET if "embed_positions" in weight.hf_names[0] else 0
-            rounding = 2**-24 if isinstance(weight.transform, AddOne) else 0.0  # of sums with 1
+            rounding = 2**-24 if isinstance(weight.transform, AddOne) else 0.0  # rounding of sums with 1
             assert (before[skipped:] - after[skipped:]).abs().max() <= rounding
     assert stored == {}
 
@@ -56,7 +56,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
     assert {**again.model.model_dump(), **again.position.model_dump()} == {
         **config.model.model_dump(), **config.position.model_dump()
     }  # fmt: skip
-    assert HFConfigReader(values, name).unread_keys() != []  # before anybody has asked for them
+    assert HFConfigReader(values, name).unread_keys() != []  # before any key is read
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_configuration_there_and_back(name: str) -> None:
     ],
 )
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
-    """The configuration, by its own class: it builds the same model."""
+    """transformers reads the written configuration with its own class and builds the same model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, config, stored = read(name)

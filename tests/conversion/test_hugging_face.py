@@ -1,4 +1,4 @@
-"""A model that transformers wrote computes here what it computes there."""
+"""Imported transformers models give the same results as in transformers."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,8 @@ from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 ANGLES = 2 * LAYERS * 8
-"""transformers computes angles in float32: at the last place each is off by up to LENGTH units, its root in a sum."""
+"""transformers computes float32 angles; at the last position each has an error of up to LENGTH units, or its square
+root in a sum."""
 
 
 def imported(folder: Path, **options: Any) -> Path:
@@ -62,14 +63,14 @@ def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
     with torch.no_grad():
         for length in (LENGTH // 2, 3 * LENGTH):
             reference = logits_of(theirs, tokens[:, :length])
-            # Angles in float32 are off by more at a larger place.
+            # Errors of float32 angles grow with the position.
             assert_close_in_rounding(ours(tokens[:, :length]), reference, TERMS, SUMS + 3 * ANGLES)
         with pytest.raises(AssertionError, match="apart"):
             assert_close_in_rounding(plain(tokens), reference, TERMS, SUMS + 3 * ANGLES)
 
 
 def test_what_is_compared_can_differ(tmp_path: Path) -> None:
-    """Exact gelu instead of the approximation, and a norm's bias that is lost, are far beyond what is allowed."""
+    """Exact gelu instead of the approximation, or a lost norm bias, exceeds the tolerance by far."""
     theirs = written("gpt2", tmp_path / "source")
     tokens = torch.randint(ROWS, (2, LENGTH))
     config = json.loads((tmp_path / "source/config.json").read_text())
@@ -223,7 +224,7 @@ def test_keys_that_mean_nothing_are_told(sources: Path, tmp_path: Path) -> None:
 
 
 class Boom:
-    """What runs when it is unpickled."""
+    """Class that runs code when unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (exec, ("raise SystemExit('executed')",))
@@ -296,7 +297,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_more_layers_than_the_files_can_hold_are_refused_before_they_are_built(sources: Path, tmp_path: Path) -> None:
-    """A configuration of a million layers took minutes to be found wrong."""
+    """A configuration with a million layers is rejected before building, which would take minutes."""
     source = tmp_path / "source"
     source.mkdir()
     for path in (sources / "opt").iterdir():

@@ -1,4 +1,4 @@
-"""Several documents in one row: an export reads each as it reads it alone, divided by end tokens or by packing."""
+"""With several documents in a row, separated by end tokens or by packing, an export reads each as if alone."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,11 @@ def test_rows_may_be_packed_otherwise_and_padded(models: dict[str, tuple[GPT, An
 @pytest.mark.parametrize("name", ["document", "selective"])
 @torch.inference_mode()
 def test_an_end_token_ends_what_later_tokens_see(models: dict[str, tuple[GPT, Any]], name: str) -> None:
-    """In one pass, by a cache, and after tokens were removed from that again; a causal export sees across."""
+    """An end token limits the visibility of later tokens, in one pass, with a cache, and after removing tokens from the
+    cache.
+
+    A causal export attends across it.
+    """
     _, model = models[name]
     document, before = torch.tensor([[7, 2, 9, 4, 4]]), torch.tensor([[1, 6, END]])
     row = torch.cat([before, document], dim=1)

@@ -1,4 +1,4 @@
-"""`export --refresh`: an export from an earlier version gets this version's code, and computes what it computed."""
+"""`export --refresh`: an export of an earlier version gets the current code and gives the same results."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def write_export(folder: Path, keys: dict[str, Any], tokenizer: Any = None) -> P
 
 
 def change_config(folder: Path, **keys: Any) -> dict[str, Any]:
-    """Set keys of config.json, or remove those that are ..."""
+    """Set keys of config.json, or remove those set to `...`."""
     values = json.loads((folder / "config.json").read_text())
     values = {name: value for name, value in {**values, **keys}.items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(values))
@@ -42,7 +42,7 @@ def change_config(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def make_older(folder: Path) -> list[str]:
-    """Change the code as if an earlier version had written it, and return the names of its files."""
+    """Change the code as if an earlier version had written it, and return the file names."""
     old = sorted(folder.glob("modeling_farfield_*.py"))[0].stem[-9:]
     files = {path.name: path.read_text() for path in folder.glob(f"*{old}.py")}
     plain = remove_content_digest(files, old)
@@ -77,7 +77,7 @@ def test_a_digest_is_removed_again() -> None:
 
 
 def test_an_older_export_gets_the_code_of_today(tmp_path: Path) -> None:
-    """Among its keys one whose absence means another value than it means today (`scaled` of cope)."""
+    """An older export gets the current code; one of its keys has another default than today (`scaled` of cope)."""
     folder = write_export(tmp_path, COPE)
     today = read_files(folder)
     expected = compute_logits(folder)

@@ -1,4 +1,4 @@
-"""`export`: whole or not at all, and what is refused in one line."""
+"""`export` is complete or has no effect; errors are one line."""
 
 import json
 import re
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_full_disk_leaves_things_as_they_were(there: bool, run: Path, tmp_path: Path) -> None:
-    """In the middle of the weights, which safetensors writes and reports in its own way."""
+    """A full disk leaves the existing files unchanged; safetensors reports it in its own way while writing weights."""
     target = tmp_path / "fire"
     if there:
         export_model(run, target, log=lambda line: None)

@@ -1,4 +1,4 @@
-"""Corpora by name, and their weights: GPT-NeoX's formula in exact arithmetic, and what a run then reads."""
+"""Weights of named corpora: GPT-NeoX's formula in exact arithmetic, and the resulting training data."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ ALPHAS = st.floats(0, 4)
 
 
 def published_weights(counts: list[int], alpha: int) -> list[Fraction]:
-    """p^α normalised, times 1 − p, normalised: the steps of `weights_by_num_docs`, in rational numbers."""
+    """Compute p^α normalized, times 1 − p, normalized: the steps of `weights_by_num_docs` in rational numbers."""
     shares = [Fraction(count, sum(counts)) for count in counts]
     tempered = [share**alpha / sum(other**alpha for other in shares) for share in shares]
     products = [one * (1 - share) for one, share in zip(tempered, shares, strict=True)]
@@ -68,11 +68,12 @@ def test_a_larger_alpha_favours_larger_corpora(counts: list[int], alpha: float, 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12))
 def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> None:
-    """As docs/data.md warns: the factor 1 − p of one is the share of the other."""
+    """With two corpora and alpha 1, each gets half, because the factor 1 − p of one is the fraction of the other
+    (docs/data.md)."""
     assert compute_document_weights([one, other], 1.0) == pytest.approx([0.5, 0.5])
     assert compute_document_weights([one], 0.3) == [1.0]
-    assert compute_document_weights([], 0.3) == []  # of a split that has no data
-    assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # and nothing overflows
+    assert compute_document_weights([], 0.3) == []  # for a split without data
+    assert compute_document_weights([one, 10**15], 1e6) == [0.0, 1.0]  # no overflow
 
 
 def test_a_name_that_is_none_is_told_in_a_line() -> None:
@@ -90,7 +91,7 @@ def documents(count: int, length: int, first: int = 0) -> list[list[int]]:
 
 
 def blended(data: DataOptions, samples: int, **order: object) -> np.ndarray:
-    """The first token of each training sample of eight."""
+    """Return the first token of each training sample of length 8."""
     built = build_datasets(
         data, SampleOrder(seed=3, train_samples=samples, **order), seq_length=8, cache=None, groups=ProcessGroups()
     )
@@ -98,7 +99,10 @@ def blended(data: DataOptions, samples: int, **order: object) -> np.ndarray:
 
 
 def test_a_run_reads_by_documents_and_folders_by_tokens(dataset: Dataset, tmp_path: Path) -> None:
-    """Of corpora with 10, 20 and 70 documents; the last is a folder of three datasets, read in one piece."""
+    """A run reads corpora by document counts, and folders by token counts.
+
+    The corpora have 10, 20 and 70 documents; the last is a folder of three datasets, read together.
+    """
     paths = [dataset("a", documents(10, 100), "uint16"), dataset("b", documents(20, 20, 2000), "uint16")]
     for number, count in enumerate((50, 5, 15)):
         dataset(f"shards/{number // 2}/s{number}", documents(count, 40, 4000 + 4000 * number), "uint16")
@@ -120,7 +124,7 @@ def test_a_run_reads_by_documents_and_folders_by_tokens(dataset: Dataset, tmp_pa
     )
     assert read.tolist() == blended(data, 4000).tolist()
     given_weights = data.replace(weight_by_num_documents=False, train_data_weights=found)
-    assert read.tolist() == blended(given_weights, 4000).tolist()  # the same run as with the weights written out
+    assert read.tolist() == blended(given_weights, 4000).tolist()  # equals the run with explicit weights
     (line,) = describe_document_weights(data, slices)
     assert line.startswith("train_data_paths by documents, weighted_sampler_alpha 0.3: 0.371 of ")
     assert f"{paths[0]} (10), 0.407 of {paths[1]} (20), 0.159 of " in line
@@ -137,7 +141,7 @@ def vocabulary(folder: Path, size: int) -> Path:
 @given(st.sampled_from([[4, 30], [7, 2, 30]]), st.floats(0, 1.5), st.floats(0, 1.5))
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stages_of_other_alphas_read_on(dataset: Dataset, counts: list[int], one: float, other: float) -> None:
-    """A stage with another temperature begins a blend; one with the same does not, nor does an alpha that is unread."""
+    """A stage with another temperature starts a new blend; one with the same or with an unused alpha does not."""
     paths = [dataset(f"d{i}", documents(n, 16), "uint16") for i, n in enumerate(counts)]
     data = DataOptions(train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=one)
     order = begin_order(data, 8, 100)

@@ -32,7 +32,7 @@ def contents(folder):
 
 
 def everything(corpus, reader):
-    """Decoded documents per split, without their end."""
+    """Return the decoded documents of each split without end tokens."""
     tokenizer = load_tokenizer(corpus.folder)
     result = {}
     for split in corpus.splits:
@@ -60,12 +60,12 @@ def many(tmp_path):
 def test_a_folder_of_texts_becomes_three_datasets(texts, tmp_path, reader, expected_texts):
     corpus = prepare([str(texts)], tmp_path / "out", split=(0.5, 0.25, 0.25))
     found = everything(corpus, reader)
-    assert sorted(chain(*found.values())) == sorted(expected_texts)  # each once, the empty one left out
+    assert sorted(chain(*found.values())) == sorted(expected_texts)  # each once, without the empty one
     assert set(found) == {"train", "valid", "test"}
     check_counts(corpus, found, reader)
     assert (corpus.vocab_size, corpus.eod, corpus.tokenizer, corpus.reused) == (257, 256, "bytes", False)
     assert read_corpus(tmp_path / "out") == corpus
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder stays
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]  # no temporary folder is left
     assert os.path.getsize(f"{corpus.prefix('train')}.bin") == 2 * corpus.splits["train"].tokens
 
 
@@ -127,7 +127,7 @@ def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
     corpus = prepare([str(texts / "deep")], tmp_path / "out", tokenizer="HFTokenizer", vocab_file=path, split=None)
     assert sorted(reader(corpus.prefix("all"))) == [[70_000, 70_001], [70_002, 70_001]]
     assert load_tokenizer(corpus.folder).vocab_size == corpus.vocab_size == 70_003
-    path.unlink()  # the folder is complete by itself
+    path.unlink()  # the folder does not depend on its sources
     assert load_tokenizer(corpus.folder).encode("w17") == [17]
 
 
@@ -135,7 +135,7 @@ def test_long_documents_become_several_sequences(texts, tmp_path, monkeypatch, r
     whole = prepare([str(texts)], tmp_path / "a", split=None)
     monkeypatch.setattr("megatron.data.corpus.writer.MAX_SEQUENCE_TOKENS", 7)
     pieces = prepare([str(texts)], tmp_path / "b", split=None)
-    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # as documents the same
+    assert reader(whole.prefix("all")) == reader(pieces.prefix("all"))  # same documents
     assert (tmp_path / "a/text_document.bin").read_bytes() == (tmp_path / "b/text_document.bin").read_bytes()
     assert os.path.getsize(tmp_path / "b/text_document.idx") > os.path.getsize(tmp_path / "a/text_document.idx")
 
@@ -171,7 +171,7 @@ def test_the_same_corpus_is_found_again(texts, tmp_path):
     again = prepare(**arguments, overwrite=True, progress=lambda stage, *_: stages.append(stage))
     assert again.reused
     assert not first.reused
-    assert set(stages) == {"checking"}  # every file, against its checksum
+    assert set(stages) == {"checking"}  # every file is verified against its checksum
     assert again.splits == first.splits
     for change, message in [
         ({"split": (0.5, 0.25, 0.25)}, r"split \[0.9, .*\], not \[0.5"),
@@ -204,7 +204,7 @@ def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match=r"other sources with other settings \(sources `texts`, .*; seed 1234, not 5\)"):
         prepare(["texts/a.txt"], "out", seed=5)
-    assert prepare([f"{texts}/"], "out").reused  # the same place, written differently
+    assert prepare([f"{texts}/"], "out").reused  # same path in another notation
     (texts / "a.txt").write_text("changed")
     with pytest.raises(UserError, match="made from the same sources with other files"):
         prepare([f"{texts}/"], "out")
@@ -344,7 +344,7 @@ def test_a_killed_preparation_leaves_nothing_for_good(texts, tmp_path, overwrite
         prepare([str(texts)], tmp_path / "out", seed=5)
     before = contents(tmp_path / "out") if overwrite else None
     arguments = {"sources": [str(texts)], "output": tmp_path / "out", "overwrite": overwrite}
-    importlib.import_module("megatron.data.megatron_core")  # before the fork: it takes seconds
+    importlib.import_module("megatron.data.megatron_core")  # before the fork, because it takes seconds
     child = os.fork()
     if child == 0:
         prepare(**arguments, progress=lambda stage, *_: stage == "tokenizing" and os.kill(os.getpid(), signal.SIGKILL))
@@ -364,7 +364,7 @@ def ended(process):
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
-    return state == "Z"  # a machine whose first process collects no orphans
+    return state == "Z"  # on some machines the init process does not reap orphans
 
 
 def test_the_workers_of_a_killed_preparation_end(many, tmp_path, monkeypatch):
@@ -446,7 +446,7 @@ def test_preparing_needs_no_torch_until_it_writes():
 
 
 def test_a_file_that_pythons_library_names_twice_is_read_once(tmp_path, monkeypatch):
-    """Debian's has a link from one name of a file to another."""
+    """A file with two names is read once; Debian links one file of the standard library to another."""
     library = tmp_path / "library"
     library.mkdir()
     packages = tmp_path / "packages"
@@ -477,7 +477,7 @@ def test_python_is_prepared_reproducibly(tmp_path, reader):
 
 
 def prepare_during(monkeypatch, output, *arguments, **options):
-    """Prepare `output` by other arguments while the next corpus is being written."""
+    """Prepare `output` with other arguments while the next corpus is being written."""
     write = prepare_module._write_corpus
 
     def write_slowly(*own):

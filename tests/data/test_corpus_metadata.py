@@ -1,4 +1,4 @@
-"""corpus.json is believed only as far as it makes sense, and the files beside it only as far as it says."""
+"""corpus.json is validated, and the files beside it are validated against corpus.json."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def original(tmp_path_factory):
 
 @pytest.fixture(params=["bytes", "bpe"])
 def corpus(request, original, tmp_path):
-    """A copy to damage."""
+    """Copy of a corpus that the test may damage."""
     return shutil.copytree(original / request.param, tmp_path / "corpus")
 
 
@@ -38,7 +38,7 @@ def bpe(original, tmp_path):
 
 
 def edit(folder, place, value):
-    """Set a place such as `tokenizer.eod` of corpus.json; DELETE removes it."""
+    """Set an entry such as `tokenizer.eod` of corpus.json, or remove it with DELETE."""
     described = json.loads((folder / CORPUS_FILE).read_text())
     inner, (*path, last) = described, place.split("/")
     for name in path:
@@ -136,7 +136,8 @@ def test_a_description_of_gigabytes_is_not_read(bpe, monkeypatch):
 
 
 def test_every_flipped_length_is_noticed(bpe):
-    """Also where the index is consistent in itself, as it is when two documents change their lengths together."""
+    """Damaged lengths are detected even if the index is consistent, as when two documents change their lengths
+    together."""
     path = bpe / "train_text_document.idx"
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -147,7 +148,7 @@ def test_every_flipped_length_is_noticed(bpe):
 
 
 def test_an_index_of_other_documents_of_the_same_size_is_noticed(original, tmp_path):
-    """Consistent in itself and with the tokens; only the checksum tells."""
+    """An index of other documents with the same size is consistent; only the checksum detects it."""
     folder = shutil.copytree(original / "bytes", tmp_path / "corpus")
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "abcd"}\n{"text": "abcdefgh"}\n')

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files as documents, and limits, against the texts that were written."""
+"""Documents from rows of Parquet and Arrow files, and limits, compared with the texts written."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_a_table_makes_the_corpus_of_its_texts(
 ) -> None:
     write(tmp_path / name, table())
     (tmp_path / "lines").mkdir()
-    # Splits follow from names: the same name, the same place.
+    # Splits depend on names: equal names give equal splits.
     (tmp_path / "lines" / "x.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     lines = prepare([str(tmp_path / "lines" / "x.jsonl")], tmp_path / "of_lines", split=None)
     rows = prepare([str(tmp_path / name)], tmp_path / "of_rows", split=None, workers=2)
@@ -117,7 +117,7 @@ def test_limits_take_the_first_documents(tmp_path: Path, reader: Callable[[Path]
         sizes = [len(document) for document in whole]
         needed = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= tokens), len(sizes))
         assert reader(corpus.prefix("all")) == whole[:needed]
-    # The shares are those of the documents that are taken.
+    # The fractions are those of the selected documents.
     divided = prepare(source, out, split=(0.5, 0.25, 0.25), documents=12, overwrite=True)
     assert [len(reader(divided.prefix(split))) for split in ("train", "valid", "test")] != [25, 13, 12]
     assert sum(size.documents for size in divided.splits.values()) == sum(bool(text) for text in TEXTS[:12])

@@ -1,4 +1,4 @@
-"""Preparing goes on where it was interrupted, and makes the corpus that uninterrupted work makes, byte for byte."""
+"""An interrupted preparation resumes and gives the same corpus, byte for byte."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ DOCUMENTS = [f"document {i} " + "ab\n" * (i % 17) if i % 11 else "" for i in ran
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is saved after every chunk, and chunks are small."""
+    """Save progress after every chunk, with small chunks."""
     monkeypatch.setattr(writer, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr("megatron.data.corpus.tokenize_worker.CHUNK_DOCUMENTS", 25)
     monkeypatch.setattr(hub_dataset, "SHARD_BYTES", 500)
@@ -43,7 +43,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Interrupting:
-    """A progress that ends the work at the n-th report of a stage, and remembers what was reported."""
+    """Progress that interrupts the work at the n-th report of a stage, and records all reports."""
 
     def __init__(self, stage: str = "", number: int = 0, how: Callable[[], object] | None = None) -> None:
         self.stage, self.number, self.how = stage, number, how
@@ -112,7 +112,7 @@ def test_a_bad_line_ends_the_work_and_the_same_command_goes_on_without_it(tmp_pa
         UserError, match=rf"at least 2 documents .*{first}.*; .*bad\.jsonl:351: .*; raise --skip-bad; work"
     ):
         prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=1, progress=seen)
-    assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # of 16, the first 8 were kept
+    assert sum(stage == "tokenizing" for stage, _ in seen.seen) == 6  # the first 8 of 16 were kept
     corpus = prepare([str(path)], tmp_path / "out", workers=workers, skip_bad=2)
     found = contents(tmp_path / "out")
     assert all(found[name] == whole[name] for name in whole if name != "corpus.json")
@@ -151,7 +151,7 @@ def test_other_work_and_damaged_remains_begin_anew(tmp_path: Path, source: str) 
     interrupted()
     prepare([source], tmp_path / "out", seed=5)
     assert not list(tmp_path.glob(".out.*"))
-    # What somebody works on is left to him.
+    # A folder in use by another process is left untouched.
     (tmp_path / "out").rename(tmp_path / "other")
     left = interrupted()
     descriptor = os.open(left, os.O_RDONLY)
@@ -169,7 +169,7 @@ def test_nothing_stays_of_work_that_had_not_begun(tmp_path: Path, source: str) -
 
 
 class Stream:
-    """A dataset that counts what is fetched of it, and cannot be reached any more after so many rows."""
+    """Dataset that counts fetched rows, and becomes unreachable after a number of rows."""
 
     def __init__(self, rows: list[Any], column: str = "text", reach: int = 10**9) -> None:
         self.rows, self.column, self.reach = rows, column, reach
@@ -213,7 +213,7 @@ def test_a_dataset_is_fetched_once_and_goes_on_where_the_network_ended(
     assert stream.fetched == list(range(400))
     kept = [tuple(document) for split in ("train", "valid", "test") for document in reader(corpus.prefix(split))]
     assert sorted(kept) == sorted(tuple(document) for document in whole)
-    assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, the empty ones left out
+    assert len(reader(corpus.prefix("valid"))) == pytest.approx(20, abs=4)  # of 400, without the empty ones
     assert names(tmp_path) == ["many.jsonl", "out", "whole"]
     assert prepare(["hf:some/name:en"], tmp_path / "out").reused
     with pytest.raises(UserError, match=r"contains a corpus made from .*sources"):
@@ -254,7 +254,7 @@ def test_a_local_folder_through_the_library(
     out = tmp_path / "out"
     test = prepare([f"hf:{folder}"], out, column="body", hf_split="test", split=None)
     assert reader(test.prefix("all")) == [[*text.encode(), 256] for text in ("held\u2028out", "é")]
-    # Killed while it reads: what was read is not read again.
+    # After a kill during reading, texts read before are not read again.
     train = {"column": "body", "split": None, "overwrite": True, "workers": 1}
     killed(lambda: prepare([f"hf:{folder}"], out, **train, progress=Interrupting("tokenizing", 4, die)))
     found = prepare([f"hf:{folder}"], out, **train)

@@ -1,4 +1,4 @@
-"""A run's copy of its tokenizer: written whole, compared when it is read, and what is taken where there is none."""
+"""A run's copy of its tokenizer: complete, verified when read, with a fallback if missing."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def test_a_copy_is_the_tokenizer_wherever_the_run_goes(
     copy = load_run_tokenizer(moved, DataOptions(), original.name)
     assert (copy.metadata, copy.encode(SAMPLE[0])) == (original.metadata, original.encode(SAMPLE[0]))
     assert all(path.is_relative_to(moved) for path in copy.files.values())
-    # Kept again it stays as it is, and can itself be what is kept.
+    # Saving it again changes nothing, and the copy itself can be saved.
     before = (moved / "tokenizer" / "description.json").stat().st_mtime_ns
     save_tokenizer(copy, moved)
     assert (moved / "tokenizer" / "description.json").stat().st_mtime_ns == before
@@ -52,7 +52,7 @@ def test_a_changed_file_is_named_when_it_is_read_and_put_right_by_the_run(
         with pytest.raises(RunError, match=r"description\.json: ") as error:
             load_tokenizer(folder)
         assert "\n" not in str(error.value)
-    save_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run began anew with another
+    save_tokenizer(all_tokenizers["bytes"], tmp_path)  # the run restarted with another tokenizer
     assert {path.name for path in folder.iterdir()} == {"description.json"}
     assert load_tokenizer(folder).name == "bytes"
 
@@ -76,7 +76,7 @@ def test_runs_without_a_copy_take_their_datas_tokenizer(tmp_path: Path, all_toke
     assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
     with pytest.raises(UserError, match="was trained with tokenizer HFTokenizer-1, but its data now have bytes"):
         load_run_tokenizer(tmp_path, data, "HFTokenizer-1")
-    # A copy of another tokenizer is that of a later run in this folder.
+    # A copy of another tokenizer belongs to a later run in this folder.
     save_tokenizer(all_tokenizers["HFTokenizer"], tmp_path)
     assert load_run_tokenizer(tmp_path, data, "bytes").name == "bytes"
     assert load_run_tokenizer(tmp_path, data, None).type == "HFTokenizer"

@@ -1,4 +1,4 @@
-"""Datasets that Hugging Face's library saved, written by it and read without it."""
+"""Datasets saved by Hugging Face's library, read without it."""
 
 import json
 import sys
@@ -22,7 +22,8 @@ def read(*sources: Path | str, hf_split: str | None = None) -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset alone, in two files; one in splits; and the library's cache of one: each with results beside it."""
+    """Dataset alone in two files, a dataset in splits, and the library's cache of a dataset, each with expected
+    contents."""
     folder = tmp_path_factory.mktemp("saved")
     datasets.disable_progress_bars()
     all_texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(len(TEXTS)))})
@@ -38,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rows_are_those_of_the_library(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = datasets.load_from_disk(str(saved / "splits"))
-    monkeypatch.setitem(sys.modules, "datasets", None)  # it is not needed any more
+    monkeypatch.setitem(sys.modules, "datasets", None)  # the library is not needed any more
     assert len(list((saved / "alone").glob("*.arrow"))) == 3
     assert read(saved / "alone") == read(f"hf:{saved / 'alone'}") == TEXTS
     assert read(saved / "splits") == list(expected["train"]["text"])
@@ -47,7 +48,7 @@ def test_rows_are_those_of_the_library(saved: Path, monkeypatch: pytest.MonkeyPa
     (cached,) = (path.parent for path in (saved / "cache").rglob("dataset_info.json"))
     assert len(list(cached.glob("*.arrow"))) == 2
     assert read(cached) == TEXTS
-    assert read(saved) == [*TEXTS, *TEXTS, *TEXTS, *expected["train"]["text"]]  # texts.jsonl, and all below it
+    assert read(saved) == [*TEXTS, *TEXTS, *TEXTS, *expected["train"]["text"]]  # texts.jsonl, and everything below it
 
 
 def test_they_become_a_corpus(saved: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from megatron.utils.errors import RunError, UserError
 
 
 def read(*given, key="text", **options):
-    """(name, text) of everything in the sources."""
+    """Return (name, text) of everything in the sources."""
     files = scan_sources([str(source) for source in given], **options)
     documents = [document for file in files for document in iter_raw_documents(file)]
     assert [document.name for document in documents] == [name for file in files for name in list_document_names(file)]
@@ -51,7 +51,7 @@ def test_a_folder_gives_its_text_files_in_a_fixed_order(texts, expected_texts):
         "texts/deep/c.txt",
         "texts/deep/er/d.txt",
     ]
-    assert sorted(text for _, text in found if text) == sorted(expected_texts)  # line ends kept as they are
+    assert sorted(text for _, text in found if text) == sorted(expected_texts)  # line ends are preserved
 
 
 def test_shakespeare_is_the_same_text_on_every_machine():
@@ -92,7 +92,7 @@ def test_json_lines(tmp_path, suffix):
 def test_lines_do_not_depend_on_the_block_size(tmp_path_factory, lines, block, zst):
     path = tmp_path_factory.mktemp("lines") / ("x.jsonl.zst" if zst else "x.jsonl")
     content = b"\n".join(lines)
-    half = len(content) // 2  # several zstandard frames in one file are allowed
+    half = len(content) // 2  # a file may contain several zstandard frames
     path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]) if zst else content)
     before, file_readers.BLOCK_BYTES = file_readers.BLOCK_BYTES, block * 8
     try:
@@ -209,7 +209,7 @@ def test_a_lone_file_is_cut_at_line_ends(tmp_path_factory, lines, shares):
 
 @pytest.mark.parametrize("name", ["one.jsonl", "one.jsonl.gz"])
 def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
-    """As a small file may hold that was compressed to fill a memory."""
+    """A line beyond the limit names its file; a small file may decompress to a huge one."""
     monkeypatch.setattr(file_readers, "MAX_LINE_BYTES", 1 << 20)
     content = b'{"text": "short"}\n{"text": "' + b"a" * (3 << 20) + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -221,7 +221,7 @@ def test_a_line_beyond_bounds_names_its_file(tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize("token", [-1, 70_000, 257])
 def test_a_tokenizer_that_gives_other_tokens_than_its_own_is_refused(tmp_path, monkeypatch, token):
-    """A type of 16 bits would store 70,000 as 4,464."""
+    """A tokenizer that returns ids outside its vocabulary is rejected. A 16-bit type would store 70,000 as 4,464."""
     (tmp_path / "a.txt").write_text("text")
     documents = list(sources.iter_raw_documents(sources.describe_source_file(tmp_path / "a.txt")))
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: [[1, token]])

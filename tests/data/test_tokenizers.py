@@ -51,7 +51,7 @@ def test_bytes_are_the_utf8_bytes():
     tokenizer = tokenizer_from_files("bytes")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.name) == (257, 256, "bytes")
     assert tokenizer.encode("aß") == [97, 0xC3, 0x9F]
-    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # end of document is nothing, half a letter is marked
+    assert tokenizer.decode([97, 256, 0xC3]) == "a\ufffd"  # no end token; bad bytes are marked
 
 
 def test_sentencepiece_agrees_with_its_library(all_tokenizers, files):
@@ -140,7 +140,7 @@ def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers,
         for name, content in whole.items():
             damaged = bytearray(content)
             for place in rng.integers(0, len(content), size=int(rng.integers(1, 4))):
-                damaged[place] = rng.integers(32, 127)  # printable: what is no text is refused at once
+                damaged[place] = rng.integers(32, 127)  # printable, because data that are not text are rejected at once
             (tmp_path / name).write_bytes(damaged[: rng.integers(1, len(damaged))] if turn % 3 == 0 else damaged)
         try:
             tokenizer = tokenizer_from_files(kind, *(tmp_path / name for name in whole))
@@ -151,19 +151,19 @@ def test_damaged_files_work_or_are_refused_in_one_line(tmp_path, all_tokenizers,
         else:
             assert max(tokenizer.encode(SAMPLE[0]), default=0) < tokenizer.vocab_size
             assert 0 <= tokenizer.eod < tokenizer.vocab_size
-    assert refused >= 20  # those cut short at least
+    assert refused >= 20  # at least the truncated ones
 
 
 def test_ids_beyond_all_memory_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_321}, unk_token="a")).save(str(path))
-    path.write_text(path.read_text().replace("4321", "4000000000"))  # saving it so would count up to there
+    path.write_text(path.read_text().replace("4321", "4000000000"))  # a serialized form would count up to this id
     with pytest.raises(UserError, match=r"tokenizer\.json: a token has id 4000000000; at most 16,777,216 tokens"):
         tokenizer_from_files("HFTokenizer", path)
 
 
 def test_a_regex_that_explodes_is_told_in_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The library panics: sixty lines on standard error, and an exception that is no Exception."""
+    """A panic of the regex library becomes a one-line error, instead of sixty lines and a BaseException."""
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex("(a+)+$"), "isolated")
     alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""Runs that end for a reason that is nobody's number: exits of a user's file, a folder that is gone, too few files."""
+"""Runs that end for external reasons: exits in a user's file, a removed folder, too few files."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Benchmarks, further evaluations, seeds of variants, and members that run at once."""
+"""Benchmarks, additional evaluations, seeds of variants, and concurrent members."""
 
 import html
 import json
@@ -69,7 +69,7 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
     ]
     assert [list(m.evaluations) for m in members] == [[None, "scaled"], [None], [None], [None], [None], [None]]
     assert members[0].get_method("scaled") == "rotary (scaled)"
-    # A benchmark's keys stand where the shared ones do, and the variant's on top of them.
+    # A benchmark's keys replace the shared ones, and the variant's keys override them.
     assert members[5].config.position.score_processor == "cdape"
     assert (members[5].config.training.train_iters, members[5].config.data.train_data_paths) == (4, [])
     less = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.seeds=[7]", "sweep.benchmarks.copy.variants=[mine]"])
@@ -77,8 +77,8 @@ def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> 
     longer = read_sweep(["sweep.yml"], ["sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]).members
     assert [m.config.training.train_iters for m in longer] == [2, 2, 2, 9, 9, 9]
     benchmarks = yaml.safe_load(ZOO)["sweep"]["benchmarks"]
-    benchmarks["copy"]["keys"]["optimizer"]["params"]["lr"] = 1e-2  # text to YAML's library
-    write(ZOO[: ZOO.index("      benchmarks:")])  # no file has any
+    benchmarks["copy"]["keys"]["optimizer"]["params"]["lr"] = 1e-2  # a string for YAML's library
+    write(ZOO[: ZOO.index("      benchmarks:")])  # no file defines any
     given = [f"sweep.benchmarks={json.dumps(benchmarks)}", "sweep.benchmarks.copy.keys.train_iters=9", "train_iters=2"]
     added = read_sweep(["sweep.yml"], given).members
     assert [(m.name, m.config) for m in added] == [(m.name, m.config) for m in longer]
@@ -125,7 +125,7 @@ def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) ->
     assert accuracies == [(m, s, n) for m, s in (("rotary", 1), ("mine", 1), ("mine", 2)) for n in (4, 8)]
     page = html.unescape(Path("out/report.html").read_text(encoding="utf-8"))
     assert "Missing results" not in page  # rotary has no seed 2, and is to have none
-    # The page, the console and `report` say the same, made of these records.
+    # The page, the console and `report` agree, based on these records.
     board = LeaderboardReport(
         Leaderboard("rotary", (Ablation("cdape", "mine", "rotary"),)), build_comparison_tables(found)
     )
@@ -162,7 +162,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
 
 @pytest.mark.usefixtures("unseen")
 def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
-    """With the real programs: stopped while they train, all save; the same sweep ends what they began."""
+    """With the real programs, interrupted members all save, and the same sweep finishes them."""
     steps = 150
     write(ZOO.replace("train_iters: 6", f"train_iters: {steps}").replace("log_interval: 2", "log_interval: 1"))
     variants = "sweep.variants={rotary: {pos_emb: rotary}, mine: {pos_emb: alibi}}"
@@ -196,6 +196,6 @@ def test_members_run_at_once_stop_at_once_and_go_on(place: Path) -> None:
 
 def test_a_worker_that_dies_is_an_error_of_its_member_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(BASE)
-    monkeypatch.setattr(worker_pool, "ROOT", place)  # in which no worker can be started
+    monkeypatch.setattr(worker_pool, "ROOT", place)  # no worker can start there
     with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process died with exit code 1"):
         run("sweep.jobs=auto", "sweep.jobs=2")

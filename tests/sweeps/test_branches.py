@@ -1,4 +1,4 @@
-"""A sweep whose variants branch from another variant's checkpoint: one trunk, several decays."""
+"""Sweep with variants that branch from another variant's checkpoint: one trunk, several decays."""
 
 from pathlib import Path
 
@@ -82,7 +82,7 @@ def test_what_a_branch_cannot_be(place: Path) -> None:
     assert "expected {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
     assert "early, late: these variants branch from each other" in problem("variant: trunk", "variant: late")
     assert "branch.step 7 of trunk is beyond its train_iters 6" in problem("step: 3", "step: 7")
-    # Runs that sweeps share are known by what they branch from too.
+    # Shared runs of sweeps are also identified by the run they branch from.
     write(TRUNK.replace("output: out", "output: out\n      runs: shared"))
     trunk, early, late = read_sweep(["sweep.yml"]).members
     assert early.config.checkpoint.load == str(trunk.folder / "checkpoints" / "step_0000003")

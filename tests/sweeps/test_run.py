@@ -1,4 +1,4 @@
-"""A sweep from beginning to end, once with the real programs; and, with stand-ins, everything that can go wrong."""
+"""Sweep from start to end, once with the real programs, and with replacements for every possible failure."""
 
 import io
 import json
@@ -24,16 +24,16 @@ from megatron.utils.signals import StoppedBySignal, raising_on_signals
 from .conftest import BASE, Initialiser, Trainer, run, write
 
 ONE = BASE.replace("        rotary: {pos_emb: rotary}\n", "")
-"""The same with a single variant."""
+"""Sweep with a single variant."""
 
 
 def test_a_sweep_from_text_to_report(place: Path) -> None:
-    """One run with the real programs: prepared, trained in a process of its own, scored, drawn."""
+    """One run with the real programs: prepared, trained in a separate process, evaluated, drawn."""
     write(ONE.replace("train_iters: 6", "train_iters: 60"))
     found, said = run()
     assert [(r.method, r.length, r.seed) for r in found] == [("mine", 16, 1234), ("mine", 64, 1234)]
     assert found[0].position == "cdape(width=4)+alibi"
-    # A model that has learned nothing has 257, the vocabulary; this text uses 25 different bytes.
+    # An untrained model has perplexity 257, the vocabulary size; this text uses 25 different bytes.
     assert all(1 < r.value < 60 for r in found)
     assert all((r.tokens, r.windows, r.step, r.train_tokens) == (48, 3, 60, 60 * 4 * 16) for r in found)
     stored = json.loads(Path("out/results.json").read_text())
@@ -88,7 +88,7 @@ def test_checkpoints_of_all_runs_must_fit_the_disk(
 ) -> None:
     """Two runs, two checkpoints of each; what is already trained needs nothing more."""
     keys = ("checkpoint_factor=3", "sweep.variants={rotary: {pos_emb: rotary}, none: {pos_emb: none}}")
-    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus, no tokenizer yet
+    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus or tokenizer
     free = 2 * 2 * 3 * weights + weights
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free - 1)
     with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 remaining runs need at l"):
@@ -128,7 +128,10 @@ def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Train
 
 
 def test_a_run_that_diverged_is_a_result_until_it_is_asked_for_again(trainer: Trainer) -> None:
-    """lr 1e18 for one variant: the others run, the page says why one lacks, and it is not met at every start."""
+    """A diverged run counts as a result until requested again.
+
+    One variant has lr 1e18. The others run, the page explains the missing one, and later starts do not repeat it.
+    """
     trainer.diverges = "rotary"
     with pytest.raises(
         RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan; use --re"
@@ -158,7 +161,7 @@ def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: 
     run("optimizer.params.lr=1e-3", "sweep.variants.mine={pos_emb: alibi}", "sweep.output=other")
     assert "rotary 1234 None" in trainer.calls()
     shutil.rmtree("out/mine")
-    run("optimizer.params.lr=1e-3")  # in the folder where it diverged at another rate
+    run("optimizer.params.lr=1e-3")  # in the folder where another rate diverged
     assert "rotary 1234 None" in trainer.calls()
 
 
@@ -172,7 +175,7 @@ def test_a_second_sweep_in_the_same_folder_says_that_one_is_running(trainer: Tra
     lock.release()
     run()
     run()
-    assert not Path("out/.lock").exists()  # by which `status` knows runs
+    assert not Path("out/.lock").exists()  # `status` identifies runs by it
 
 
 def quiet() -> Console:
@@ -207,12 +210,12 @@ def test_only_what_is_asked_for_anew_is_done_anew(trainer: Trainer) -> None:
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
     results = Path("out/mine/seed_1234/results.json")
     there = json.loads(results.read_text())
-    # Somebody evaluated that run by another protocol: what the sweep measured is still there, and found.
+    # If the run was also evaluated with another protocol, the sweep's own results are still found.
     results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
     found, _ = run("sweep.evaluate.multiples=[1, 2]")
     assert trainer.calls() == []
     assert {r.protocol for r in found} == {"last"}
-    results.write_text(json.dumps(there[1:]))  # in the sweep's own way, but at other lengths
+    results.write_text(json.dumps(there[1:]))  # the sweep's protocol, but other lengths
     run("sweep.evaluate.multiples=[1, 2]")
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
 
@@ -226,11 +229,11 @@ def test_another_configuration_is_not_taken_for_the_same_run(trainer: Trainer) -
     ):
         run("weight_decay=0.2")
     assert json.loads(Path("out/results.json").read_text()) == before
-    run("log_interval=1", "attention_backend=chunked")  # how loud and how fast is no difference
+    run("log_interval=1", "attention_backend=chunked")  # verbosity and speed make no difference
 
 
 def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer) -> None:
-    """It was killed between its last checkpoint and the end of its test."""
+    """A training killed between its last checkpoint and the end of its test is started again."""
     tests = "eval_interval=3"
     run(tests)
     assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "alibi", "evaluate"]
@@ -267,7 +270,7 @@ def test_how_long_it_takes_is_told_from_what_was_measured(trainer: Trainer, monk
     write(ONE)
     _, said = run("sweep.seeds=[3, 4, 5]")
     lines = said.splitlines()
-    # Known before the first training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
+    # Known before training: 6 steps of 4 × 16 tokens, 3 windows of 16 and of 64, three times.
     (todo,) = [line for line in lines if " to do: " in line]
     assert todo.startswith("3 of 3 runs to do: ")
     assert "FLOP of training and " in todo
@@ -288,12 +291,12 @@ def test_its_last_line_is_a_command_to_go_on_with(trainer: Trainer) -> None:
     page, hint = said.splitlines()[-2:]
     assert page.startswith("open my out/report.html in a browser;")
     command, _, rest = hint.removeprefix("next: ").partition(" compares ")
-    assert rest == "with rotary"  # with more seeds, which differences are significant
+    assert rest == "with rotary"  # more seeds allow significance
     assert command == "./deepy.py report 'my out' --against rotary"
     console = Console(record=True, width=200)
     combine_results([Path("my out")], console, against="rotary")
     assert "compared with rotary" in console.export_text()
-    # Where the page has the comparison there is no need for another.
+    # A page that contains the comparison needs no other.
     write(BASE.replace("output: out", "output: out\n      against: rotary"))
     assert "next: " not in run()[1]
 
@@ -312,7 +315,7 @@ def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
     assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"], "both runs are there"
     assert "again, seed 1234: already trained" in said
     assert {record.method for record in second} == {"again", "mine"}
-    # What the first measured is its own, and nothing of it is done again.
+    # Results of the first sweep are kept, and nothing is repeated.
     write(BASE.replace("output: out", "output: out\n      runs: pool\n      name: first"))
     assert run()[0] == first
     assert trainer.calls() == []
@@ -338,12 +341,12 @@ def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
 
 
 def test_what_is_done_otherwise_is_told_where_no_numbers_are_quoted(trainer: Trainer) -> None:
-    """Of figures there are none to quote."""
+    """Deviations from the paper are listed even if no numbers are quoted, as for figures."""
     write(BASE.replace("output: out", "output: out\n      differences: [They had more text., And a GPU.]"))
     _, said = run()
     page = Path("out/report.html").read_text()
     for text in ("They had more text.", "And a GPU."):
-        assert page.count(text) == 2  # in the configuration that it shows, too
+        assert page.count(text) == 2  # also in the configuration shown
         assert text in said
 
 

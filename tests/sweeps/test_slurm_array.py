@@ -1,4 +1,4 @@
-"""A sweep as a job array: what is submitted, what each task does, and that the same command ends with a report."""
+"""Sweep as a job array: submitted jobs, work of each task, and a final report from the same command."""
 
 import io
 import os
@@ -21,7 +21,7 @@ KEYS = ("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2", "sweep.seeds=[3
 
 @pytest.fixture
 def sbatch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in that takes every job."""
+    """Replacement of sbatch that accepts every job."""
     (place / "bin").mkdir()
     (place / "bin" / "sbatch").write_text("#!/bin/sh\necho 17\n")
     (place / "bin" / "sbatch").chmod(0o755)
@@ -46,7 +46,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     )
 
     with monkeypatch.context() as task:
-        task.setenv("SLURM_JOB_ID", "17")  # in a job nothing is submitted again
+        task.setenv("SLURM_JOB_ID", "17")  # nothing is submitted from within a job
         for member in (0, 2, 3):
             sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=member)
     assert trainer.calls() == [
@@ -76,7 +76,7 @@ def test_branches_are_submitted_once_there_is_what_they_branch_from(sbatch: None
     assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in said
     assert "1 of 3 runs submitted" in said
     trunk, *_ = read_sweep(["sweep.yml"]).members
-    (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # states, for what looks
+    (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # optimizer states
     _, said = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
     assert "1 runs branch" in said
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()

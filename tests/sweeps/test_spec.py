@@ -1,4 +1,4 @@
-"""Reading a sweep file: what its variants become, and what is wrong in it, with the line."""
+"""Reading of a sweep file: configurations of its variants, and errors with line numbers."""
 
 import subprocess
 import sys
@@ -123,7 +123,7 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
     for name in list_encodings():
         assert positions[name] == default.replace(pos_emb=name)
     assert {position.score_processor for position in positions.values()} == {"none", *list_processors()} - {
-        "ssmax_prior"  # the leaderboard's runs were trained before there was this
+        "ssmax_prior"  # the leaderboard's runs predate this method
     }
     assert {position.temperature for position in positions.values() if position.period == 1} == {
         "none", *list_temperatures(),
@@ -145,7 +145,7 @@ def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_
             for member in members
         ]
         assert all(budget == budgets[0] for budget in budgets), name
-    # What the questions are about: CDAPE on each, on the new ones in the tasks, too, and some with several seeds.
+    # Questions: CDAPE on each encoding, also on the new ones in the tasks, and some with several seeds.
     pairs = {base: variant for name, variant, base in find_ablations(zoo) if name == "cdape"}
     assert pairs.keys() >= {
         "none",

@@ -1,4 +1,4 @@
-"""A dry run and a submission to SLURM refuse what the run would refuse before its first step, in the same words."""
+"""A dry run and a SLURM submission report the errors that the run would raise before its first step."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submitted(monkeypatch: pytest.MonkeyPatch) -> list[slurm.SlurmJob]:
-    """The jobs that are handed to SLURM."""
+    """Jobs submitted to SLURM."""
     jobs: list[slurm.SlurmJob] = []
 
     def take(job: slurm.SlurmJob) -> str:
@@ -44,7 +44,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch) -> list[slurm.SlurmJob]:
 
 
 def launch(config: Config, *, dry: bool = False) -> list[str]:
-    """Launch as the command line does; return the lines beside the results."""
+    """Launch like the command line; return the lines printed beside the results."""
     notes: list[str] = []
     layers = load_config([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]).layers
     launch_training(lambda silent: LoadedConfig(config, (), (), layers), notes.extend, dry_run=dry, hardware=CPU)
@@ -52,7 +52,7 @@ def launch(config: Config, *, dry: bool = False) -> list[str]:
 
 
 def write_other_tokens(prefix: Path, token: int) -> str:
-    """Write a dataset whose last document holds a token."""
+    """Write a dataset whose last document contains a token."""
     from megatron.data.megatron_core import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -272,7 +272,7 @@ def test_the_data_of_a_later_stage_are_checked_before_the_first(
     stages = [{"until": 2}, {"train_data_paths": [str(later)]}]
     keys = {"train_data_paths": [first], "valid_data_paths": [], "stages": stages, "device": "cpu"}
     own = {} if token is None else {"tokenizer_type": "bytes"}
-    if token is None:  # each names its own tokenizer in a corpus.json
+    if token is None:  # each names its own tokenizer in corpus.json
         keys["train_data_paths"] = [str(corpus / "train_text_document")]
         stages[1]["train_data_paths"] = [write_bytes_corpus(tmp_path)]
     config = tiny_config(corpus, tmp_path / "run", **keys, **own)

@@ -69,7 +69,7 @@ StepFunction = Callable[[], None]
 
 @dataclass(frozen=True)
 class StepProblem:
-    """What every candidate does."""
+    """Step that every candidate computes."""
 
     model: str
     length: int

@@ -1,4 +1,4 @@
-"""The softmax with what is joined to it, alone and from its own logits, against float64.
+"""Softmax fused with adjacent operations, alone and from its own logits, compared with float64.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension.
 """
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 
 BATCH, HEADS = 2, 3
 CASES = [
-    # rows, offset, window, d, rows per chunk, columns of a block
+    # rows, offset, window, d, rows per chunk, columns per block
     (18, 0, None, 8, 18, 16),
     (33, 15, None, 10, 18, 16),
     (48, 16, 16, 16, 32, 16),
@@ -43,18 +43,18 @@ CASES = [
     (1, 34, None, 64, 1, 16),
     (1, 70, 33, 48, 1, 32),
 ]
-"""Windows, offsets and chunks that end with a block, and inside one."""
+"""Windows, offsets and chunks that end at a block boundary and within a block."""
 
 
 def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
-    """A table of tiles with other blocks."""
+    """Return a tile table with other block sizes."""
     return lambda table: lambda *args: replace(table(*args), block_m=16, block_n=columns)
 
 
 def _maps(
     device: str, rows: int, offset: int, window: int | None, dim: int, size: int
 ) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
-    """The last chunk, which rows of it see which columns [R, C], and its logits, NaN where a row does not look."""
+    """Return a problem, its last chunk, the visible columns of its rows [R, C], and its logits, NaN where invisible."""
     problem = build_problem(rows, offset, NO_WINDOW_INT32 if window is None else window)
     *_, chunk = driver.iter_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
@@ -127,7 +127,7 @@ def test_scores_lie_heads_last_beside_zeros(
 
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many equal probabilities: neither they nor their sum may round at float16, where 2049 is 2048."""
+    """Many equal probabilities: neither they nor their sum may be rounded to float16, where 2049 becomes 2048."""
     monkeypatch.setattr(driver, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
