@@ -101,7 +101,8 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
 
 class _CdapeAttention(torch.autograd.Function):
     """Differentiable in all tensors. Between the passes it keeps q·scale, k and v, contiguous, rather than what they
-    were, which is then free; the tables, the weights as kernels read them, and two numbers a row."""
+    were, which is then free; the tables, the weights as kernels read them, and two numbers a row; for the CUDA kernels
+    also the output and what its rounding left over."""
 
     @staticmethod
     def forward(

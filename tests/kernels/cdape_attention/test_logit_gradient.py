@@ -109,6 +109,21 @@ def test_the_order_of_warps_changes_no_bit() -> None:
     assert torch.equal(found.dlogits.transpose(2, 3)[:, seen], again.dlogits.transpose(2, 3)[:, seen])
 
 
+def test_logits_are_those_of_the_forward_pass() -> None:
+    """A softmax's statistics hold for the logits that they were computed from, not for others that round otherwise."""
+    shape = Shape(1, 12, 32, 40, 8)
+    inputs = build_logit_inputs(shape)
+    attended, launcher = attend(inputs, shape), Launcher(mixer.FOLDER)
+    found, _, _ = run(inputs, attended, launcher)
+    builders = ["build_group_table", "build_bias", "exchange_fragments"]
+    with launcher.watch([inputs.queries, inputs.keys], mixer_forward, builders):
+        logits = mixer_forward.compute_logits(inputs, mixer_forward.NARROW, launcher)
+    norms = attended.stats[0] + attended.stats[1].log2()
+    expected = torch.exp2(logits * (1 / math.log(2)) - norms[..., None]).bfloat16()
+    is_same = (found.probabilities == expected)[..., find_seen(shape)]
+    assert is_same.float().mean() > 0.99  # exponentials of two libraries
+
+
 def test_shared_memory_has_few_bank_conflicts() -> None:
     shape = Shape(1, 16, 32, 96, 0)
     inputs = build_logit_inputs(shape)
