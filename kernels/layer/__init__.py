@@ -1,0 +1,1 @@
+"""Kernels for what stands between the matrix products of a transformer layer, and for the loss."""
