@@ -85,6 +85,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/model": (
         *NUMERIC,
+        "kernels.layer",
         "einops",
         "pydantic",
         "megatron.distributed",

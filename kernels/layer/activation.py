@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.launcher import launch
 from kernels.layer import configs
 from kernels.layer.sums import sum_partials
-from kernels.launcher import launch
 from kernels.runtime import cdiv, launch_context
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.layer import configs
 from kernels.launcher import launch
+from kernels.layer import configs
 from kernels.runtime import launch_context
 
 

@@ -33,12 +33,12 @@ from megatron.model.layer import (
     build_norm,
     build_qk_norm,
 )
+from megatron.model.layer_kernels import LayerConfig
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
     ModuleSpec,
     TransformerBlockSubmodules,
-    TransformerConfig,
     get_gpt_layer_local_spec,
 )
 from megatron.model.mup import MupScaling, get_multipliers
@@ -420,7 +420,11 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> TransformerConfig:
+GATED_ACTIVATION_NAMES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+"""The activation of each gated one."""
+
+
+def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
     mup = MupScaling.from_options(model)
@@ -430,7 +434,7 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
     def init(name):  # type: ignore[no-untyped-def]
         return init_method(name, std=model.init_method_std, num_layers=layers, hidden_size=width)
 
-    return TransformerConfig(
+    return LayerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -449,7 +453,9 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         use_cpu_initialization=True,
         tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
-        # Fusions that need CUDA or change the numbers between devices stay off.
+        layer_kernels=model.layer_kernels,
+        activation=GATED_ACTIVATION_NAMES.get(model.activation, model.activation),
+        # megatron-core's own fusions compile with Inductor; `layer_kernels` does their work.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -46,6 +46,7 @@ from megatron.model.attention import (
 from megatron.model.backend_choice import BackendChoice
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_held_whole, recompute_in_backward
+from megatron.model.layer_kernels import can_use_kernels
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
@@ -429,14 +430,27 @@ class GPT(GPTModel):
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
+        if self._can_use_loss_kernel(hidden):
+            return self._compute_losses_with_kernel(hidden, labels)[0]
         return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
 
     def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
+        if self._can_use_loss_kernel(hidden):
+            return torch.stack(self._compute_losses_with_kernel(hidden, labels))
         logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
         of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
         losses = self._cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
+
+    def _can_use_loss_kernel(self, hidden: Tensor) -> bool:
+        return self.groups.mesh.tensor.size == 1 and can_use_kernels(self.config, hidden)
+
+    def _compute_losses_with_kernel(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and log Z, float32 [B, T], from logits that stay in their own type."""
+        from kernels.layer.loss import cross_entropy
+
+        return cross_entropy(self._logits(hidden), labels, self.logit_softcap)
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of each token [B, T], from this rank's logits [T, B, V] in float32."""
@@ -453,18 +467,23 @@ class GPT(GPTModel):
         if self.is_last_stage:
             layers[-1] = (layers[-1][0], context)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
-            for layer, layer_context in layers:
-                hidden = layer(hidden, layer_context)
-            return hidden
+            return self._run_block(hidden, layers)
 
         def run(hidden: Tensor, start: int) -> Tensor:
-            for layer, layer_context in layers[start : start + self.checkpoint_layers]:
-                hidden = layer(hidden, layer_context)
-            return hidden
+            return self._run_block(hidden, layers[start : start + self.checkpoint_layers])
 
         draws = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
         for start in range(0, len(layers), self.checkpoint_layers):
             hidden = recompute_in_backward(run, hidden, start, draws=draws)
+        return hidden
+
+    def _run_block(self, hidden: Tensor, layers: Sequence[tuple[Any, AttentionContext]]) -> Tensor:
+        """Run consecutive layers. With kernels the sum at the end of one is left to the first norm of the next."""
+        defers = can_use_kernels(self.config, hidden) and not self.is_divided_by_zero_3
+        for number, (layer, context) in enumerate(layers, 1):
+            hidden = (
+                layer(hidden, context, defers_sum=True) if defers and number < len(layers) else layer(hidden, context)
+            )
         return hidden
 
     @property

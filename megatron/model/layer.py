@@ -27,6 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
+from megatron.model.layer_kernels import (
+    LayerConfig,
+    PendingSum,
+    can_use_kernels,
+    multiply_matrix,
+    normalize,
+    normalize_branch,
+)
 from megatron.model.megatron_core import (
     MLP,
     ColumnParallelLinear,
@@ -193,27 +201,56 @@ class BiasedSelfAttention(SelfAttention):
 
         megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         """
-        mixed, _ = self.linear_qkv(hidden)
+        bias, fuses = None, can_use_kernels(self.config, hidden)
+        if fuses and is_held_whole(self.linear_qkv, self.linear_qkv.weight):
+            bias = self.linear_qkv.bias
+            mixed = multiply_matrix(hidden, self.linear_qkv.weight, bias)
+        else:
+            mixed, _ = self.linear_qkv(hidden)
         gates = self.core_attention.compute_gates(hidden)
         output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
         if self.recomputes and self.training and torch.is_grad_enabled():
             draws = self.config.attention_dropout > 0
-            attended = recompute_in_backward(self._attend, mixed, gates, output_gate, attention_mask, draws=draws)
+            arguments = (mixed, bias, gates, output_gate, attention_mask, fuses)
+            attended = recompute_in_backward(self._attend, *arguments, draws=draws)
         else:
-            attended = self._attend(mixed, gates, output_gate, attention_mask)
+            attended = self._attend(mixed, bias, gates, output_gate, attention_mask, fuses)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
 
     def _attend(
-        self, mixed: Tensor, gates: Tensor | None, output_gate: Tensor | None, context: AttentionContext | None
+        self,
+        mixed: Tensor,
+        bias: Tensor | None,
+        gates: Tensor | None,
+        output_gate: Tensor | None,
+        context: AttentionContext | None,
+        fuses: bool,
     ) -> Tensor:
-        """Queries, keys and values in one tensor, gates of encoding and output → what the output projection reads."""
-        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-        query, key, value = mixed.split(self.group_sizes, dim=3)
-        query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
+        """Return what the output projection reads.
+
+        Args:
+            mixed: queries, keys and values in one tensor.
+            bias: what was added to it, if it gets its gradient here.
+            gates, output_gate: of the encoding and of the output, if there are any.
+            context: see `forward`.
+            fuses: whether a kernel rotates queries and keys, and writes the gradient of `mixed`.
+        """
+        rotation = None
+        if fuses:
+            from kernels.layer.heads import split_heads
+
+            rotation = None if self.normalizes_qk else self.core_attention.get_rotation(mixed, context)
+            queries = self.group_sizes[0] // self.group_sizes[1]
+            query, key, value = split_heads(mixed, bias, queries, self.num_query_groups_per_partition, rotation)
+        else:
+            mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+            query, key, value = mixed.split(self.group_sizes, dim=3)
+            query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        attended: Tensor = self.core_attention(query, key, value, context, gates=gates)
+        is_rotated = rotation is not None
+        attended: Tensor = self.core_attention(query, key, value, context, gates=gates, is_rotated=is_rotated)
         return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
 
 
@@ -229,6 +266,13 @@ class FeedForward(MLP):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states [T, B, D] → the same, and the bias that is to be added to them."""
         inner, bias = self.linear_fc1(hidden)
+        config = self.config
+        if isinstance(config, LayerConfig) and can_use_kernels(config, inner, bias):
+            from kernels.layer.activation import activate
+
+            activated = activate(inner, bias, config.activation, gated=config.gated_linear_unit)
+            fused: tuple[Tensor, Tensor | None] = self.linear_fc2(activated)
+            return fused
         if bias is not None:
             inner = inner + bias
         if self.config.gated_linear_unit:
@@ -266,33 +310,42 @@ class GPTLayer(TransformerLayer):
         """As any module is called: megatron-core's layer looks for CUDA graphs first."""
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def _add(
+    def _join(
         self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, norm: nn.Module | None = None
-    ) -> Tensor:
-        """residual + multiplier · dropout(norm(output + bias))"""
-        output, bias = output_and_bias
-        if bias is not None:
-            output = output + bias
+    ) -> PendingSum:
+        """residual + multiplier · dropout(norm(output + bias)), the sum still to be computed."""
+        (output, bias), multiplier = output_and_bias, self.multiplier
         if norm is not None:
-            output = norm(output)
-        if self.multiplier != 1.0:
-            output = output * self.multiplier
+            output, bias = normalize_branch(self.config, output, bias, norm), None
         if self.training and self.hidden_dropout > 0:
-            output = F.dropout(output, self.hidden_dropout)
-        return residual + output
+            if bias is not None:
+                output = output + bias
+            if multiplier != 1.0:
+                output = output * multiplier
+            output, bias, multiplier = F.dropout(output, self.hidden_dropout), None, 1.0
+        return PendingSum(residual, output, bias, multiplier)
 
-    def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
-        """Hidden states [T, B, D] → [T or context.num_logits, B, D]."""
-        normed = self.input_layernorm(hidden)
+    def forward(
+        self, hidden: Tensor | PendingSum, context: AttentionContext | None = None, *, defers_sum: bool = False
+    ) -> Tensor | PendingSum:
+        """Hidden states [T, B, D] → [T or context.num_logits, B, D].
+
+        defers_sum: leave the last sum to the next layer, whose first kernel computes it.
+        """
+        hidden, normed = normalize(self.config, hidden, self.input_layernorm)
         attended = self.self_attention(normed, attention_mask=context)
         if context is not None and context.num_logits is not None:
             hidden, normed = hidden[-context.num_logits :], normed[-context.num_logits :]
-        after_attention = self._add(attended, hidden, self.post_self_attn_layernorm)
+        after_attention = self._join(attended, hidden, self.post_self_attn_layernorm)
         if self.parallel:
-            normed = normed if self.tied_norm else self.pre_mlp_layernorm(hidden)
+            if not self.tied_norm:
+                hidden, normed = normalize(self.config, hidden, self.pre_mlp_layernorm)
+                after_attention = after_attention._replace(residual=hidden)
+            residual = after_attention.compute(self.config)
         else:
-            normed = self.pre_mlp_layernorm(after_attention)
-        return self._add(self.mlp(normed), after_attention, self.post_mlp_layernorm)
+            residual, normed = normalize(self.config, after_attention, self.pre_mlp_layernorm)
+        result = self._join(self.mlp(normed), residual, self.post_mlp_layernorm)
+        return result if defers_sum else result.compute(self.config)
 
 
 class OffStageLayer(nn.Module):

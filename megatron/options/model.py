@@ -205,6 +205,12 @@ class ModelOptions(ConfigSection):
         "the first run of its kind; if false it takes sdpa where nothing is added to the scores, else blocks of rows",
         policy="machine",
     )
+    layer_kernels: bool = config_field(
+        True,
+        "whether a GPU computes norms, biases, activations, residual sums and the loss with the kernels of "
+        "kernels/layer, which join them; if false, with PyTorch's operations one by one (a CPU always does)",
+        policy="machine",
+    )
     attention_chunk_rows: int = config_field(
         128,
         "query rows per block of the chunked backend, and of auto (which trains with at least 128 where there is no "

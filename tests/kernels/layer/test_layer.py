@@ -12,7 +12,7 @@ from kernels.layer.heads import split_heads
 from kernels.layer.loss import cross_entropy
 from kernels.layer.norm import add, add_norm
 from megatron.position.numerics import rotate_halves, soft_cap
-from tools.rounding import Results, assert_within_rounding
+from tools.rounding import Results
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 
