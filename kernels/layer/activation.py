@@ -168,7 +168,7 @@ class _Activation(torch.autograd.Function):
         width = dout.shape[-1]
         rows, tile = dout.numel() // width, configs.choose_activation_tile(width)
         blocks = cdiv(width, tile.block_n)
-        parts = configs.count_parts(x, cdiv(rows, tile.block_m), blocks)
+        parts = configs.count_parts(x, cdiv(rows, tile.block_m), configs.SMALL_PROGRAMS, blocks)
         partial = None
         if bias is not None:
             partial = torch.empty((parts, x.shape[-1]), dtype=torch.float32, device=x.device)

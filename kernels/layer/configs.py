@@ -20,8 +20,9 @@ ACTIVATION_COLUMNS = 512
 LOSS_COLUMNS = 4096
 SUM = Tile(64, 64, 4, 1)
 """Partial sums of a step, and columns of a program."""
-PROGRAMS_PER_PROCESSOR = 3
-"""Programs of a backward kernel on each multiprocessor. Each writes its own partial sums over the rows."""
+NORM_PROGRAMS, SMALL_PROGRAMS = 2, 8
+"""Programs of a backward kernel that a multiprocessor runs at once: a norm's of eight warps with 128 registers, others'
+of four warps. Each writes its own partial sums over the rows, and more programs would wait for their turn."""
 INTERPRETED_ROWS, INTERPRETED_PARTS = 2, 3
 """Rows of a tile and partial sums in the interpreter, so that small tensors in tests have several of both."""
 
@@ -57,17 +58,18 @@ def choose_loss_tile(vocabulary: int) -> Tile:
     return Tile(1, 32 if is_interpreted() else min(LOSS_COLUMNS, triton.next_power_of_2(vocabulary)), 8, 1)
 
 
-def count_parts(x: Tensor, tiles: int, columns: int = 1) -> int:
+def count_parts(x: Tensor, tiles: int, programs: int, columns: int = 1) -> int:
     """Return how many programs share the tiles of rows, each of which sums up its own.
 
     Args:
         x: a tensor on the device.
         tiles: tiles along the rows.
+        programs: on a multiprocessor at once.
         columns: programs side by side along the columns.
     """
     if is_interpreted():
         return min(tiles, INTERPRETED_PARTS)
-    wanted = PROGRAMS_PER_PROCESSOR * get_device_properties(x).multi_processor_count
+    wanted = programs * get_device_properties(x).multi_processor_count
     return min(tiles, max(1, cdiv(wanted, columns)))
 
 

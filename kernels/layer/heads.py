@@ -142,7 +142,7 @@ def _copy_heads(
     slots = queries + len(sources) - 1
     cos, sin = turns
     tile, rows = configs.choose_head_tile(dim), length * batch
-    parts = configs.count_parts(sources[0], cdiv(rows, tile.block_m), groups * slots)
+    parts = configs.count_parts(sources[0], cdiv(rows, tile.block_m), configs.SMALL_PROGRAMS, groups * slots)
     sums = None
     if sums_up:
         sums = torch.empty((parts, groups * slots * dim), dtype=torch.float32, device=sources[0].device)

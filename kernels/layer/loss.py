@@ -3,6 +3,7 @@
 T tokens, B sequences, V logits of a token, soft-capped if there is a cap: c·tanh(x/c).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,7 +98,13 @@ def _loss_bwd_kernel(
     tl.store(at, grad.to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From log Z and label logits of a part of the vocabulary to those of the whole."""
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, cap: float | None = None, *, first: int = 0, combine: Combine | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each token's cross entropy in nats and log Z, float32 [B, T] each.
 
     The backward pass overwrites the logits with their gradient: nothing else may read them.
@@ -106,19 +113,23 @@ def cross_entropy(logits: Tensor, labels: Tensor, cap: float | None = None) -> t
         logits: [T, B, V].
         labels: int64 [B, T].
         cap: bound of the logits, None for none.
+        first: the first token of a rank's part of the vocabulary.
+        combine: joins what ranks have that divide the vocabulary; None if there is one rank.
     """
-    losses, log_z = _CrossEntropy.apply(logits, labels, cap)
+    losses, log_z = _CrossEntropy.apply(logits, labels, cap, first, combine)
     return losses, log_z
 
 
-def _launch(kernel: Any, grid: tuple[int, int, int], logits: Tensor, tensors: tuple[Any, ...], cap: Any) -> None:
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], logits: Tensor, tensors: tuple[Any, ...], first: int, cap: Any
+) -> None:
     length, batch, vocabulary = logits.shape
     tile = configs.choose_loss_tile(vocabulary)
     with launch_context(logits):
         launch(
             kernel,
             grid,
-            (logits, *tensors, length, batch, vocabulary, 0, 1.0 if cap is None else float(cap)),
+            (logits, *tensors, length, batch, vocabulary, first, 1.0 if cap is None else float(cap)),
             configs.build_constants(tile, CAPPED=cap is not None),
             tile.options,
         )
@@ -126,25 +137,29 @@ def _launch(kernel: Any, grid: tuple[int, int, int], logits: Tensor, tensors: tu
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, cap: float | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, cap: float | None, first: int, combine: Combine | None
+    ) -> tuple[Tensor, Tensor]:
         logits, labels = logits.contiguous(), labels.contiguous()
         length, batch, _ = logits.shape
         log_z, picked = torch.empty((2, batch, length), dtype=torch.float32, device=logits.device).unbind()
-        _launch(_loss_fwd_kernel, (length * batch, 1, 1), logits, (labels, log_z, picked), cap)
+        _launch(_loss_fwd_kernel, (length * batch, 1, 1), logits, (labels, log_z, picked), first, cap)
+        if combine is not None:
+            log_z, picked = combine(log_z, picked)
         losses = log_z - picked
         ctx.save_for_backward(logits, labels, log_z)
         ctx.set_materialize_grads(False)
-        ctx.cap = cap
+        ctx.cap, ctx.first = cap, first
         return losses, log_z
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor | None, dlog_z: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dloss: Tensor | None, dlog_z: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, labels, log_z = ctx.saved_tensors
         dloss = torch.zeros_like(log_z) if dloss is None else dloss.contiguous()
         dlog_z = None if dlog_z is None else dlog_z.contiguous()
         length, batch, vocabulary = logits.shape
         columns = -(-vocabulary // configs.choose_loss_tile(vocabulary).block_n)
         tensors = (labels, log_z, dloss, dlog_z)
-        _launch(_loss_bwd_kernel, (length * batch, columns, 1), logits, tensors, ctx.cap)
+        _launch(_loss_bwd_kernel, (length * batch, columns, 1), logits, tensors, ctx.first, ctx.cap)
         torch.autograd.graph.increment_version(logits)  # a second backward pass is then an error
-        return logits.detach(), None, None
+        return logits.detach(), None, None, None, None

@@ -192,7 +192,7 @@ class _AddNorm(torch.autograd.Function):
         rows, tile = total.numel() // width, configs.choose_norm_tile(width)
         dresidual = torch.empty_like(total)
         dbranch = torch.empty_like(total) if scale != 1.0 else None
-        parts = configs.count_parts(total, cdiv(rows, tile.block_m))
+        parts = configs.count_parts(total, cdiv(rows, tile.block_m), configs.NORM_PROGRAMS)
         partial = torch.empty((parts, 1 + shifts + adds_bias, width), dtype=torch.float32, device=total.device)
         with launch_context(total):
             launch(

@@ -430,27 +430,33 @@ class GPT(GPTModel):
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
-        if self._can_use_loss_kernel(hidden):
+        if can_use_kernels(self.config, hidden):
             return self._compute_losses_with_kernel(hidden, labels)[0]
         return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
 
     def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
-        if self._can_use_loss_kernel(hidden):
+        if can_use_kernels(self.config, hidden):
             return torch.stack(self._compute_losses_with_kernel(hidden, labels))
         logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
         of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
         losses = self._cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
 
-    def _can_use_loss_kernel(self, hidden: Tensor) -> bool:
-        return self.groups.mesh.tensor.size == 1 and can_use_kernels(self.config, hidden)
-
     def _compute_losses_with_kernel(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and log Z, float32 [B, T], from logits that stay in their own type."""
         from kernels.layer.loss import cross_entropy
 
-        return cross_entropy(self._logits(hidden), labels, self.logit_softcap)
+        logits, tensor = self._logits(hidden), self.groups.mesh.tensor
+
+        def combine(log_z: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+            parts = all_gather(torch.stack([log_z, picked])[None], 0, self.groups, "tensor", reduce_grad=False)
+            return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+
+        first = tensor.index * logits.shape[-1]
+        return cross_entropy(
+            logits, labels, self.logit_softcap, first=first, combine=combine if tensor.size > 1 else None
+        )
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of each token [B, T], from this rank's logits [T, B, V] in float32."""

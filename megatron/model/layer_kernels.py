@@ -32,9 +32,14 @@ class LayerConfig(TransformerConfig):
     """Name of the activation without its gate, as `kernels/layer/activation.py` has it."""
 
 
+def runs_kernels(x: Tensor) -> bool:
+    """Return whether the device of a tensor runs kernels."""
+    return x.is_cuda
+
+
 def can_use_kernels(config: TransformerConfig, x: Tensor, *parameters: Tensor | None) -> bool:
     """Return whether the kernels compute with a tensor and parameters."""
-    if not (x.is_cuda and x.dtype in KERNEL_DTYPES and getattr(config, "layer_kernels", False)):
+    if not (runs_kernels(x) and x.dtype in KERNEL_DTYPES and getattr(config, "layer_kernels", False)):
         return False
     return not any(parameter is not None and is_divided_by_zero_3(parameter) for parameter in parameters)
 
