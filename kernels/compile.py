@@ -93,12 +93,11 @@ class KernelConfig:
         return None
 
 
-FLOAT_ARGUMENTS = ("scale", "above", "largest", "epsilon", "cap")
+FLOAT_ARGUMENTS = ("scale", "above", "largest")
 """Arguments that are float32 numbers."""
 INTEGER_POINTERS = ("first_keys_ptr",)
-"""Arguments that point to int32 numbers."""
 FLOAT64_POINTERS = ("key_bias_ptr",)
-INT64_POINTERS = ("labels_ptr",)
+"""Arguments that point to int32 numbers."""
 
 
 def build_signature(
@@ -111,8 +110,8 @@ def build_signature(
     absent: Collection[str] = (),
 ) -> dict[str, Any]:
     """The types of a kernel's arguments, read off their names: what ends in `ptr` is a pointer, a stride is divisible
-    by 16, and the rest are integers but for FLOAT_ARGUMENTS, INTEGER_POINTERS, FLOAT64_POINTERS
-    and INT64_POINTERS.
+    by 16, and the rest are integers but for FLOAT_ARGUMENTS, INTEGER_POINTERS and
+    FLOAT64_POINTERS.
 
     Args:
         constexprs: names that have no type.
@@ -128,8 +127,6 @@ def build_signature(
             return "*i32"
         if name in FLOAT64_POINTERS:
             return "*fp64"
-        if name in INT64_POINTERS:
-            return "*i64"
         if name.endswith("ptr"):
             return "*fp32" if name in float32 else f"*{dtype_name}"
         if name in FLOAT_ARGUMENTS:

@@ -85,7 +85,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/model": (
         *NUMERIC,
-        "kernels.layer",
         "einops",
         "pydantic",
         "megatron.distributed",

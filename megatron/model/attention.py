@@ -196,7 +196,7 @@ class PositionedAttention(MegatronModule):
         return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
 
     def get_rotation(self, like: Tensor, context: AttentionContext | None) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin float32 [T, r] by which a kernel may turn the queries and keys of a pass, or None if the
+        """Return cos and sin float32 [T, r] by which a region may turn the queries and keys of a pass, or None if the
         encoding turns them itself, or not at all.
 
         like: activations [T, B, …] of the pass.

@@ -21,6 +21,7 @@ from megatron.distributed.mesh import ParallelSizes, pipeline_layer_range
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerKind, choose_backends
+from megatron.model.compiled_regions import LayerConfig
 from megatron.model.gpt import GPT
 from megatron.model.layer import (
     BiasedSelfAttention,
@@ -33,7 +34,6 @@ from megatron.model.layer import (
     build_norm,
     build_qk_norm,
 )
-from megatron.model.layer_kernels import LayerConfig
 from megatron.model.megatron_core import (
     IdentityOp,
     LocalSpecProvider,
@@ -420,10 +420,6 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-GATED_ACTIVATION_NAMES = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
-"""The activation of each gated one."""
-
-
 def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelSizes) -> LayerConfig:
     """megatron-core's configuration of a model; weights are initialised on CPU, so that every device starts alike."""
 
@@ -453,9 +449,8 @@ def transformer_config(model: ModelOptions, dtype: torch.dtype, sizes: ParallelS
         use_cpu_initialization=True,
         tensor_model_parallel_size=sizes.tensor,
         params_dtype=dtype,
-        layer_kernels=model.layer_kernels,
-        activation=GATED_ACTIVATION_NAMES.get(model.activation, model.activation),
-        # megatron-core's own fusions compile with Inductor; `layer_kernels` does their work.
+        compile_regions=model.compile_regions,
+        # megatron-core's own fusions stay off: compiled regions do their work.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -44,9 +44,9 @@ from megatron.model.attention import (
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
+from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z, normalize
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_held_whole, recompute_in_backward
-from megatron.model.layer_kernels import can_use_kernels
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.options.model import MAX_LOGITS, count_scored_at_once
@@ -409,7 +409,7 @@ class GPT(GPTModel):
     def _score(self, hidden: Tensor, labels: Tensor | None, *, with_log_z: bool) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
-            hidden = self.decoder.final_layernorm(hidden)
+            _, hidden = normalize(self.config, hidden, self.decoder.final_layernorm)
         if self.multipliers.logits != 1.0:
             hidden = hidden * self.multipliers.logits
         if labels is None:
@@ -430,33 +430,29 @@ class GPT(GPTModel):
 
     def _losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Of each token, float32 [B, T], from hidden states [T, B, D]."""
-        if can_use_kernels(self.config, hidden):
-            return self._compute_losses_with_kernel(hidden, labels)[0]
+        if can_compile(self.config, hidden):
+            return self._compute_compiled_losses(hidden, labels)[0]
         return self._cross_entropy(soft_cap(self._logits(hidden).float(), self.logit_softcap), labels)
 
     def _losses_and_log_z(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The same losses, and each token's log Z, which is its loss and its label's logit: [2, B, T]."""
-        if can_use_kernels(self.config, hidden):
-            return torch.stack(self._compute_losses_with_kernel(hidden, labels))
+        if can_compile(self.config, hidden):
+            return torch.stack(self._compute_compiled_losses(hidden, labels))
         logits = soft_cap(self._logits(hidden).float(), self.logit_softcap)
         of_labels = select_label_logits(logits, labels, self.groups)  # first: the loss may work in the logits' place
         losses = self._cross_entropy(logits, labels)
         return torch.stack([losses, losses + of_labels])
 
-    def _compute_losses_with_kernel(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_compiled_losses(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and log Z, float32 [B, T], from logits that stay in their own type."""
-        from kernels.layer.loss import cross_entropy
-
         logits, tensor = self._logits(hidden), self.groups.mesh.tensor
-
-        def combine(log_z: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-            parts = all_gather(torch.stack([log_z, picked])[None], 0, self.groups, "tensor", reduce_grad=False)
-            return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-
         first = tensor.index * logits.shape[-1]
-        return cross_entropy(
-            logits, labels, self.logit_softcap, first=first, combine=combine if tensor.size > 1 else None
-        )
+        log_z, of_labels = compile_region(compute_log_z)(logits, labels, first, self.logit_softcap)
+        if tensor.size > 1:
+            own = torch.stack([log_z, of_labels])[None]
+            parts = all_gather(own, 0, self.groups, "tensor", reduce_grad=False)
+            log_z, of_labels = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+        return log_z - of_labels, log_z
 
     def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of each token [B, T], from this rank's logits [T, B, V] in float32."""
@@ -484,8 +480,8 @@ class GPT(GPTModel):
         return hidden
 
     def _run_block(self, hidden: Tensor, layers: Sequence[tuple[Any, AttentionContext]]) -> Tensor:
-        """Run consecutive layers. With kernels the sum at the end of one is left to the first norm of the next."""
-        defers = can_use_kernels(self.config, hidden) and not self.is_divided_by_zero_3
+        """Run consecutive layers. Compiled, the sum at the end of one is left to the first norm of the next."""
+        defers = can_compile(self.config, hidden) and not self.is_divided_by_zero_3
         for number, (layer, context) in enumerate(layers, 1):
             hidden = (
                 layer(hidden, context, defers_sum=True) if defers and number < len(layers) else layer(hidden, context)

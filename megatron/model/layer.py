@@ -27,13 +27,15 @@ from torch.utils.checkpoint import checkpoint
 from megatron.distributed.collectives import all_gather, register_grad_all_reduce
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import AttentionContext
-from megatron.model.layer_kernels import (
-    LayerConfig,
+from megatron.model.compiled_regions import (
     PendingSum,
-    can_use_kernels,
-    multiply_matrix,
+    activate,
+    can_compile,
+    choose_region,
+    compile_region,
     normalize,
     normalize_branch,
+    split_heads,
 )
 from megatron.model.megatron_core import (
     MLP,
@@ -201,20 +203,19 @@ class BiasedSelfAttention(SelfAttention):
 
         megatron-core hands its attention module a mask and nothing else of ours, so the context takes its place.
         """
-        bias, fuses = None, can_use_kernels(self.config, hidden)
-        if fuses and is_held_whole(self.linear_qkv, self.linear_qkv.weight):
-            bias = self.linear_qkv.bias
-            mixed = multiply_matrix(hidden, self.linear_qkv.weight, bias)
+        bias, compiles = None, can_compile(self.config, hidden, self.linear_qkv.weight)
+        if compiles and is_held_whole(self.linear_qkv, self.linear_qkv.weight):
+            mixed, bias = F.linear(hidden, self.linear_qkv.weight), self.linear_qkv.bias
         else:
             mixed, _ = self.linear_qkv(hidden)
         gates = self.core_attention.compute_gates(hidden)
         output_gate = None if self.linear_gate is None else self.linear_gate(hidden)[0]
         if self.recomputes and self.training and torch.is_grad_enabled():
             draws = self.config.attention_dropout > 0
-            arguments = (mixed, bias, gates, output_gate, attention_mask, fuses)
+            arguments = (mixed, bias, gates, output_gate, attention_mask, compiles)
             attended = recompute_in_backward(self._attend, *arguments, draws=draws)
         else:
-            attended = self._attend(mixed, bias, gates, output_gate, attention_mask, fuses)
+            attended = self._attend(mixed, bias, gates, output_gate, attention_mask, compiles)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
 
@@ -225,27 +226,24 @@ class BiasedSelfAttention(SelfAttention):
         gates: Tensor | None,
         output_gate: Tensor | None,
         context: AttentionContext | None,
-        fuses: bool,
+        compiles: bool,
     ) -> Tensor:
         """Return what the output projection reads.
 
         Args:
             mixed: queries, keys and values in one tensor.
-            bias: what was added to it, if it gets its gradient here.
+            bias: what is still to be added to it, if anything is.
             gates, output_gate: of the encoding and of the output, if there are any.
             context: see `forward`.
-            fuses: whether a kernel rotates queries and keys, and writes the gradient of `mixed`.
+            compiles: True if a compiled region adds the bias, divides the heads and rotates queries and keys.
         """
-        rotation = None
-        if fuses:
-            from kernels.layer.heads import split_heads
-
+        rotation, groups = None, self.num_query_groups_per_partition
+        if compiles:
             rotation = None if self.normalizes_qk else self.core_attention.get_rotation(mixed, context)
-            queries = self.group_sizes[0] // self.group_sizes[1]
-            query, key, value = split_heads(mixed, bias, queries, self.num_query_groups_per_partition, rotation)
+            split = compile_region(split_heads)
+            query, key, value = split(mixed, bias, groups, self.group_sizes[1], *(rotation or (None, None)))
         else:
-            mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
-            query, key, value = mixed.split(self.group_sizes, dim=3)
+            query, key, value = mixed.unflatten(-1, (groups, -1)).split(self.group_sizes, dim=3)
             query = query.reshape(*query.shape[:2], -1, self.hidden_size_per_attention_head)
         if self.normalizes_qk:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
@@ -266,21 +264,9 @@ class FeedForward(MLP):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states [T, B, D] → the same, and the bias that is to be added to them."""
         inner, bias = self.linear_fc1(hidden)
-        config = self.config
-        if isinstance(config, LayerConfig) and can_use_kernels(config, inner, bias):
-            from kernels.layer.activation import activate
-
-            activated = activate(inner, bias, config.activation, gated=config.gated_linear_unit)
-            fused: tuple[Tensor, Tensor | None] = self.linear_fc2(activated)
-            return fused
-        if bias is not None:
-            inner = inner + bias
-        if self.config.gated_linear_unit:
-            gate, inner = inner.chunk(2, dim=-1)
-            inner = self.activation_func(gate) * inner
-        else:
-            inner = self.activation_func(inner)
-        output: tuple[Tensor, Tensor | None] = self.linear_fc2(inner)
+        run = choose_region(activate, self.config, inner, bias)
+        activated = run(inner, bias, self.activation_func, self.config.gated_linear_unit)
+        output: tuple[Tensor, Tensor | None] = self.linear_fc2(activated)
         return output
 
 
@@ -330,7 +316,7 @@ class GPTLayer(TransformerLayer):
     ) -> Tensor | PendingSum:
         """Hidden states [T, B, D] → [T or context.num_logits, B, D].
 
-        defers_sum: leave the last sum to the next layer, whose first kernel computes it.
+        defers_sum: leave the last sum to the next layer, whose first region computes it.
         """
         hidden, normed = normalize(self.config, hidden, self.input_layernorm)
         attended = self.self_attention(normed, attention_mask=context)

@@ -205,10 +205,11 @@ class ModelOptions(ConfigSection):
         "the first run of its kind; if false it takes sdpa where nothing is added to the scores, else blocks of rows",
         policy="machine",
     )
-    layer_kernels: bool = config_field(
+    compile_regions: bool = config_field(
         True,
-        "whether a GPU computes norms, biases, activations, residual sums and the loss with the kernels of "
-        "kernels/layer, which join them; if false, with PyTorch's operations one by one (a CPU always does)",
+        "whether training on a GPU compiles what is between matrix products and attention with torch.compile: biases, "
+        "residual sums, norms, activations, rotation, the loss; if false, PyTorch computes it one by one, as it "
+        "always does on a CPU, in evaluation and under ZeRO 3",
         policy="machine",
     )
     attention_chunk_rows: int = config_field(

@@ -63,7 +63,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kerple_log_unfused": {"pos_emb": "kerple_log"},
 }
 """`cdape_mixer` is cdape with the mixer's CUDA kernels in the backward pass, where they compute its shapes. `_unfused`
-is a method without the kernels of `kernels/layer` (`layer_kernels: false`)."""
+is a method whose regions are not compiled (`compile_regions: false`)."""
 PEERS = (*METHODS, "plain")
 DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_mixer" and not name.endswith("_unfused"))
 NUM_WARMUP_ROUNDS = 2
@@ -110,7 +110,7 @@ def build_farfield(problem: StepProblem, method: str) -> Candidate:
     takes_triton = problem.cuda or is_interpreted()
     options = ModelOptions(
         num_layers=1 if problem.layer else layers, hidden_size=width, num_attention_heads=heads,
-        seq_length=problem.length, make_vocab_size_divisible_by=128, layer_kernels=not method.endswith("_unfused"),
+        seq_length=problem.length, make_vocab_size_divisible_by=128, compile_regions=not method.endswith("_unfused"),
     )  # fmt: skip
     gpt = build_model(
         options,

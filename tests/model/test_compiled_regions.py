@@ -1,5 +1,6 @@
-"""A model whose layers compute with the kernels equals one that computes with PyTorch's operations."""
+"""Compiled regions equal PyTorch's operations, by themselves and in whole models."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from models import build_model
 from torch import Tensor
 
-from megatron.model import layer_kernels
+from megatron.model import compiled_regions
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 
@@ -72,25 +73,27 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers compute with the kernels on any device."""
-    from kernels.runtime import is_interpreted
-
-    if is_interpreted():
-        monkeypatch.setattr(layer_kernels, "runs_kernels", lambda x: True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Training compiles regions on any device, by Dynamo and AOTAutograd without Inductor."""
+    monkeypatch.setattr(compiled_regions, "runs_compiled", lambda x: True)
+    monkeypatch.setattr(compiled_regions, "COMPILE_OPTIONS", {"backend": "aot_eager"})
+    compiled_regions.compile_region.cache_clear()
+    torch.compiler.reset()
+    yield
+    compiled_regions.compile_region.cache_clear()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_training(name: str, kernels: None, request: pytest.FixtureRequest) -> None:
-    expected = _train(_build(name, layer_kernels=False), with_log_z=name == "as Gemma 2")
+def test_training(name: str, compiled: None, request: pytest.FixtureRequest) -> None:
+    expected = _train(_build(name, compile_regions=False), with_log_z=name == "as Gemma 2")
     _assert_close(_train(_build(name), with_log_z=name == "as Gemma 2"), expected)
 
 
 @pytest.mark.parametrize("name", ["as LLaMA", "as GPT-NeoX"])
-def test_evaluation_and_decoding(name: str, kernels: None) -> None:
+def test_evaluation_and_decoding(name: str, compiled: None) -> None:
     results = []
     for uses in (False, True):
-        gpt = _build(name, layer_kernels=uses).eval()
+        gpt = _build(name, compile_regions=uses).eval()
         cache, tokens = gpt.new_kv_cache(LENGTH), _tokens()[:, :-1]
         with torch.inference_mode():
             whole = gpt(tokens, num_logits=2)
@@ -100,17 +103,17 @@ def test_evaluation_and_decoding(name: str, kernels: None) -> None:
     _assert_close({"whole": results[1]["decoded"]}, {"whole": results[1]["whole"]})
 
 
-def test_documents(kernels: None) -> None:
+def test_documents(compiled: None) -> None:
     tokens = _tokens()
     starts = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]])
     losses = []
     for uses in (False, True):
-        gpt = _build("as LLaMA", layer_kernels=uses)
+        gpt = _build("as LLaMA", compile_regions=uses)
         losses.append({"losses": gpt(tokens[:, :-1], tokens[:, 1:], document_starts=starts).detach()})
     _assert_close(losses[1], losses[0])
 
 
-def test_kernels_compute_everything_between_products(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_everything_between_products(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own operations are not called for it."""
     gpt = _build("as GPT-2")
 
@@ -125,7 +128,7 @@ def test_kernels_compute_everything_between_products(kernels: None, monkeypatch:
     _train(gpt, with_log_z=False)
 
 
-def test_weights_that_zero_3_divides_are_left_to_their_modules(kernels: None) -> None:
+def test_weights_that_zero_3_divides_are_left_to_their_modules(compiled: None) -> None:
     gpt = _build("as GPT-2")
     weight = gpt.decoder.layers[0].input_layernorm.weight
     assert layer_kernels.can_use_kernels(gpt.config, weight, weight)
