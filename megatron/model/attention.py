@@ -189,9 +189,14 @@ class PositionedAttention(MegatronModule):
         ranges = [(segment.tokens, segment.context) for segment in segments]
         return compute_table_of_ranges(self.encoding, ranges, device)
 
+    @property
+    def has_gates(self) -> bool:
+        """True if the encoding computes gates from the layer's input."""
+        return type(self.encoding).overrides_hook("gate")
+
     def compute_gates(self, hidden: Tensor) -> Tensor | None:
         """What the encoding's gate says of the layer's input [T, B, D]: float32 [B, h, T], None if it has none."""
-        if not type(self.encoding).overrides_hook("gate"):
+        if not self.has_gates:
             return None
         return self.encoding.gate(sum_grad(hidden, self.groups).transpose(0, 1), self.heads)
 

@@ -44,7 +44,7 @@ from megatron.model.attention import (
     group_layers,
 )
 from megatron.model.backend_choice import BackendChoice
-from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z, normalize
+from megatron.model.compiled_regions import can_compile, compile_region, compute_log_z
 from megatron.model.kv_cache import KVCache
 from megatron.model.layer import is_held_whole, recompute_in_backward
 from megatron.model.megatron_core import GPTModel, vocab_parallel_cross_entropy
@@ -409,7 +409,7 @@ class GPT(GPTModel):
     def _score(self, hidden: Tensor, labels: Tensor | None, *, with_log_z: bool) -> Tensor:
         """What `forward` returns, from the hidden states after the last layer."""
         if self.decoder.final_layernorm is not None:
-            _, hidden = normalize(self.config, hidden, self.decoder.final_layernorm)
+            hidden = self.decoder.final_layernorm(hidden)
         if self.multipliers.logits != 1.0:
             hidden = hidden * self.multipliers.logits
         if labels is None:
@@ -469,23 +469,18 @@ class GPT(GPTModel):
         if self.is_last_stage:
             layers[-1] = (layers[-1][0], context)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
-            return self._run_block(hidden, layers)
+            for layer, layer_context in layers:
+                hidden = layer(hidden, layer_context)
+            return hidden
 
         def run(hidden: Tensor, start: int) -> Tensor:
-            return self._run_block(hidden, layers[start : start + self.checkpoint_layers])
+            for layer, layer_context in layers[start : start + self.checkpoint_layers]:
+                hidden = layer(hidden, layer_context)
+            return hidden
 
         draws = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
         for start in range(0, len(layers), self.checkpoint_layers):
             hidden = recompute_in_backward(run, hidden, start, draws=draws)
-        return hidden
-
-    def _run_block(self, hidden: Tensor, layers: Sequence[tuple[Any, AttentionContext]]) -> Tensor:
-        """Run consecutive layers. Compiled, the sum at the end of one is left to the first norm of the next."""
-        defers = can_compile(self.config, hidden) and not self.is_divided_by_zero_3
-        for number, (layer, context) in enumerate(layers, 1):
-            hidden = (
-                layer(hidden, context, defers_sum=True) if defers and number < len(layers) else layer(hidden, context)
-            )
         return hidden
 
     @property

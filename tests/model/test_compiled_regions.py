@@ -76,7 +76,7 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Training compiles regions on any device, by Dynamo and AOTAutograd without Inductor."""
     monkeypatch.setattr(compiled_regions, "runs_compiled", lambda x: True)
-    monkeypatch.setattr(compiled_regions, "COMPILE_OPTIONS", {"backend": "aot_eager"})
+    monkeypatch.setattr(compiled_regions, "COMPILE_ARGUMENTS", {"backend": "aot_eager"})
     compiled_regions.compile_region.cache_clear()
     torch.compiler.reset()
     yield
