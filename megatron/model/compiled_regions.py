@@ -30,6 +30,9 @@ MAX_COMPILATIONS = 64
 """Variants of a region, of other shapes or kinds of layers, that Dynamo compiles. Its default of 8 is few for training
 in stages of many lengths."""
 
+MAX_REASON_CHARS = 300
+"""Characters of a compiler's message to show."""
+
 
 @dataclass
 class LayerConfig(TransformerConfig):
@@ -65,7 +68,7 @@ def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
                 return compiled(*arguments)
             except torch._dynamo.exc.TorchDynamoException as error:
                 is_eager = True
-                reason = str(error).strip().partition("\n")[0]
+                reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
                 logger.warning("compile_regions: %s is left to PyTorch's operations: %s", function.__name__, reason)
         return function(*arguments)
 
