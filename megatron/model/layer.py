@@ -254,18 +254,18 @@ class BiasedSelfAttention(SelfAttention):
             rotation: by which `project` has rotated queries and keys.
         """
         gates = None if hidden is None else self.core_attention.compute_gates(hidden)
-        arguments = (heads, gates, output_gate, context, rotation)
+        arguments: tuple[Any, ...] = (gates, output_gate, context, rotation, *heads)
         if self._recomputes_now:
             return recompute_in_backward(self._attend, *arguments, draws=self.config.attention_dropout > 0)
         return self._attend(*arguments)
 
     def _attend(
         self,
-        heads: Heads,
         gates: Tensor | None,
         output_gate: Tensor | None,
         context: AttentionContext | None,
         rotation: Rotation | None,
+        *heads: Tensor,
     ) -> Tensor:
         if len(heads) == 1:
             split = choose_region(BiasedSelfAttention.split_heads, compiles=self.can_compile(heads[0]))
