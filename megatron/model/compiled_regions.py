@@ -10,6 +10,7 @@ divides a layer's weights. All layers share one compilation, of the first step.
 """
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +33,10 @@ in stages of many lengths."""
 
 MAX_REASON_CHARS = 300
 """Characters of a compiler's message to show."""
+
+IGNORED_WARNINGS = ("TensorFloat32 tensor cores", "`torch.jit.script_method` is deprecated")
+"""Beginnings of what compiling warns of: that float32 is not rounded to TF32, which is meant, and of PyTorch's own
+code."""
 
 
 @dataclass
@@ -56,6 +61,8 @@ def can_compile(config: TransformerConfig, x: Tensor) -> bool:
 def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a region that is compiled when it is called with new shapes, and is eager once that has failed."""
     # Only now: Dynamo and Inductor take seconds to import.
+    for message in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", message)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     torch._functorch.config.force_non_lazy_backward_lowering = True  # a backward pass that fails does so here
     compiled = torch.compile(function, fullgraph=True, dynamic=False, **COMPILE_ARGUMENTS)
