@@ -42,7 +42,7 @@ MAX_LATEST_CHARS = 4096
 
 NEOX_TRAINING_KEYS = {
     "init_method", "output_layer_init_method", "init_method_std", "hidden_dropout", "attention_dropout",
-    "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows",
+    "checkpoint_activations", "checkpoint_num_layers", "attention_backend", "attention_chunk_rows", "compile_regions",
     "make_vocab_size_divisible_by",
 }  # fmt: skip
 """Model keys that do not affect trained weights."""

@@ -80,7 +80,7 @@ class Moment:
     activations: int = 0
     """Kept for the backward pass, of all micro-batches that are in flight."""
     logits: int = 0
-    """Logits, their float32 copy, and the gradient."""
+    """Logits, copies of them, and the gradient."""
     working: int = 0
     """What the backward pass of a layer has besides: its recomputed activations, gradients inside it, maps."""
     step: int = 0
@@ -311,12 +311,15 @@ class _StageMemory:
         """Of the logits of as many tokens as the loss takes at once."""
         if not self.is_last:
             return 0
-        # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it works
-        # in place: the copy in float32, and beside it the logits or their gradient in a half type.
-        b = self.bytes_per_element
-        per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
-        per_logit += 4 if self.config.model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
-        per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
+        b, model = self.bytes_per_element, self.config.model
+        if model.compile_regions:
+            per_logit = 2 * b  # and the gradient, which is all that the compiled loss writes of their size
+        else:
+            # cross_entropy: log-probabilities, the loss's gradient and the logits', in float32. Divided over ranks it
+            # works in place: the copy in float32, and beside it the logits or their gradient in a half type.
+            per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
+            per_logit += 4 if model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
+            per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
         scored = count_scored_at_once(
             self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )

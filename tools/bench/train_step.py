@@ -54,14 +54,18 @@ MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
 VOCABULARY_SIZE = 50304
 CDAPE = {"score_processor": "cdape", "pos_emb_per_layer": True}
 METHODS: dict[str, dict[str, Any]] = {
+    "none": {"pos_emb": "none"},
     "rotary": {"pos_emb": "rotary"},
     "kerple_log": {"pos_emb": "kerple_log"},
     "cdape": {"pos_emb": "kerple_log", **CDAPE},
     "cdape_triton": {"pos_emb": "kerple_log", **CDAPE},
+    "rotary_unfused": {"pos_emb": "rotary"},
+    "kerple_log_unfused": {"pos_emb": "kerple_log"},
 }
-"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++."""
+"""`cdape_triton` is cdape with Triton's kernels alone, without those in CUDA C++. `_unfused` is a method whose regions
+are not compiled (`compile_regions: false`)."""
 PEERS = (*METHODS, "plain")
-DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_triton")
+DEFAULT_PEERS = tuple(name for name in PEERS if name != "cdape_triton" and not name.endswith("_unfused"))
 NUM_WARMUP_ROUNDS = 2
 """Rounds that only warm up and compile."""
 StepFunction = Callable[[], None]
@@ -103,9 +107,10 @@ class Candidate:
 def build_farfield(problem: StepProblem, method: str) -> Candidate:
     """Farfield's model."""
     layers, width, heads = MODELS[problem.model]
+    takes_triton = problem.cuda or is_interpreted()
     options = ModelOptions(
         num_layers=1 if problem.layer else layers, hidden_size=width, num_attention_heads=heads,
-        seq_length=problem.length, make_vocab_size_divisible_by=128,
+        seq_length=problem.length, make_vocab_size_divisible_by=128, compile_regions=not method.endswith("_unfused"),
     )  # fmt: skip
     gpt = build_model(
         options,
@@ -115,7 +120,7 @@ def build_farfield(problem: StepProblem, method: str) -> Candidate:
         seed=1,
         device=problem.device,
         dtype=get_torch_dtype(problem.dtype),
-        backend="triton" if (problem.cuda or is_interpreted()) and method != "rotary" else "auto",
+        backend="auto" if method.startswith(("none", "rotary")) or not takes_triton else "triton",
     )
     if problem.layer:
         return Candidate(_choose_kernels(method, _build_layer_step(problem, gpt, width)))

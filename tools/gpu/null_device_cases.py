@@ -52,6 +52,7 @@ BASE: dict[str, Any] = {
     "log_interval": 1,
     "eval_interval": 0,
     "eval_iters": 1,
+    "compile_regions": False,  # where kernels of Triton are counted, they are attention's alone
     "device": "cuda",
     "distributed_backend": "nccl",
     "num_gpus": 1,
@@ -201,13 +202,14 @@ def list_zero_cases(overlays: Sequence[str] = ("kerple_log", "cdape_kerple_log")
                 for precision in ("fp16", "bf16", "fp32"):
                     keys = {"zero_optimization": {"stage": stage, **options}, "precision": precision}
                     name = f"{overlay}-zero_{stage}-{precision}" + f"-{offload}" * bool(offload)
-                    cases.append(Case(name, overlay, {**keys, "attention_backend": "triton", "checkpoint_factor": 1}))
+                    keys |= {"attention_backend": "triton", "compile_regions": True, "checkpoint_factor": 1}
+                    cases.append(Case(name, overlay, keys))
     return cases
 
 
 def list_layout_cases(overlays: Sequence[str], layouts: Sequence[str] = tuple(LAYOUTS)) -> list[Case]:
     """List the cases for every overlay × backend × layout, with eight heads and four layers."""
-    shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    shape = {"num_layers": 4, "num_attention_heads": 8, "hidden_size": 512, "compile_regions": True}
     all_layouts = LAYOUTS | STAGED_LAYOUTS
     return [
         Case(f"{overlay}-{backend}-{layout}", overlay, {"attention_backend": backend, **shape, **all_layouts[layout]})
