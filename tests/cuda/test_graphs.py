@@ -85,8 +85,8 @@ def test_validation_and_a_resumed_run(corpus: Path, tmp_path: Path, monkeypatch:
     assert len(steps) == 2
 
 
-WAITS = {"alibi", "fope"}
-"""Methods whose passes wait for the device."""
+WAITS = {"fope"}
+"""Methods whose passes copy from the host."""
 NEVER = {"rotary_randomized": "randomized_positions: the host draws positions in every step"}
 
 
@@ -106,8 +106,8 @@ def test_every_method_is_captured_or_says_why_not(
 
 
 def test_what_cannot_be_captured_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"cuda_graph on: .*alibi.py:\d+ waits for the device, which no graph can"):
-        train(corpus, tmp_path, monkeypatch, "alibi", cuda_graph="on")
+    with pytest.raises(UserError, match=r"cuda_graph on: .*fope.py:\d+ waits for the device, which no graph can"):
+        train(corpus, tmp_path, monkeypatch, "fope", cuda_graph="on")
 
 
 def test_a_graph_reads_no_tensor_of_a_cache_that_forgets() -> None:
