@@ -16,6 +16,7 @@ The graphs are captured over aliases of the parameters: other leaves of autograd
 sit on the parameters themselves, and autograd's nodes of these remember the stream that they were made on.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -67,6 +68,7 @@ class CudaCapture:
 
     def measure_reserved(self) -> int:
         """Return the bytes that the allocator holds after it gave back what is not in use."""
+        gc.collect()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
