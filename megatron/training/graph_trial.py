@@ -158,6 +158,8 @@ def try_graphs(
 
 def _describe_failure(error: BaseException) -> str:
     """Say in one line why passes cannot be captured, from what their trial raised."""
+    while error.__context__ is not None:  # the end of a capture raises too, after what went wrong inside
+        error = error.__context__
     if is_out_of_memory(error):
         return "too little memory to capture them"
     if SYNC_ERROR not in str(error):
@@ -212,7 +214,7 @@ def _try_graphs(
         return [graphed.compute_losses(tokens, labels), *graphed.compute_gradients(upstream)]
 
     differences = _measure_differences(replay(), expected)
-    sizes = _measure_differences([torch.zeros_like(tensor) for tensor in expected], expected)
+    sizes = torch.stack([torch.linalg.vector_norm(tensor.float()) for tensor in expected]).tolist()
     epsilon = torch.finfo(expected[-1].dtype).eps
     for number, (difference, own, size) in enumerate(zip(differences, noise, sizes, strict=True)):
         allowed = 0.0 if is_exact_wanted else SAFETY_FACTOR * max(own, epsilon * size)

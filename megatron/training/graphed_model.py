@@ -18,8 +18,8 @@ sit on the parameters themselves, and autograd's nodes of these remember the str
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -46,21 +46,42 @@ class CudaCapture:
         """Return what repeats a function's launches, and the tensors that each repetition writes anew."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (loaders that pin memory, NCCL's watchdog, a save) go on to use the device.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = function()
+        except BaseException:
+            # Where the end of a capture fails, PyTorch's allocator would go on to wait for it.
+            with suppress(RuntimeError, AttributeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
         return graph.replay, outputs
 
-    def work_aside(self) -> AbstractContextManager[Any]:
-        """Return a context whose work runs on a stream of its own, as PyTorch wants it of passes before a capture."""
-        return torch.cuda.stream(torch.cuda.Stream())
+    @contextmanager
+    def work_aside(self) -> Iterator[None]:
+        """Run the work inside on a stream of its own, as PyTorch wants it of passes before a capture."""
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
 
     def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize()
 
-    def find_waits(self) -> AbstractContextManager[Any]:
-        """Return a context in which an operation that waits for the device raises RuntimeError."""
-        return _SyncErrors()
+    @contextmanager
+    def find_waits(self) -> Iterator[None]:
+        """Have an operation inside that waits for the device raise RuntimeError."""
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
     def measure_needed(self) -> int:
         """Return the bytes that the allocator holds: the most that the process needed so far."""
@@ -76,17 +97,6 @@ class CudaCapture:
         """True if this process cannot have as many bytes of the device, with some to spare."""
         free, _ = torch.cuda.mem_get_info()
         return needed > MAX_SHARE * (free + torch.cuda.memory_reserved())
-
-
-class _SyncErrors(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        self._before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
-            torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_sync_debug_mode(self._before)
 
 
 class _BareModel(nn.Module):

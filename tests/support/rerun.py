@@ -1,8 +1,7 @@
 """CUDA graphs without CUDA: functions that are run again instead of replayed."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -36,14 +35,16 @@ class Rerun(CudaCapture):
 
         return replay, self.outputs[number]
 
-    def work_aside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @contextmanager
+    def work_aside(self) -> Iterator[None]:
+        yield
 
     def synchronize(self) -> None:
         pass
 
-    def find_waits(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    @contextmanager
+    def find_waits(self) -> Iterator[None]:
+        yield
 
     def measure_needed(self) -> int:
         return 0

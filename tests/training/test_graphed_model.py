@@ -188,6 +188,28 @@ def test_a_trial_finds_what_is_wrong() -> None:
     assert attempt(model)[1].refusal == "a hook on decoder wants to see every pass"
 
 
+class Failing(Rerun):
+    """The device refuses an operation, and then the end of the capture."""
+
+    error: Exception = RuntimeError("operation not permitted when stream is capturing")
+
+    def capture(self, function: Any) -> Any:
+        try:
+            raise self.error
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+
+class Small(Failing):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+def test_a_capture_that_fails_is_named_by_what_went_wrong() -> None:
+    trial = attempt(gpt(), Failing)[1]
+    assert trial.refusal == "capture failed: RuntimeError: operation not permitted when stream is capturing"
+    assert attempt(gpt(), Small)[1].refusal == "too little memory to capture them"
+
+
 FAST = GraphTrial(None, 0.0633, 0.00827, True, 2 * GIB)
 
 
