@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from megatron.config.schema import Config
 from megatron.options.model import DROPOUT_KEYS
 
+TRIAL_PHASE = "graph trial"
+"""Phase of a step in which graphs are tried. A run can go without the memory that this takes beyond a step's own."""
+
 
 def find_graph_obstacle(config: Config) -> str | None:
     """Return why a configuration cannot compute its micro-batches as CUDA graphs, or None if no key prevents it."""

@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.saver import SaveHooks, Saver
 from megatron.checkpoint.sharded_state import NonFiniteWeightError
+from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.config.schema import Config
 from megatron.data.dataloader import Batch
 from megatron.distributed import rng
@@ -419,7 +420,7 @@ class Trainer:
     def _try_graphs(self, batch: Batch) -> None:
         """Have the engine replay CUDA graphs from now on, if a trial on this micro-batch speaks for them."""
         self.awaits_graphs = False
-        self.watchdog.enter_phase("forward and backward", self.data_position.step)
+        self.watchdog.enter_phase(TRIAL_PHASE, self.data_position.step)
         self.interval.pause()
         run = self.run
         graphs, line = build_graphs(run.config, run.engine.model, batch, run.groups, run.engine.loss_scale)

@@ -9,9 +9,11 @@ import torch
 from rich.console import Console
 
 from megatron.attention.reference import _get_distances
+from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.rehearsal.null_device.library import Counters, read_counters, read_stub_calls
+from megatron.rehearsal.rank_process import PhaseMemory
 from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import Trainer, TrainingHooks, train_resolved
 from megatron.training.training_run import TrainingRun
@@ -120,6 +122,19 @@ def test_a_graph_reads_no_tensor_of_a_cache_that_forgets() -> None:
         captured = _get_distances(100, device)
     assert captured is not kept
     assert _get_distances(100, device) is kept
+
+
+def test_a_rehearsal_leaves_out_what_the_trial_takes() -> None:
+    memory = PhaseMemory()
+    torch.zeros(1, device="cuda")
+    memory.enter("data", 1)
+    memory.enter(TRIAL_PHASE, 1)
+    tried = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
+    del tried
+    memory.enter("step", 1)
+    memory.collect()
+    assert TRIAL_PHASE not in memory.peaks
+    assert memory.peaks["step"][0] < 1 << 28
 
 
 def test_a_capture_is_a_streams() -> None:
