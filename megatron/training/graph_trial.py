@@ -93,14 +93,13 @@ def build_graphs(
             is_exact_wanted=config.training.deterministic,
         )
     is_taken, line = decide(config.training.cuda_graph, groups.gather_objects(trial))
-    if is_taken:
-        assert graphed is not None
-        return graphed, line
-    del graphed
+    if not is_taken:
+        graphed = None
     gc.collect()
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()
-    return None, line
+        torch.cuda.reset_peak_memory_stats(groups.device)  # reports are of steps
+    return graphed, line
 
 
 def decide(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:

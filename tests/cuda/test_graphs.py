@@ -14,6 +14,8 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.rehearsal.null_device.library import Counters, read_counters, read_stub_calls
 from megatron.rehearsal.rank_process import PhaseMemory
+from megatron.training import graph_trial
+from megatron.training.graph_trial import GraphTrial
 from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import Trainer, TrainingHooks, train_resolved
 from megatron.training.training_run import TrainingRun
@@ -152,3 +154,18 @@ def test_a_capture_is_a_streams() -> None:
         (x * 2).square().sum().backward()
         assert x.grad is not None
         assert measure_outside() == before
+
+
+def test_reports_of_memory_leave_out_the_trial(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that takes a lot, and whose graphs are not taken, does not show in the peak of the steps after it."""
+    train(corpus, tmp_path, monkeypatch, cuda_graph="off")
+    peak = torch.cuda.max_memory_allocated()
+
+    def waste(*arguments: Any, **options: Any) -> tuple[None, GraphTrial]:
+        torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+        return None, GraphTrial("too little memory to capture them")
+
+    monkeypatch.setattr(graph_trial, "try_graphs", waste)
+    said, _, _ = train(corpus, tmp_path, monkeypatch)
+    assert "CUDA graphs: off; too little memory to capture them" in said
+    assert torch.cuda.max_memory_allocated() < peak + (1 << 29)
