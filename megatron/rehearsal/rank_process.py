@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.cuda_graph import TRIAL_PHASE
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError, describe_error, is_out_of_memory
 
@@ -140,9 +141,10 @@ class PhaseMemory:
 
         if not torch.cuda.is_initialized():
             return
-        allocated, reserved = self.peaks.get(self.phase, (0, 0))
-        allocated = max(allocated, torch.cuda.max_memory_allocated())
-        self.peaks[self.phase] = (allocated, max(reserved, torch.cuda.max_memory_reserved()))
+        if self.phase != TRIAL_PHASE:
+            allocated, reserved = self.peaks.get(self.phase, (0, 0))
+            allocated = max(allocated, torch.cuda.max_memory_allocated())
+            self.peaks[self.phase] = (allocated, max(reserved, torch.cuda.max_memory_reserved()))
         torch.cuda.reset_peak_memory_stats()
 
 

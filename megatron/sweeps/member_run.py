@@ -84,9 +84,10 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
         plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"
         meter.log(f"{member.name}: {plan}")
     if not done and member.origin is not None and not member.origin.is_dir():
+        assert member.trunk is not None  # a branch has one
         raise RunError(
             f"it branches from {member.origin}, which does not exist: {member.trunk.name} has not reached this step"
-        )  # type: ignore[union-attr]
+        )
     # A run resumes if `load` is its own folder.
     config = member.config.replace(load=str(member.folder)) if done else member.config
     config.save(member.get_path_beside(".yml"))

@@ -74,3 +74,14 @@ def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> N
     assert plan.configured_layout is not None
     assert plan.fits_gpu(plan.configured_layout)
     assert plan.configured_layout.step_time.total < 1.13 * plan.fitting_layouts[0].step_time.total
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_shown"), [({}, True), ({"cuda_graph": "off"}, False), ({"attention_mask": "document"}, False)]
+)
+def test_a_plan_says_what_cuda_graphs_need(
+    keys: dict[str, str], is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure("350M", "none", 32).replace(**keys)
+    print_plan(make_plan(config, 50257, ONE_GPU), Console(width=240, highlight=False), 3)
+    assert ("if CUDA graphs are taken, at most" in capsys.readouterr().out) == is_shown

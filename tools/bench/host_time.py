@@ -82,7 +82,7 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
     from megatron.training.training_run import build_training_run
 
     fixed = {"train_iters": 1_000_000, "lr_decay_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000}
-    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", **values}.items()]
+    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", "cuda_graph": "off", **values}.items()]
     rank = RankInfo(0, ranks, 0, min(ranks, 8))
     config = resolve_run(load_config(names, pairs).config, LocalHardware.detect(), rank_info=rank).config
     run = build_training_run(config, rank, ConsoleReporter(None, config.training.train_iters))

@@ -181,7 +181,7 @@ def measure_peak(case: Case, run: RehearsedRun, folder: Path) -> tuple[int, str]
     """
     folder.mkdir()
     try:
-        config = run.build_config(folder).replace(save=None)
+        config = run.build_config(folder).replace(save=None, cuda_graph="off")
         config.save(folder / "train.yml")
         for rank in sorted({0, case.rank}):  # rank 0 builds the sample index
             result = run_rank(run, rank, folder)

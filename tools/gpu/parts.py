@@ -133,6 +133,8 @@ def list_visit_parts() -> list[CheckPart]:
             "2", *ours),
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash"),
         build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
+        build_step_part("graphs", 60, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
+            "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
         build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
@@ -159,6 +161,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_step_part("step_512", limit, "--shapes", "tiny:8:1", *step),
+        build_step_part("graphs", limit, "--shapes", "tiny:8:1", *step),  # graphs need a GPU
         build_step_part("step_long", limit, "--shapes", "tiny:8:2", *step),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),

@@ -229,6 +229,11 @@ cudaError_t cudaMemsetAsync(void *target, int value, size_t size, cudaStream_t s
 
 cudaError_t cudaMemset(void *target, int value, size_t size) { return cudaMemsetAsync(target, value, size, NULL); }
 
+static cudaStream_t captured_stream;
+static unsigned long long capture;
+
+static int is_captured(cudaStream_t stream) { return stream != NULL && stream == captured_stream; }
+
 /* Streams and events. Device work takes no time, so an event completes when the host records it. */
 
 static cudaError_t new_stream(cudaStream_t *stream) {
@@ -256,7 +261,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    (void)stream;
+    if (is_captured(stream)) return fail(cudaErrorStreamCaptureUnsupported);
     null_device_counters.synchronizations++;
     return cudaSuccess;
 }
@@ -311,28 +316,27 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
     return cudaSuccess;
 }
 
-/* Graphs: capture and replay do nothing. */
-
-static __thread unsigned long long capture;
+/* Graphs: capture and replay do nothing. Threads launch into a stream that another thread captures, as autograd's do,
+   so the stream decides; one is captured at a time. */
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
     static unsigned long long last;
-    (void)stream;
     (void)mode;
+    if (stream == NULL) return fail(cudaErrorStreamCaptureUnsupported);
     capture = __sync_add_and_fetch(&last, 1);
+    captured_stream = stream;
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-    (void)stream;
-    capture = 0;
+    if (!is_captured(stream)) return fail(cudaErrorIllegalState);
+    captured_stream = NULL;
     *graph = null_device_new_handle();
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    (void)stream;
-    *status = capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *status = is_captured(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
@@ -340,7 +344,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCapture
                                      cudaGraph_t *graph, const cudaGraphNode_t **nodes,
                                      const cudaGraphEdgeData **edges, size_t *count) {
     cudaStreamIsCapturing(stream, status);
-    if (id != NULL) *id = capture;
+    if (id != NULL) *id = is_captured(stream) ? capture : 0;
     if (graph != NULL) *graph = NULL;
     if (nodes != NULL) *nodes = NULL;
     if (edges != NULL) *edges = NULL;
