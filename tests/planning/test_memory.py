@@ -129,7 +129,7 @@ def test_offloading_by_zero_1_holds_its_bucket_from_one_micro_batch_to_the_next(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss(recompute: bool) -> None:
-    """At the loss ZeRO 3 keeps a bucket, and gathered weights up to half the reuse distance, to which both passes add."""
+    """ZeRO 3 keeps a bucket, and gathered weights up to half the reuse distance, which both passes count toward."""
     for name in ("125M", "2-7B"):
         found = of(name, "rotary", ParallelSizes(data=8), zero_optimization={"stage": 3},
                    checkpoint_activations=recompute)  # fmt: skip
