@@ -37,7 +37,6 @@ class Mismatch:
     """Message that compares the deviating ranks with the others, with operations and source lines."""
 
     def describe(self, sizes: ParallelSizes | None = None) -> str:
-        """Describe the mismatch in one line."""
         subject = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {format_ranks(self.ranks)}"
         return f"{subject}, {self.communicator.describe(sizes)}, call {self.index + 1}: {self.message}"
 

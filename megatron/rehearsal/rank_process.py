@@ -130,7 +130,6 @@ class PhaseMemory:
         self.peaks: dict[str, tuple[int, int]] = {}
 
     def enter(self, phase: str, step: int) -> None:
-        """Start the next phase."""
         if phase != self.phase:
             self.collect()
         self.phase, self.step = phase, step

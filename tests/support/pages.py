@@ -14,5 +14,4 @@ def page_of(records: Sequence[Record], **more: object) -> str:
 
 
 def table_html(table: HtmlTable) -> str:
-    """Return the markup of a table."""
     return build_environment(TEMPLATES_FOLDER).get_template("macros.html").module.table(table)

@@ -24,12 +24,10 @@ def format_cells(record: dict[str, Any]) -> list[str]:
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """Format a record as a line of the console."""
     return align_columns(format_cells(record))
 
 
 def align_columns(words: list[str]) -> str:
-    """Align cells for the console."""
     return " ".join(word.rjust(width) for word, width in zip(words, COLUMN_WIDTHS, strict=True))
 
 

@@ -99,7 +99,6 @@ def measure_saves(shape: str, rounds: int, place: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     at = record["medians"]
     rows = (
         ("a step", at["step"]),

@@ -109,7 +109,6 @@ def render_table(record: dict[str, Any]) -> str:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     model = record["model"]
     return f"""# Memory saved by context parallelism
 

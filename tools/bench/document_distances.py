@@ -89,7 +89,6 @@ def measure_distances(lengths: np.ndarray, row_length: int) -> RowDistances:
 
 
 def format_page(lengths: np.ndarray, rows: list[RowDistances], origin: str) -> str:
-    """Format the record's page."""
     lines = [
         "# Training distances with and without document masking",
         "",

@@ -132,7 +132,6 @@ def evaluate_run(
 
 
 def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str) -> str:
-    """Format the record's page."""
     lengths = [str(int(multiple * ROW_LENGTH)) for multiple in MULTIPLES]
     lines = [
         "# Perplexity with and without document masking in training and evaluation",

@@ -154,5 +154,4 @@ def _key_by_index(values: list[Any]) -> dict[str, Any]:
 
 
 def format_exception(failure: Exception) -> str:
-    """Format an exception for a record."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:400]}"

@@ -270,7 +270,6 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
 
 
 def format_page(result: dict[str, Any]) -> str:
-    """Format the record as a page."""
     lines = [
         "# Host time of a training step",
         "",

@@ -283,7 +283,6 @@ def render_row(row: dict[str, Any]) -> str:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     rows = [row for row in record["rows"] if row["peak"]]
     errors = [abs(row["planned"] / row["peak"] - 1) for row in rows] or [0.0]
     within, num_cases = sum(error <= TOLERANCE for error in errors), len({identify_row(row)[:-1] for row in rows})

@@ -200,7 +200,6 @@ def _measure_union(spans: list[tuple[float, float]]) -> float:
 
 
 def format_console_lines(record: dict[str, Any]) -> list[str]:
-    """Format a record as lines of the console."""
     if record["op"] == "machine":
         return [", ".join(f"{name} {value}" for name, value in record.items() if name != "op")]
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<11} "

@@ -341,7 +341,6 @@ bias is constant along every diagonal of the score map, because it depends on n 
 
 
 def render_page() -> str:
-    """Render the whole page."""
     records, _ = registry.describe_methods(
         [*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()]
     )

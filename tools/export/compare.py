@@ -133,7 +133,6 @@ def read_versions(python: str) -> dict[str, str]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     rows = record["rows"]
     columns = list(dict.fromkeys(way for row in rows for way in row["apart"]))
     lines = [f"| model | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]

@@ -88,7 +88,6 @@ def measure_differences(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compare each folder."""
     for forbidden in ("megatron.position", "kernels.runtime"):
         try:
             __import__(forbidden)

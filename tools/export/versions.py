@@ -117,7 +117,6 @@ def read_report(report: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     from tools.records import format_provenance
 
     lines = []

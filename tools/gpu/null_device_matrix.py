@@ -109,7 +109,6 @@ def run_part(part: MatrixPart, gpu: str, corpus: Path, folder: Path) -> dict[str
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     parts = {part.name: part for part in list_parts()}
     lines = [
         "# CUDA features on the null device",

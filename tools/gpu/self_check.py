@@ -204,7 +204,6 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
 
 
 def format_record(record: dict[str, Any]) -> str:
-    """Format a record as a line of the console."""
     told = [
         f"{trial['backend']} {trial['refusal']}"
         if trial["refusal"] is not None

@@ -42,7 +42,6 @@ PUBLISHED = sorted(path.stem for path in (Path(__file__).parent / "published").g
 
 
 def load_published(name: str) -> ModuleType:
-    """Load a file of `published/`."""
     return importlib.import_module(f"tools.methods.published.{name}")
 
 
@@ -64,7 +63,6 @@ def compare(name: str, clones: Path) -> dict[str, Any]:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     lines = [f"| model | {' | '.join(f'{length} tokens' for length in LENGTHS)} |", f"|---|{'---|' * len(LENGTHS)}"]
     notes = []
     for name, part in record["published"].items():

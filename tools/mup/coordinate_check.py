@@ -185,7 +185,6 @@ def draw_changes(record: dict[str, Any], path: Path) -> None:
 
 
 def render_page(record: dict[str, Any]) -> str:
-    """Render the record as a page."""
     sizes = record["sizes"]
     lines = [
         f"# Coordinate check over {record['over']}, {record['optimizer']}",

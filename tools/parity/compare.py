@@ -85,7 +85,6 @@ def _describe_selection(record: Mapping[str, Any]) -> str:
 
 
 def render_page(record: Mapping[str, Any]) -> str:
-    """Render the record as a page."""
     rows = record["rows"]
     worst = max(max(row["losses"], row["norms"]) for row in rows)
     return f"""# Every layout compared with one process

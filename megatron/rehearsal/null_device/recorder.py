@@ -35,7 +35,6 @@ MAX_FRAMES = 4
 
 
 def get_ledger_path(folder: str | Path, rank: int) -> Path:
-    """Return the path of a rank's ledger."""
     return Path(folder) / f"rank-{rank}.jsonl"
 
 
@@ -91,7 +90,6 @@ class CollectiveRecorder:
         self, op: str, communicator: str, size: int, rank: int, count: int, dtype: int, peer: int, reduction: int,
         sent: int, received: int,
     ) -> None:  # fmt: skip
-        """Record an NCCL call."""
         if op == "group_start":
             self._batch += self._depth == 0
             self._depth += 1

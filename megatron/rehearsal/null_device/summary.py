@@ -15,7 +15,6 @@ from megatron.rehearsal.null_device.library import read_counters, read_kernels, 
 
 
 def get_summary_path(folder: str | Path, rank: int) -> Path:
-    """Return the path of a rank's summary."""
     return Path(folder) / f"rank-{rank}.summary.json"
 
 
