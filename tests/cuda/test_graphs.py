@@ -30,7 +30,7 @@ def count_graph_launches() -> int:
 def train(
     corpus: Path, run: Path, monkeypatch: pytest.MonkeyPatch, overlay: str = "kerple_log", **keys: Any
 ) -> tuple[str, list[tuple[int, Counters]], list[torch.Tensor]]:
-    """What a training of four steps says; of each step its graph launches and other launches; the tokens it read."""
+    """Return the output of a training of four steps, each step's graph launches and other launches, and its tokens."""
     case = Case("graphs", overlay, {"attention_backend": "triton", "num_layers": 2, "train_iters": 4, **keys})
     config = resolve_run(build_config(case, corpus, run), LocalHardware.detect(), rank_info=RankInfo()).config
     steps: list[tuple[int, Counters]] = []

@@ -18,7 +18,7 @@ from megatron.position.numerics import rotate_halves, soft_cap
 
 VOCABULARY, LENGTH, BATCH = 37, 6, 2
 TOLERANCE = 3e-5
-"""Of float32 sums of some hundred terms, by the size of the largest."""
+"""Tolerance of float32 sums of a few hundred terms, relative to the largest."""
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as GPT-2": ({"activation": "gelu_tanh"}, {"pos_emb": "kerple_log"}),
