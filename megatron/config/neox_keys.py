@@ -379,8 +379,8 @@ _ATTENTION_REASONS = {
 """Unsupported attention types of GPT-NeoX, with reasons."""
 _NODES = "set a hostfile with the machines to use, and num_gpus"
 _COMPILE = (
-    "torch.compile of all but attention saves no time on a CPU (docs/log.md; no GPU was measured), changes last bits "
-    "and falls apart under tensor parallelism and ZeRO 3; attention_backend: flex compiles attention"
+    "training on a GPU compiles all but attention unless compile_regions is false; attention_backend: flex compiles "
+    "attention"
 )
 _DEEPSPEED = "DeepSpeed's section of this name is not passed on"
 

@@ -13,7 +13,8 @@ d head dimension, W width of a processor, N distances, b bytes of the compute ty
 |                              | rotated                                      |                                     |
 | kernels/biased_attention     | its output, 4 bytes per row and head         | dq, dk, dv, sums of table gradients |
 | kernels/cdape_attention      | contiguous q, k and v; 8 bytes per row and   | score matrices of one chunk, sums   |
-|                              | head; tables, 4·N·(k·H + W) bytes            | of dk and dv                        |
+|                              | head; tables, 4·N·(k·H + W) bytes; two       | of dk and dv                        |
+|                              | outputs for its CUDA kernels                 |                                     |
 | a matrix of biases (FIRE)    | nothing                                      | matrices [h, 256, N], 2 + B of them |
 
 The backend that `auto` selects depends on a self-check on the GPU; without one it uses PyTorch's.
@@ -396,14 +397,34 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     table_entries = processor.kernel_size * heads + processor.width
     edge_entries = processor.left_context * processor.width
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
+    outputs = 2 * shape.query_bytes if has_cuda_kernels(shape) else 0
     return AttentionMemory(
-        saved_bytes=8 * batch * shape.num_rows * heads + tables,
+        saved_bytes=8 * batch * shape.num_rows * heads + tables + outputs,
         workspace_bytes=maps + sums + 2 * shape.query_bytes,
         workspace_map_bytes=maps,
         copies_query=True,
         copies_keys=True,
         pads_values=True,
         recomputed_fraction=1.0,
+    )
+
+
+def has_cuda_kernels(shape: AttentionShape) -> bool:
+    """True if kernels/cdape_attention has CUDA kernels for the shape, as `mixer.is_supported` there (a test compares).
+
+    They run on compute capability 9.0 alone, and where a chunk fills the card: elsewhere this is an upper bound.
+    """
+    processor = shape.processor
+    return (
+        processor is not None
+        and shape.bytes_per_element == 2
+        and shape.rotated_dim == 64
+        and 8 < shape.num_heads <= 16
+        and 16 < processor.width <= 32
+        and processor.kernel_size == 3
+        and shape.window is None
+        and not shape.has_documents
+        and shape.num_columns % 8 == 0
     )
 
 
