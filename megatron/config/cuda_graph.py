@@ -1,7 +1,7 @@
-"""Which configurations can compute a micro-batch as a CUDA graph, as far as their keys alone decide it.
+"""Checks whether the keys of a configuration allow CUDA graphs.
 
-A graph repeats the launches of one micro-batch: the same kernels, shapes and addresses, without the host. What the keys
-do not tell is found on the device (`megatron/training/graph_trial.py`).
+A graph repeats the launches of one micro-batch: the same kernels, shapes and addresses, without the host. Conditions
+that do not depend on keys are checked on the device (`megatron/training/graph_trial.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.config.schema import Config
 from megatron.options.model import DROPOUT_KEYS
 
 TRIAL_PHASE = "graph trial"
-"""Phase of a step in which graphs are tried. A run can go without the memory that this takes beyond a step's own."""
+"""Phase of a step in which graphs are tried. A run can do without the additional memory of this phase."""
 
 
 def find_graph_obstacle(config: Config) -> str | None:
@@ -44,7 +44,7 @@ def _list_obstacles(config: Config) -> Iterator[str]:
 
 
 def _list_zero_obstacles(config: Config) -> Iterator[str]:
-    """Ways of ZeRO to use gradients while the next micro-batch already overwrites them."""
+    """Yield ZeRO options that use gradients while the next micro-batch overwrites them."""
     zero = config.training.zero_optimization
     if zero.stage == 3:
         yield "zero_optimization.stage 3: ranks gather parameters while they compute"
