@@ -107,7 +107,7 @@ def _check_gpu_memory(
     planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
     if not planned.fits(gpu_memory / 2**30):
         yield (
-            f"{name}memory may not suffice: the plan for a rank is {format_bytes(planned.total)}, more than 90% "
+            f"{name}memory may run out: the plan for a rank is {format_bytes(planned.total)}, more than 90% "
             f"of a GPU's {format_bytes(gpu_memory)}"
         )
 

@@ -54,7 +54,7 @@ DTYPES = {
     "Long": "int64", "Int": "int32", "Byte": "uint8", "Float": "float32", "Double": "float64", "Half": "float16",
     "BFloat16": "bfloat16",
 }  # fmt: skip
-"""Names that torch's tensors have in Python, by those that the flight recorder writes."""
+"""Python names of torch's data types, by the names in flight recorder entries."""
 MAX_SHOWN = 4
 """Maximum number of groups of ranks in the line; `waiting.txt` lists all."""
 WAITING_FILE = "waiting.txt"
@@ -155,7 +155,7 @@ class RankReport:
         """
         if self.collective is None:
             return f"{'is' if is_one else 'are'} at {self.location}"
-        behind = f", with {self.num_pending - 1} more behind it" if self.num_pending > 1 else ""
+        behind = f", with {self.num_pending - 1} more pending" if self.num_pending > 1 else ""
         return f"{'waits' if is_one else 'wait'} in {self.collective}{behind} ({self.location})"
 
     def to_json(self) -> str:

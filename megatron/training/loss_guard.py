@@ -146,7 +146,7 @@ class LossGuard:
             total = sum_over_batch(self._groups, float(loss))
             if self._usual.is_spike(total, factor):
                 usual = self._usual.mean
-                comparison = "" if usual is None else f" is more than loss_spike × the usual {usual:.4g}"
+                comparison = "" if usual is None else f" exceeds loss_spike × the usual loss {usual:.4g}"
                 return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
             self._usual.add(total)
         self.last_good_step = step

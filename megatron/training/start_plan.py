@@ -155,7 +155,9 @@ def check_eval_lengths(config: Config, max_length: int | None) -> None:
     for multiple in list_eval_multiples(config):
         length = multiple * config.model.seq_length
         if config.data.task is not None:
-            raise UserError("eval_lengths: a task is validated at its own lengths; leave it out", "eval_lengths")
+            raise UserError(
+                "eval_lengths: not supported for a task, which has its own lengths; remove it", "eval_lengths"
+            )
         if max_length is not None and length > max_length:
             raise UserError(
                 f"eval_lengths: {multiple}x is {length:,} tokens, but the model has {max_length:,} positions",

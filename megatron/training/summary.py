@@ -92,7 +92,7 @@ def describe_validation(run: TrainingRun) -> list[str]:
     # A forward pass is a third of a training step's work.
     per_interval = training.eval_interval * (training.train_batch_size or 0) * run.config.model.seq_length
     if (share := targets / 3 / per_interval) > MAX_VALIDATION_SHARE:
-        line += f", about {share:.0%} of the time of these steps; eval_iters limits it"
+        line += f", about {share:.0%} of the training time; set eval_iters to limit it"
     return [line]
 
 

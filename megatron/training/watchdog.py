@@ -58,7 +58,7 @@ if stacks:
         kept = f"; its stacks are in {path}"
     _, step, phase = beat.decode().split(" ", 2)
     print(f"error: rank {rank} hangs in {phase} of step {step} for {seconds} s (hang_timeout), in native code that "
-          f"holds Python's lock{kept}", file=sys.stderr, flush=True)
+          f"holds the GIL{kept}", file=sys.stderr, flush=True)
 """
 """Program of a helper process. It reads the rank's progress, line by line, and finally the output of `faulthandler` if
 the rank hangs; it then prints the error that the rank itself cannot print.
@@ -122,7 +122,7 @@ def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: f
     ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
     others = sorted({beat.phase for rank, beat in heartbeats.items() if rank not in late})
     waiting = f", while the others are in {' and '.join(others)}" if others else ""
-    dead = "; no sign of life: stopped, computing without end, or gone with its machine" if silent else ""
+    dead = "; no heartbeat: stopped, stuck in a computation, or its machine is down" if silent else ""
     return f"{ranks} {location}{waiting}{dead}"
 
 
@@ -303,7 +303,7 @@ class Watchdog:
             if now - self._answered > self.timeout and now - self._moved > self.timeout:
                 beat = self._heartbeat
                 line = (
-                    f"rank 0 hangs: no sign of life for {now - self._answered:.0f} s (hang_timeout), while rank "
+                    f"rank 0 hangs: no heartbeat for {now - self._answered:.0f} s (hang_timeout), while rank "
                     f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
                 )
                 self._end_run(HangVerdict(line, (0,), reporter=1, time=time.time()), self._store)

@@ -123,7 +123,7 @@ def test_an_interpreted_kernel_is_not_compiled() -> None:
             measure_resources(config, 80)
     else:
         signature = {name: kind for name, kind in config.signature.items() if name != "table_ptr"}
-        with pytest.raises(ValueError, match="named in neither or wrongly: table_ptr"):
+        with pytest.raises(ValueError, match="missing, unknown or duplicated: table_ptr"):
             measure_resources(replace(config, signature=signature), 80)
 
 

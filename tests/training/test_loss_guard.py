@@ -131,11 +131,11 @@ def test_it_ends_where_going_back_does_not_help(corpus: Path, tmp_path: Path, mo
 
 def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 2)
-    with pytest.raises(RunError, match=r"^step 2: its loss .* is more than loss_spike × the usual .*; no checkpoint"):
+    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × the usual .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     step, why = find_divergence(tmp_path) or (0, "")
     assert step == 2
-    assert "is more than loss_spike" in why
+    assert "exceeds loss_spike" in why
     monkeypatch.undo()
     train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     assert find_divergence(tmp_path) is None  # it was started again, and ended
@@ -187,8 +187,8 @@ def test_the_guard_says_what_is_to_be_done_and_remembers_it(corpus: Path, tmp_pa
     assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
     stop = other.check(6, 24, torch.tensor(7.0))
     assert stop == Stop(
-        "its loss 7 is more than loss_spike × the usual 2",
-        "step 6: its loss 7 is more than loss_spike × the usual 2; no checkpoint was saved",
+        "its loss 7 exceeds loss_spike × the usual loss 2",
+        "step 6: its loss 7 exceeds loss_spike × the usual loss 2; no checkpoint was saved",
     )
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))

@@ -223,5 +223,5 @@ def test_fire_refuses_parameters_of_another_shape(device: str) -> None:
     tensors[3] = torch.zeros(31, device=device)
     with pytest.raises(ValueError, match=r"bias1 is torch.float32 \[31\]; expected float32 \[32\]"):
         fire_bias(*tensors, 8, 8, half_length=4.0)
-    with pytest.raises(ValueError, match="width 65; at most 64 and 64"):
+    with pytest.raises(ValueError, match="width 65; the maximum is 64 and 64"):
         fire_bias(*Case(2, 8, 8, W=65).fire(device), 8, 8, half_length=4.0)
