@@ -170,7 +170,7 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
     named = [*signature, *constexprs]
     if sorted(named) != sorted(kernel.arg_names):
         wrong = sorted(set(named) ^ set(kernel.arg_names)) or sorted(set(signature) & set(constexprs))
-        raise ValueError(f"{kernel.__name__}: arguments missing, unknown or duplicated:  {', '.join(wrong)}")
+        raise ValueError(f"{kernel.__name__}: arguments missing, unknown or duplicated: {', '.join(wrong)}")
     constants: dict[Any, Any] = dict(constexprs)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 

@@ -78,7 +78,7 @@ def test_a_spike_goes_back_as_a_restart_would_and_on_behind_the_data(
     text = printed(tiny_config(corpus, went_back, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     assert "step 6: its loss " in text
     assert "rolling back to " in text
-    assert "step_0000004, behind the data until here" in text
+    assert "step_0000004 and skipping the data read since" in text
     assert "rolled back once because of its loss, skipping 8 sequences" in text
     assert losses(went_back) == losses(by_hand)
     assert sorted(records(went_back)) == list(range(1, 9))
